@@ -1,0 +1,159 @@
+"""The settings of a run, and how they are read: defaults < YAML file < command line.
+
+A recipe subclasses `TrainConfig` to change defaults or to add settings of its own, and calls
+`parse_config`. Hardware, processes, precision and compilation are not settings of a run: they come
+from the Accelerate config it is launched with.
+"""
+
+import argparse
+import difflib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with the text that `--help` shows."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    """All settings of a training run. The defaults are GPT-2 124M on 10B tokens, after the GPT-3 paper.
+
+    Raises `ValueError`, naming the field, for a value out of its range.
+    """
+
+    data_dir: str = setting("data", "folder of token shards, see recipes/prepare_data.py")
+    output_dir: str = setting("runs/train", "folder of the run: checkpoints, logs, the final model")
+    init_from: str | None = setting(
+        None, "HF GPT-2 directory or Hub id whose weights to start from"
+    )
+    resume_from: str | None = setting(
+        None, "checkpoint to continue: 'latest' of output_dir (afresh if there is none), or a path"
+    )
+
+    n_layer: int = setting(12, "transformer blocks")
+    n_head: int = setting(12, "attention heads")
+    n_embd: int = setting(768, "width; a multiple of n_head")
+    n_positions: int = setting(1024, "longest sequence the model can read")
+    bias: bool = setting(True, "biases in Linear and LayerNorm modules, as in GPT-2")
+    dropout: float = setting(0.0, "dropout of embeddings, attention and residuals")
+
+    sequence_length: int | None = setting(None, "tokens per training sequence; default n_positions")
+    micro_batch_size: int = setting(8, "sequences per device and backward pass")
+    total_batch_size: int = setting(524288, "tokens per update, over all devices")
+    max_steps: int = setting(19073, "updates")
+
+    optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
+    learning_rate: float = setting(6e-4, "peak learning rate")
+    lr_schedule: str = setting("cosine", "after the warmup: 'cosine', 'linear' or 'constant'")
+    warmup_steps: int = setting(715, "updates of linear warmup")
+    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of the peak")
+    weight_decay: float = setting(0.1, "decay of matrices and embeddings")
+    beta1: float = setting(0.9, "AdamW's decay of the mean")
+    beta2: float = setting(0.95, "AdamW's decay of the squares")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 turns it off")
+
+    log_every: int = setting(10, "updates between lines of metrics.jsonl")
+    eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
+    eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
+    sample_every: int = setting(250, "updates between samples; 0 for none at all")
+    sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
+    sample_tokens: int = setting(100, "new tokens per sample")
+    save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
+    keep_last: int = setting(2, "newest checkpoints to keep")
+
+    seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
+    deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
+
+    def __post_init__(self) -> None:
+        if self.sequence_length is None:
+            self.sequence_length = self.n_positions
+        positive = (
+            "sequence_length micro_batch_size total_batch_size max_steps log_every eval_tokens "
+            "sample_tokens keep_last"
+        )
+        not_negative = (
+            "learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm "
+            "eval_every sample_every save_every seed"
+        )
+        for name in positive.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in not_negative.split():
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, choices in (("optimizer", OPTIMIZERS), ("lr_schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Writes all settings as a YAML file that `--config` reads."""
+        Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def parse_config(config_class: type[Config], args: list[str] | None = None) -> Config:
+    """The settings of a run from the command line (`sys.argv` if `args` is None).
+
+    `--config FILE.yaml` replaces defaults of `config_class`; flags replace both.
+    Raises `ValueError` for an unknown setting or a value of the wrong type, `FileNotFoundError` if
+    the YAML file is missing.
+    """
+    file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
+    parser = HfArgumentParser(config_class, parents=[file_option], allow_abbrev=False)
+    parser.error = raise_value_error
+    names = [entry.name for entry in fields(config_class)]
+    path = file_option.parse_known_args(args)[0].config
+    if path is not None:
+        parser.set_defaults(**read_yaml(path, names))
+    config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
+    return config
+
+
+def read_yaml(path: str, names: list[str]) -> dict[str, Any]:
+    """The settings in a YAML file, each as the command line would give it."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings as `name: value` lines")
+    for name in values:
+        if name not in names:
+            raise ValueError(
+                f"{path} has the unknown setting {name!r}{suggestion(str(name), names)}"
+            )
+    # argparse converts and checks a default only if it is a string; YAML reads 6e-4 as one anyway.
+    return {
+        name: str(value) if isinstance(value, (bool, int, float)) else value
+        for name, value in values.items()
+    }
+
+
+def suggestion(name: str, names: list[str]) -> str:
+    """The end of a message about an unknown name: what was probably meant, or where to look."""
+    close = difflib.get_close_matches(name.lstrip("-").split("=")[0], names, n=1)
+    return f": did you mean {close[0]}?" if close else ": --help lists the settings"
+
+
+def raise_value_error(message: str) -> None:
+    """argparse's way to end, without its pages of usage."""
+    raise ValueError(message)

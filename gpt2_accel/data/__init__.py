@@ -1,0 +1,1 @@
+"""Token shards on disk, how text becomes them, and the order in which training reads them."""

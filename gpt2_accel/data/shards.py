@@ -1,0 +1,196 @@
+"""The on-disk token format: shards of token ids and a manifest that lists them.
+
+A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face files) and shards
+`<split>_<number>.bin`. A shard is a header of 64 bytes, little-endian, and then the token ids:
+
+    offset  size  content
+         0     8  magic, b"GPT2TOKS"
+         8     4  format version, 1
+        12     4  bytes per token id: 2 (uint16) or 4 (uint32)
+        16     8  number of token ids
+        24    32  SHA-256 of the token ids' bytes
+        56     8  zero
+
+`manifest.json`:
+
+    {"format": "gpt2_accel token shards", "version": 1,
+     "tokenizer": {"vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
+     "dtype": "uint16", "source": what the text was,
+     "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
+                          "shards": [{"file": …, "tokens": …, "sha256": …}, …]}, "val": …}}
+
+Each document is preceded by `<|endoftext|>` where the tokenizer has it. A split is one long array of
+tokens, its shards in the manifest's order.
+"""
+
+import functools
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"GPT2TOKS"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQ32s8x")
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = "gpt2_accel token shards"
+OPEN_SHARDS = (
+    64  # each mapped shard holds a file descriptor, of which a process often has only 1,024
+)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits, else uint32."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class ShardWriter:
+    """Writes one shard piece by piece; the header, and with it the magic, comes last.
+
+    A shard that was not closed has no magic, so it is never taken for a whole one.
+    """
+
+    def __init__(self, path: str | Path, dtype: np.dtype):
+        self.path, self.dtype = Path(path), np.dtype(dtype)
+        self.tokens = 0
+        self._digest = hashlib.sha256()
+        self._file = open(self.path, "wb")
+        self._file.write(bytes(HEADER.size))
+
+    def append(self, tokens: np.ndarray) -> None:
+        """tokens: (n,) integers that fit `dtype`."""
+        data = tokens.astype(self.dtype, copy=False).tobytes()
+        self._digest.update(data)
+        self._file.write(data)
+        self.tokens += len(tokens)
+
+    def close(self) -> dict:
+        """Completes the file; returns its entry in the manifest."""
+        digest = self._digest.digest()
+        self._file.seek(0)
+        self._file.write(HEADER.pack(MAGIC, VERSION, self.dtype.itemsize, self.tokens, digest))
+        self._file.close()
+        return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
+
+
+def open_shard(path: str | Path) -> np.ndarray:
+    """The token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
+
+    Raises `FileNotFoundError` if it is missing, `ValueError` if it is not a whole shard of this format.
+    """
+    path = Path(path)
+    mend = "prepare the data again"
+    with open(path, "rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise ValueError(f"{path} is cut short inside its header: {mend}")
+    magic, version, width, tokens, _ = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {mend}")
+    if version != VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this release reads {VERSION}: {mend}"
+        )
+    if width not in (2, 4):
+        raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {mend}")
+    size, expected = path.stat().st_size, HEADER.size + tokens * width
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes, its header announces {expected}: {mend}")
+    dtype = "<u2" if width == 2 else "<u4"
+    if tokens == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(tokens,))
+
+
+def verify_shard(path: str | Path) -> None:
+    """Reads the whole shard; raises `ValueError` if its tokens are not those it was written with."""
+    tokens = open_shard(path)
+    with open(path, "rb") as file:
+        digest = HEADER.unpack(file.read(HEADER.size))[-1]
+    if hashlib.sha256(tokens).digest() != digest:
+        raise ValueError(f"{path} does not match its checksum: prepare the data again")
+
+
+def read_manifest(data_dir: str | Path) -> dict:
+    """The manifest of a data folder, as in the module's docstring.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` if it is not one of this format.
+    """
+    path = Path(data_dir) / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: prepare the data first, as in "
+            f"python recipes/prepare_data.py text FILE_OR_FOLDER --data_dir {data_dir}"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = (manifest["format"], manifest["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a readable manifest: prepare the data again") from error
+    if found != (MANIFEST_FORMAT, VERSION):
+        raise ValueError(
+            f"{path} is {found[0]!r} version {found[1]}, this release reads "
+            f"{MANIFEST_FORMAT!r} version {VERSION}: prepare the data again"
+        )
+    return manifest
+
+
+class TokenStream:
+    """One split of a data folder as one long array of tokens, across its shards.
+
+    Shards are mapped when first touched; at most `OPEN_SHARDS` stay open. `tokens` is the length,
+    `bytes` the UTF-8 bytes of the text behind it, `vocab_size` the tokenizer's.
+
+    Raises `ValueError` if the split does not exist.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str):
+        manifest = read_manifest(data_dir)
+        if split not in manifest["splits"]:
+            raise ValueError(
+                f"{data_dir} has no split {split!r}, only {', '.join(manifest['splits'])}"
+            )
+        entry = manifest["splits"][split]
+        self.data_dir, self.split = Path(data_dir), split
+        self.tokens: int = entry["tokens"]
+        self.bytes: int = entry["bytes"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self._shards = entry["shards"]
+        self._ends = np.cumsum([shard["tokens"] for shard in self._shards], dtype=np.int64)
+        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+
+    def _open_shard(self, number: int) -> np.ndarray:
+        shard = self._shards[number]
+        path = self.data_dir / shard["file"]
+        tokens = open_shard(path)
+        if len(tokens) != shard["tokens"]:
+            raise ValueError(
+                f"{path} holds {len(tokens)} tokens, the manifest says {shard['tokens']}: "
+                "prepare the data again"
+            )
+        return tokens
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as (count,) int64.
+
+        Raises `ValueError` if one of them is not below `vocab_size`.
+        """
+        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
+        out = np.empty(count, np.int64)
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < count:
+            shard = self._open(number)
+            offset = start + filled - (int(self._ends[number]) - len(shard))
+            piece = shard[offset : offset + count - filled]
+            out[filled : filled + len(piece)] = piece
+            if len(piece) and piece.max() >= self.vocab_size:
+                raise ValueError(
+                    f"{self.data_dir / self._shards[number]['file']} holds the token id "
+                    f"{piece.max()}, but the vocabulary has {self.vocab_size}: prepare the data again"
+                )
+            filled += len(piece)
+            number += 1
+        return out

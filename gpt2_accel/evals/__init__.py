@@ -1,0 +1,1 @@
+"""Evaluations. Each shares its work out over the ranks, by index, and counts no sample twice."""

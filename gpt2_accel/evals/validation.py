@@ -1,0 +1,33 @@
+"""Validation loss over a fixed set of windows."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.data.loader import EvalLoader
+
+
+@torch.no_grad()
+def validation_loss(
+    accelerator: Accelerator, model: torch.nn.Module, loader: EvalLoader
+) -> dict[str, float]:
+    """Loss of the prepared `model` on the windows of `loader`. All ranks call it, each with its own.
+
+    `val/loss` is the mean over tokens, in nats; `val/perplexity` its exponential; `val/bits_per_byte`
+    the code length of the tokens, separators included, by the bytes of the text behind them, which
+    compares across tokenizers.
+    """
+    model.eval()
+    totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
+    for input_ids, targets in loader:
+        tokens = (targets != -100).sum()
+        totals += torch.stack((model(input_ids, targets) * tokens, tokens))
+    model.train()
+    nats, tokens = accelerator.reduce(totals, "sum").tolist()
+    loss = nats / tokens
+    return {
+        "val/loss": loss,
+        "val/perplexity": math.exp(loss),
+        "val/bits_per_byte": loss / math.log(2) * loader.stream.tokens / loader.stream.bytes,
+    }

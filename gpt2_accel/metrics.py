@@ -1,0 +1,181 @@
+"""What a run tells: speed against the device's peak, progress, `metrics.jsonl`, `status.json`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gpt2_accel.files import atomic_files, write_json
+
+# Dense FLOP/s in bf16 (V100 and T4: fp16) by a part of the device's name, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The published peak of one device in FLOP/s, None where it is not known.
+
+    `device_name` is what `torch.cuda.get_device_name` says.
+    """
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+class JsonLines:
+    """An append-only log: one JSON object with a `step` a line, each line written at once.
+
+    Opening it drops the lines of steps after `last_step`, which a resumed run will write again, and a
+    line that a crash cut short.
+    """
+
+    def __init__(self, path: str | Path, last_step: int):
+        path = Path(path)
+        kept = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
+        with atomic_files(path.parent) as folder:
+            text = "".join(json.dumps(entry) + "\n" for entry in kept)
+            (folder / path.name).write_text(text, encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, entry: dict) -> None:
+        """Appends one entry."""
+        self._file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_json_lines(path: str | Path) -> list[dict]:
+    """The entries of a `JsonLines` file, none if it does not exist; a line cut short is left out."""
+    if not Path(path).exists():
+        return []
+    text = Path(path).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+class RunLog:
+    """What one run writes to its folder and to the terminal. As a context manager it keeps
+    `status.json`: `running`, then `finished`, `interrupted` or `failed` with the reason.
+
+    `first_step` is the number of updates done before. `flops_per_second` is the peak of all devices
+    together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        first_step: int,
+        max_steps: int,
+        tokens_per_update: int,
+        flops_per_token: float,
+        flops_per_second: float | None,
+        enabled: bool = True,
+    ):
+        self.run_dir, self.enabled = Path(run_dir), enabled
+        self.step, self.max_steps = first_step, max_steps
+        self.tokens_per_update, self.flops_per_token = tokens_per_update, flops_per_token
+        self.flops_per_second = flops_per_second
+        self._entry: dict[str, float] = {}
+        self._training_tokens, self._training_seconds = 0, 0.0
+        if enabled:
+            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", first_step)
+            self._samples = JsonLines(self.run_dir / "samples.jsonl", first_step)
+
+    def __enter__(self) -> "RunLog":
+        self._write_status("running")
+        terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            initial=self.step,
+            total=self.max_steps,
+            unit="step",
+            dynamic_ncols=terminal,
+            mininterval=0.5 if terminal else 15,
+            disable=not self.enabled,
+        )
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        self._bar.close()
+        if kind is None:
+            self._write_status("finished")
+        elif issubclass(kind, KeyboardInterrupt):
+            self._write_status("interrupted", "Ctrl-C")
+        else:
+            self._write_status("failed", f"{kind.__name__}: {error}")
+        if self.enabled:
+            self._metrics.close()
+            self._samples.close()
+
+    def advance(self, step: int) -> None:
+        """Moves the progress bar: `step` updates are done."""
+        self._training_tokens += (step - self.step) * self.tokens_per_update
+        self.step = step
+        self._bar.update()
+        self._add_training_time()
+
+    def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
+        """Adds the figures of the update just done, and the speed of training since the last call."""
+        self._add_training_time()
+        speed = self._training_tokens / self._training_seconds
+        self._training_tokens = self._training_seconds = 0
+        self._entry |= {
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/learning_rate": learning_rate,
+            "train/tokens_per_second": speed,
+        }
+        shown = {"loss": f"{loss:.3f}", "lr": f"{learning_rate:.1e}", "tok/s": f"{speed:,.0f}"}
+        if self.flops_per_second:
+            mfu = speed * self.flops_per_token / self.flops_per_second
+            self._entry["train/mfu"] = mfu
+            shown["mfu"] = f"{mfu:.1%}"
+        self._bar.set_postfix(shown, refresh=False)
+
+    def evaluation(self, results: dict[str, float]) -> None:
+        """Adds the results of an evaluation and prints them."""
+        self._entry |= results
+        self.say(", ".join(f"{name} {value:.4f}" for name, value in results.items()))
+
+    def sample(self, prompt: str, text: str) -> None:
+        """Writes a sample to `samples.jsonl` and prints it."""
+        if self.enabled:
+            self._samples.write({"step": self.step, "prompt": prompt, "text": text})
+        self.say(f"sample\n{text}\n")
+
+    def say(self, text: str) -> None:
+        """Prints above the progress bar."""
+        if self.enabled:
+            self._bar.write(f"step {self.step}: {text}")
+
+    def end_step(self) -> None:
+        """Writes what was added since the last update as one line of `metrics.jsonl`."""
+        if self.enabled and self._entry:
+            tokens = self.step * self.tokens_per_update
+            self._metrics.write({"step": self.step, "tokens": tokens, **self._entry})
+        self._entry = {}
+        self._clock = time.perf_counter()
+
+    def _add_training_time(self) -> None:
+        now = time.perf_counter()
+        self._training_seconds += now - self._clock
+        self._clock = now
+
+    def _write_status(self, state: str, reason: str = "") -> None:
+        if self.enabled:
+            status = {"state": state, "step": self.step, "reason": reason}
+            write_json(self.run_dir / "status.json", status)

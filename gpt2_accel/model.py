@@ -1,0 +1,214 @@
+"""GPT-2 as one readable `nn.Module`: config, initialisation and forward, in plain torch.
+
+The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al.,
+2019) as OpenAI released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the
+output head tied to the token embedding. Names follow Hugging Face's GPT-2, so that conversion
+(`convert.py`) is four transposes per block.
+
+Shape letters: B batch, T sequence, C n_embd, H n_head, V vocabulary (padded).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# n_layer, n_head, n_embd of the four released models, by their Hub name.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
+
+
+@dataclass
+class GPTConfig:
+    """Shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
+
+    `dropout` is the one rate of the embedding, attention and residual dropouts. `bias=False` leaves
+    out the biases of all Linear and LayerNorm modules (nanoGPT's option).
+
+    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, or `dropout`
+    is not in [0, 1).
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    bias: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}): "
+                "choose n_embd as a multiple of n_head"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+
+    @classmethod
+    def from_name(cls, name: str, **overrides) -> "GPTConfig":
+        """The config of a released size (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`)."""
+        if name not in SIZES:
+            raise ValueError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}")
+        n_layer, n_head, n_embd = SIZES[name]
+        return cls(**{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **overrides})
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """`vocab_size` rounded up to a multiple of 128, which matrix units like (50257 -> 50304)."""
+        return -(-self.vocab_size // 128) * 128
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Parameters of the model as saved: the tied head counts once, the vocabulary's pad rows not at all."""
+    C, bias = config.n_embd, int(config.bias)
+    norm = C * (1 + bias)
+    attention = 3 * C * (C + bias) + C * (C + bias)
+    mlp = 4 * C * (C + bias) + C * (4 * C + bias)
+    block = 2 * norm + attention + mlp
+    return (config.vocab_size + config.n_positions) * C + config.n_layer * block + norm
+
+
+def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
+    """Floating-point operations of forward + backward per token: 6N + 12·L·H·Q·T.
+
+    Formula: PaLM (Chowdhery et al., 2022), appendix B, with N without the position embeddings, as
+    nanoGPT counts it. The attention term counts the full T x T square, as MFU conventionally does.
+    """
+    N = parameter_count(config) - config.n_positions * config.n_embd
+    return 6 * N + 12 * config.n_layer * config.n_embd * sequence_length
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which each position sees itself and the positions before it."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two Linear layers, four times as wide in between, with the tanh-approximated GELU."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = config.dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then MLP, each normalised before and added to its input."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """A GPT-2 language model. The head has no weight of its own: it is `wte`, tied.
+
+    `wte` has `config.padded_vocab_size` rows. The pad rows start at zero, never get a gradient, and
+    reach neither the loss, nor the logits that `forward` returns, nor a saved file.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """N(0, 0.02) and zero biases; projections onto the residual stream scaled by 1/sqrt(2·n_layer).
+
+        Source: the GPT-2 paper, section 2.3, and OpenAI's released code for the 0.02.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                is_residual = name.endswith("c_proj")
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
+                nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        self.wte.weight[self.config.vocab_size :] = 0
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits, or with `targets` the loss.
+
+        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token that follows each
+        position (already shifted, unlike HF's `labels`), -100 where there is nothing to predict.
+        Returns the logits (B, T, vocab_size), or the mean cross-entropy in nats per target, a scalar:
+        in training the logits stay inside, since Accelerate would copy what leaves a mixed-precision
+        forward to fp32.
+
+        Raises `ValueError` if T exceeds `n_positions`.
+        """
+        T = input_ids.shape[1]
+        if T > self.config.n_positions:
+            raise ValueError(
+                f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
+                "shorten it, or use a model with more positions"
+            )
+        positions = torch.arange(T, device=input_ids.device)
+        x = self.wte(input_ids) + self.wpe(positions)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.h:
+            x = block(x)
+        x = self.ln_f(x)
+        return self.logits(x) if targets is None else self.loss(x, targets)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, vocab_size), the pad rows left out."""
+        return F.linear(x, self.wte.weight[: self.config.vocab_size])
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C), targets: (B, T) -> mean cross-entropy in nats, a scalar."""
+        # The product runs over all padded rows, the faster shape; a bias of -inf then takes the pad
+        # rows out of the softmax without another copy of the logits.
+        pad_bias = x.new_zeros(self.config.padded_vocab_size)
+        pad_bias[self.config.vocab_size :] = -math.inf
+        logits = F.linear(x, self.wte.weight, pad_bias)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

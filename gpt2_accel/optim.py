@@ -1,0 +1,164 @@
+"""Optimizers and the learning-rate schedule.
+
+The schedule is a pure function of the step; the loop writes its value into the optimizer. So a
+resume needs nothing but the step, and no scheduler object has to be prepared or saved.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    schedule: str = "cosine",
+    warmup_steps: int = 0,
+    max_steps: int,
+    min_ratio: float = 0.1,
+) -> float:
+    """The learning rate of update `step` (the first is 0).
+
+    Linear warmup over `warmup_steps`, in which update 0 already moves; then `cosine` or `linear` from
+    `peak` down to `min_ratio * peak` at `max_steps`, or `constant`.
+
+    Raises `ValueError` for an unknown `schedule`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
+    remaining = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }[schedule]
+    return peak * (min_ratio + (1 - min_ratio) * remaining)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Writes `value` into every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
+    """`adamw`: fused AdamW. `muon`: Muon for the matrices of the blocks, AdamW for all else.
+
+    Weight decay is on matrices and embeddings only, not on biases and LayerNorm gains (the GPT-3
+    paper's and nanoGPT's choice). One learning rate serves both optimizers, see `Muon`.
+
+    Raises `ValueError` for an unknown `name`.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
+    named = list(model.named_parameters())
+    matrices = [(n, p) for n, p in named if p.ndim >= 2]
+    vectors = [(n, p) for n, p in named if p.ndim < 2]
+    if name == "adamw":
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    groups = [
+        {"params": [(n, p) for n, p in matrices if id(p) not in embeddings], "muon": True},
+        {"params": [(n, p) for n, p in matrices if id(p) in embeddings]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return Muon(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the parameter groups marked `"muon": True`, fused AdamW for the others.
+
+    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
+    by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is scaled by
+    0.2·sqrt(max(rows, columns)), which gives it the size of an AdamW update, so that one learning
+    rate and weight decay serve both (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). It does
+    what `torch.optim.Muon` does, but takes all matrices of one shape through the iteration together.
+    """
+
+    momentum = 0.95
+
+    def __init__(self, params, **adamw_options):
+        super().__init__(params, fused=True, **adamw_options)
+        for group in self.param_groups:
+            group.setdefault("muon", False)
+        # Only the fused kernel of AdamW can look at a GradScaler's flag by itself; let the scaler
+        # decide for both.
+        self._step_supports_amp_scaling = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update. `closure`, if given, recomputes the loss, which is returned."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"]:
+                self.muon_step(group)
+        return loss
+
+    def muon_step(self, group: dict) -> None:
+        """Updates the matrices of `group`, those of one shape together."""
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                by_shape.setdefault(param.shape, []).append(param)
+        for shape, params in by_shape.items():
+            grads = [param.grad for param in params]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            buffers = [self.state[param]["momentum_buffer"] for param in params]
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+            nesterov = torch._foreach_lerp(grads, buffers, self.momentum)
+            updates = orthogonalize(torch.stack(nesterov))
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            scale = 0.2 * math.sqrt(max(shape))
+            torch._foreach_add_(
+                params, list(updates.to(params[0].dtype)), alpha=-scale * group["lr"]
+            )
+
+
+def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix of each matrix, roughly: singular values end in 0.5 .. 1.5.
+
+    matrices: (N, rows, columns), any float dtype -> the same shape, in bf16 (fp32 on a CPU without
+    bf16 units). Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(iteration_dtype(matrices.device))
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values of at most 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """bf16, as Muon's authors use, unless the CPU would have to emulate it."""
+    emulated = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if emulated else torch.bfloat16

@@ -1,0 +1,144 @@
+"""Tokenizers: GPT-2's BPE, a BPE trained on the user's text, bytes, characters.
+
+Each is a Hugging Face tokenizer from the start, so that `save_pretrained` puts it beside the weights
+and `AutoTokenizer` and `pipeline` load it from there.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def gpt2_tokenizer() -> PreTrainedTokenizerBase:
+    """GPT-2's own byte-level BPE of 50,257 tokens, rebuilt from tiktoken's copy of it.
+
+    tiktoken downloads the vocabulary once (`TIKTOKEN_CACHE_DIR` says where to keep it).
+    """
+    encoding = tiktoken_gpt2()
+    symbols = byte_symbols()
+    ranks = encoding._mergeable_ranks
+    vocab = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
+    merges = [
+        tuple("".join(symbols[byte] for byte in part) for part in merged_pair(token, ranks))
+        for token in ranks
+        if len(token) > 1
+    ]
+    vocab[END_OF_TEXT] = encoding.eot_token
+    return GPT2Tokenizer(vocab=vocab, merges=merges)
+
+
+@functools.cache
+def tiktoken_gpt2():
+    """tiktoken's `gpt2` encoding. Raises `OSError` where neither its cache nor a network is there."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the HTTP client raises
+        raise OSError(
+            "tiktoken cannot load GPT-2's vocabulary: connect to a network once, or set "
+            f"TIKTOKEN_CACHE_DIR to a folder that holds it ({error})"
+        ) from error
+
+
+def merged_pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two tokens whose merge is `token`: what BPE makes of it with the merges of lower rank."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        candidates = [
+            ranks.get(left + right, len(ranks)) for left, right in itertools.pairwise(parts)
+        ]
+        i = candidates.index(min(candidates))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+@functools.cache
+def byte_symbols() -> list[str]:
+    """The printable character that stands for each byte in a byte-level BPE's vocabulary.
+
+    OpenAI's mapping (`bytes_to_unicode` in GPT-2's encoder.py): printable Latin-1 stands for itself,
+    the other bytes, in order, for the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    shifted = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    return [shifted.get(byte, chr(byte)) for byte in range(256)]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per UTF-8 byte, ids equal to the bytes, and `<|endoftext|>` as 256."""
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    return GPT2Tokenizer(vocab={**vocab, END_OF_TEXT: 256}, merges=[])
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE with GPT-2's word splitting, trained on `texts`.
+
+    `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer.
+    Raises `ValueError` if it leaves no room for a merge.
+    """
+    if vocab_size <= 257:
+        raise ValueError(
+            f"a BPE vocabulary of {vocab_size} has no room beside the 256 bytes and {END_OF_TEXT}: "
+            "raise vocab_size above 257"
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    trained = json.loads(bpe.to_str())["model"]
+    vocab = {**trained["vocab"], END_OF_TEXT: len(trained["vocab"])}
+    return GPT2Tokenizer(vocab=vocab, merges=[tuple(merge) for merge in trained["merges"]])
+
+
+def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
+    """One token per character that occurs in `text`, in code-point order, as in nanoGPT.
+
+    There is no token for an unknown character and none for the end of a text. Encoding a character
+    that `text` does not hold raises an error.
+    """
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
+    characters = Tokenizer(models.WordLevel(vocab))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text, the literal `<|endoftext|>` taken as text, on all cores.
+
+    Raises `ValueError` for a character that the tokenizer does not know.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    try:
+        return [encoding.ids for encoding in backend.encode_batch(list(texts))]
+    except Exception as error:  # the library raises nothing narrower
+        known = backend.get_vocab(with_added_tokens=False).keys()
+        unknown = sorted({character for text in texts for character in text} - known)
+        raise ValueError(
+            f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, "
+            "or use a BPE or byte tokenizer, which know every character"
+        ) from error
+    finally:
+        backend.encode_special_tokens = False
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 (hex) of vocabulary and merges: equal for two tokenizers that encode alike."""
+    backend = tokenizer.backend_tokenizer
+    vocab = sorted(backend.get_vocab(with_added_tokens=True).items())
+    merges = json.loads(backend.to_str())["model"].get("merges", [])
+    return hashlib.sha256(json.dumps([vocab, merges]).encode()).hexdigest()

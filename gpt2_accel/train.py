@@ -1,0 +1,274 @@
+"""The training loop. Read `train` from top to bottom; the rest of the file is what it calls."""
+
+import math
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from gpt2_accel.checkpoint import find_checkpoint, load_training_state, save_checkpoint, unwrap
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.convert import from_pretrained, save_pretrained
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
+from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.generate import complete
+from gpt2_accel.metrics import RunLog, peak_flops
+from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
+from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+
+
+def train(config: TrainConfig) -> None:
+    """Trains as `config` says, on the hardware and in the precision that the Accelerate config says.
+
+    Leaves in `config.output_dir` checkpoints, logs and the final model, an HF directory. Every rank
+    calls it. Raises `ValueError` or an `OSError` for settings or data that cannot work, before
+    anything is written.
+    """
+    accelerator = build_accelerator(config)
+    run_dir = Path(config.output_dir)
+    checkpoint = find_checkpoint(config.resume_from, run_dir)
+    tokenizer = AutoTokenizer.from_pretrained(Path(config.data_dir) / "tokenizer")
+    torch.manual_seed(config.seed)
+    model = build_model(config, len(tokenizer), checkpoint)
+    optimizer = build_optimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+    )
+    train_loader, val_loader = build_loaders(config, accelerator)
+    gpt_config = model.config
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step = load_training_state(checkpoint, accelerator, optimizer) if checkpoint else 0
+    model.train()
+
+    with start_log(config, gpt_config, accelerator, train_loader, step) as log:
+        while step < config.max_steps:
+            # Learning rate, data and dropout are functions of the step: nothing else to resume.
+            lr = learning_rate(
+                step,
+                peak=config.learning_rate,
+                schedule=config.lr_schedule,
+                warmup_steps=config.warmup_steps,
+                max_steps=config.max_steps,
+                min_ratio=config.min_lr_ratio,
+            )
+            set_learning_rate(optimizer, lr)
+            torch.manual_seed(int(hash64(config.seed, step, accelerator.process_index)[0]))
+            loss = accumulate_gradients(accelerator, model, train_loader, step)
+            grad_norm = accelerator.clip_grad_norm_(
+                model.parameters(), config.max_grad_norm or math.inf
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+            log.advance(step)
+            if due(config.log_every, step, config.max_steps):
+                # The one moment of an update at which the host waits for the device.
+                mean_loss = accelerator.reduce(loss, "mean")
+                log.training(mean_loss.item(), grad_norm.item(), lr)
+            if due(config.eval_every, step, config.max_steps):
+                log.evaluation(validation_loss(accelerator, model, val_loader))
+            if due(config.sample_every, step, config.max_steps):
+                write_samples(config, accelerator, model, tokenizer, log)
+            if due(config.save_every, step, config.max_steps) or step == config.max_steps:
+                save_checkpoint(
+                    run_dir, step, accelerator, model, optimizer, tokenizer, config.keep_last
+                )
+            log.end_step()
+        if accelerator.is_main_process:
+            save_pretrained(unwrap(accelerator, model), run_dir, tokenizer)
+    accelerator.wait_for_everyone()
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """Accelerate as its config file and environment set it up, after checking that they took effect.
+
+    Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is
+    set there: here it follows from the batch size.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    accelerator = Accelerator()
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"WORLD_SIZE is {started}, but Accelerate sees {accelerator.num_processes} process(es): for "
+            "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
+            "accumulation follows from --total_batch_size"
+        )
+    dynamo = accelerator.state.dynamo_plugin
+    needs_cpp = dynamo.backend == DynamoBackend.INDUCTOR and accelerator.device.type == "cpu"
+    if needs_cpp and not has_cpp_compiler():
+        accelerator.print("no C++ compiler found (install g++ or set CXX): running uncompiled")
+        dynamo.backend = DynamoBackend.NO
+    return accelerator
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor can compile for the CPU: it takes `CXX`, else g++ or clang++."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    return any(shutil.which(name) for name in names)
+
+
+def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> GPT:
+    """A new model, or the one of the checkpoint, or of `config.init_from`.
+
+    Raises `ValueError` if it does not fit the data's vocabulary or the sequence length, or if the
+    checkpoint's model is not the configured one.
+    """
+    source = checkpoint or config.init_from
+    if source is not None:
+        model = from_pretrained(source, config.dropout)
+    if config.init_from is None:
+        names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
+        shape = GPTConfig(vocab_size, **{name: getattr(config, name) for name in names})
+        if source is None:
+            model = GPT(shape)
+        elif model.config != shape:
+            raise ValueError(
+                f"{source} holds {model.config}, but the settings say {shape}: resume with the "
+                "settings of the first run, which are in its config.yaml"
+            )
+    if model.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
+            f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer"
+        )
+    if config.sequence_length > model.config.n_positions:
+        raise ValueError(
+            f"sequence_length ({config.sequence_length}) exceeds n_positions "
+            f"({model.config.n_positions}): lower the one or raise the other"
+        )
+    return model
+
+
+def build_loaders(
+    config: TrainConfig, accelerator: Accelerator
+) -> tuple[TrainLoader, EvalLoader | None]:
+    """This rank's share of the training and the validation data, None where nothing is evaluated.
+
+    The micro-batches of an update follow from the total batch size.
+    Raises `ValueError` if they do not come out even, and what `TokenStream` raises.
+    """
+    tokens = config.micro_batch_size * config.sequence_length * accelerator.num_processes
+    if config.total_batch_size % tokens:
+        nearest = max(1, round(config.total_batch_size / tokens)) * tokens
+        raise ValueError(
+            f"total_batch_size ({config.total_batch_size} tokens) is not a multiple of "
+            f"micro_batch_size x sequence_length x processes = {config.micro_batch_size} x "
+            f"{config.sequence_length} x {accelerator.num_processes} = {tokens}: try {nearest}"
+        )
+    share = {
+        "sequence_length": config.sequence_length,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "device": accelerator.device,
+    }
+    train_loader = TrainLoader(
+        TokenStream(config.data_dir, "train"),
+        micro_batch_size=config.micro_batch_size,
+        sequences_per_update=config.total_batch_size // config.sequence_length,
+        seed=config.seed,
+        **share,
+    )
+    if not config.eval_every:
+        return train_loader, None
+    val_loader = EvalLoader(
+        TokenStream(config.data_dir, "val"),
+        batch_size=config.micro_batch_size,
+        max_tokens=config.eval_tokens,
+        **share,
+    )
+    return train_loader, val_loader
+
+
+def start_log(
+    config: TrainConfig,
+    gpt_config: GPTConfig,
+    accelerator: Accelerator,
+    loader: TrainLoader,
+    step: int,
+) -> RunLog:
+    """Creates the run's folder, writes its settings there and says what is about to run."""
+    flops = flops_per_token(gpt_config, config.sequence_length)
+    peak = None
+    if accelerator.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+    if accelerator.is_main_process:
+        run_dir = Path(config.output_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config.save(run_dir / "config.yaml")
+    accelerator.print(
+        f"{parameter_count(gpt_config):,} parameters on {accelerator.num_processes} x "
+        f"{accelerator.device.type}, precision {accelerator.mixed_precision}, compile backend "
+        f"{accelerator.state.dynamo_plugin.backend.value.lower()}\n"
+        f"{config.total_batch_size:,} tokens per update = {loader.micro_batches} micro-batches x "
+        f"{accelerator.num_processes} processes x {config.micro_batch_size} sequences x "
+        f"{config.sequence_length} tokens; {loader.windows:,} sequences per epoch\n"
+        f"updates {step:,} to {config.max_steps:,}, into {config.output_dir}"
+    )
+    return RunLog(
+        config.output_dir,
+        first_step=step,
+        max_steps=config.max_steps,
+        tokens_per_update=config.total_batch_size,
+        flops_per_token=flops,
+        flops_per_second=peak and peak * accelerator.num_processes,
+        enabled=accelerator.is_main_process,
+    )
+
+
+def accumulate_gradients(
+    accelerator: Accelerator, model: torch.nn.Module, loader: TrainLoader, step: int
+) -> torch.Tensor:
+    """Backward over this rank's micro-batches of one update; returns their mean loss, a scalar.
+
+    Ranks exchange gradients in the last backward only.
+    """
+    total = torch.zeros((), device=accelerator.device)
+    for number, (input_ids, targets) in enumerate(loader.update(step), start=1):
+        last = number == loader.micro_batches
+        with nullcontext() if last else accelerator.no_sync(model):
+            loss = model(input_ids, targets) / loader.micro_batches
+            accelerator.backward(loss)
+        total += loss.detach()
+    return total
+
+
+def write_samples(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    log: RunLog,
+) -> None:
+    """Continues each of the run's prompts; on the main process only."""
+    if accelerator.is_main_process:
+        for prompt in config.sample_prompts:
+            plain = unwrap(accelerator, model)
+            [text] = complete(
+                plain, tokenizer, prompt, config.sample_tokens, temperature=0.8, seed=config.seed
+            )
+            log.sample(prompt, text)
+
+
+def due(every: int, step: int, max_steps: int) -> bool:
+    """Whether something that happens every so many updates, and after the last, happens at `step`.
+
+    With 0 it never does.
+    """
+    return every > 0 and (step % every == 0 or step == max_steps)
