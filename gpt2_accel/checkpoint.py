@@ -57,6 +57,15 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
     return Path(resume_from)
 
 
+def model_directory(name: str | Path) -> str | Path:
+    """Where the newest weights of a run's folder are: in the folder itself once training has ended, in
+    its last checkpoint before. Any other name is returned as it is."""
+    checkpoints = list_checkpoints(name)
+    if checkpoints and not (Path(name) / "config.json").exists():
+        return checkpoints[-1]
+    return name
+
+
 def save_checkpoint(
     run_dir: str | Path,
     step: int,

@@ -102,11 +102,11 @@ class TrainConfig:
         Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
 
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config")
 
 
 def parse_config(config_class: type[Config], args: list[str] | None = None) -> Config:
-    """The settings of a run from the command line (`sys.argv` if `args` is None).
+    """The settings of a recipe from the command line (`sys.argv` if `args` is None).
 
     `--config FILE.yaml` replaces defaults of `config_class`; flags replace both.
     Raises `ValueError` for an unknown setting or a value of the wrong type, `FileNotFoundError` if

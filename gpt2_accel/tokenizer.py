@@ -9,9 +9,15 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -114,6 +120,16 @@ def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=characters)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of an HF directory or Hub id; raises `FileNotFoundError` if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name} holds no tokenizer that transformers can load ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

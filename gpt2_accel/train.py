@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint import find_checkpoint, load_training_state, save_checkpoint, unwrap
 from gpt2_accel.config import TrainConfig
@@ -21,6 +21,7 @@ from gpt2_accel.generate import complete
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.tokenizer import load_tokenizer
 
 
 def train(config: TrainConfig) -> None:
@@ -33,7 +34,8 @@ def train(config: TrainConfig) -> None:
     accelerator = build_accelerator(config)
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir)
-    tokenizer = AutoTokenizer.from_pretrained(Path(config.data_dir) / "tokenizer")
+    train_loader, val_loader = build_loaders(config, accelerator)
+    tokenizer = load_tokenizer(Path(config.data_dir) / "tokenizer")
     torch.manual_seed(config.seed)
     model = build_model(config, len(tokenizer), checkpoint)
     optimizer = build_optimizer(
@@ -43,7 +45,6 @@ def train(config: TrainConfig) -> None:
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
     )
-    train_loader, val_loader = build_loaders(config, accelerator)
     gpt_config = model.config
     model, optimizer = accelerator.prepare(model, optimizer)
     step = load_training_state(checkpoint, accelerator, optimizer) if checkpoint else 0

@@ -7,6 +7,8 @@ file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,09
 about 3.3M tokens. Batch: 8 sequences x 128 tokens = 1,024 tokens per update, 2,000 updates, 2.0M tokens.
 """
 
+import os
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +73,11 @@ def main() -> None:
         if not (Path(config.data_dir) / MANIFEST).exists():
             prepare_corpus(config)
     train(config)
+    python = os.path.relpath(sys.executable)
     PartialState().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
-        f"  python recipes/sample.py --model {config.output_dir} --prompt 'def '\n"
-        f'  python -c "from transformers import pipeline; '
+        f"  {python} recipes/sample.py --model {config.output_dir} --prompt 'def '\n"
+        f'  {python} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', model='{config.output_dir}')('def ')[0]['generated_text'])\""
     )
 

@@ -1,0 +1,27 @@
+# Everything runs in .venv; the first target that needs it makes it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test lint format clean
+
+quickstart: .venv/installed  ## train a small model on the Python standard library
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
+
+test: .venv/installed  ## the tests: offline, on CPU
+	$(BIN)/python -m pytest
+
+lint: .venv/installed  ## what the linter says
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed  ## mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment; data/ and runs/ stay
+	rm -rf .venv build *.egg-info
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
