@@ -7,9 +7,10 @@ from the Accelerate config it is launched with.
 
 import argparse
 import difflib
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -116,18 +117,18 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
     parser = HfArgumentParser(config_class, parents=[file_option], allow_abbrev=False)
     parser.error = raise_value_error
-    names = [entry.name for entry in fields(config_class)]
+    hints = get_type_hints(config_class)
     path = file_option.parse_known_args(args)[0].config
     if path is not None:
-        parser.set_defaults(**read_yaml(path, names))
+        parser.set_defaults(**read_yaml(path, hints))
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
+        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], hints)}")
     return config
 
 
-def read_yaml(path: str, names: list[str]) -> dict[str, Any]:
-    """The settings in a YAML file, each as the command line would give it."""
+def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
+    """The settings in a YAML file; `hints` are the types of those there are."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file")
     try:
@@ -137,18 +138,32 @@ def read_yaml(path: str, names: list[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings as `name: value` lines")
     for name in values:
-        if name not in names:
+        if name not in hints:
             raise ValueError(
-                f"{path} has the unknown setting {name!r}{suggestion(str(name), names)}"
+                f"{path} has the unknown setting {name!r}{suggestion(str(name), hints)}"
             )
-    # argparse converts and checks a default only if it is a string; YAML reads 6e-4 as one anyway.
-    return {
-        name: str(value) if isinstance(value, (bool, int, float)) else value
-        for name, value in values.items()
-    }
+    try:
+        return {name: as_option(name, value, hints[name]) for name, value in values.items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def suggestion(name: str, names: list[str]) -> str:
+def as_option(name: str, value: Any, hint: Any) -> Any:
+    """A YAML value as the command line would give it, a string or a list of strings.
+
+    argparse then converts and checks it; YAML itself reads 6e-4 as a string. Raises `ValueError`
+    where no string can stand for it.
+    """
+    if value is None and type(None) in get_args(hint):
+        return None
+    if isinstance(value, list) and get_origin(hint) is list:
+        return [str(item) for item in value]
+    if isinstance(value, (str, bool, int, float)) and get_origin(hint) is not list:
+        return str(value)
+    raise ValueError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name: what was probably meant, or where to look."""
     close = difflib.get_close_matches(name.lstrip("-").split("=")[0], names, n=1)
     return f": did you mean {close[0]}?" if close else ": --help lists the settings"

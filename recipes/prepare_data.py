@@ -11,7 +11,6 @@ last 5% of its characters.
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.data.prepare import dataset_texts, held_out, prepare, read_text, text_files

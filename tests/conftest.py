@@ -1,0 +1,137 @@
+"""What the tests share: no network, a small text, its token shards, and a run of a few updates."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.metrics import read_json_lines
+from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.train import train
+
+ROOT = Path(__file__).parent.parent
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "that",
+    "rat",
+    "run",
+    "from",
+    "dog",
+    "to",
+    "house",
+    "with",
+    "old",
+    "red",
+    "hat",
+]
+
+
+def make_text(words: int, seed: int) -> str:
+    """Sentences of random words: easy to learn a little of."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + ".\n"
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Byte-level shards: 12 documents to train on, 3 for validation."""
+    path = tmp_path_factory.mktemp("data") / "words"
+    splits = {
+        "train": [make_text(150, seed) for seed in range(12)],
+        "val": [make_text(50, seed) for seed in range(100, 103)],
+    }
+    prepare(splits, byte_tokenizer(), path, source="made up")
+    return path
+
+
+def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
+    """Eight updates of a two-layer model, everything logged."""
+    settings = {
+        "data_dir": str(data_dir),
+        "output_dir": str(output_dir),
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_positions": 32,
+        "micro_batch_size": 4,
+        "total_batch_size": 4 * 32,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "log_every": 1,
+        "eval_every": 0,
+        "sample_every": 0,
+        "save_every": 0,
+        **changes,
+    }
+    return TrainConfig(**settings)
+
+
+def run(config: TrainConfig) -> list[dict]:
+    """Trains in this process, as a launch of its own would; returns the lines of metrics.jsonl."""
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train(config)
+    return read_json_lines(os.path.join(config.output_dir, "metrics.jsonl"))
+
+
+def losses(metrics: list[dict]) -> list[float]:
+    return [entry["train/loss"] for entry in metrics]
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+def launch(script: str, *args: str, processes: int = 1, **env: str) -> subprocess.CompletedProcess:
+    """`accelerate launch` on a CPU, as the README says it, from the project's root."""
+    where = ["--config_file", "accelerate_configs/cpu.yaml"]
+    if processes > 1:
+        where = [
+            "--multi_gpu",
+            "--num_processes",
+            str(processes),
+            "--main_process_port",
+            free_port(),
+        ]
+        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *where, script, *args]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240
+    )
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def as_flags(config: TrainConfig) -> list[str]:
+    """The settings as a command line."""
+    return [
+        part
+        for name, value in asdict(config).items()
+        if value is not None
+        for part in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]

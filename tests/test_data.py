@@ -1,0 +1,332 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, count_windows, shuffled
+from gpt2_accel.data.prepare import dataset_texts, held_out, prepare, read_text, text_files
+from gpt2_accel.data.shards import (
+    HEADER,
+    MAGIC,
+    ShardWriter,
+    TokenStream,
+    open_shard,
+    read_manifest,
+    verify_shard,
+)
+from gpt2_accel.tokenizer import byte_tokenizer
+
+
+def write_shard(path, tokens, dtype="uint16"):
+    writer = ShardWriter(path, np.dtype(dtype))
+    writer.append(np.asarray(tokens))
+    return writer.close()
+
+
+@pytest.fixture
+def copied(data_dir, tmp_path):
+    """The shared data folder, to damage."""
+    return shutil.copytree(data_dir, tmp_path / "data")
+
+
+# The order of the samples
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
+@settings(deadline=None, max_examples=60)
+def test_the_order_is_a_permutation(size, seed, epoch):
+    order = shuffled(np.arange(size), size, seed, epoch)
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_the_order_is_a_permutation_across_groups():
+    size = 150_001  # three groups of blocks, the last block short
+    assert np.array_equal(np.sort(shuffled(np.arange(size), size, 7)), np.arange(size))
+
+
+@given(size=st.integers(1, 10**13), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_position_of_any_data_set_has_its_sample_whatever_is_asked_beside_it(size, data):
+    positions = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
+    together = shuffled(positions, size, 3)
+    alone = [shuffled(np.array([p]), size, 3)[0] for p in positions]
+    assert together.tolist() == alone
+    assert together.min() >= 0 and together.max() < size
+
+
+def test_seed_and_epoch_change_the_order():
+    orders = [shuffled(np.arange(1000), 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    # About one fixed point is expected of a random permutation.
+    assert (orders[0] == np.arange(1000)).sum() < 10
+
+
+def test_neighbours_in_the_order_are_far_apart_and_reads_stay_within_a_group():
+    size = 1_000_000
+    order = shuffled(np.arange(65536), size, 0)
+    assert np.abs(np.diff(order)).mean() > size / 5
+    assert len(np.unique(order // 64)) == 1024  # whole blocks of neighbouring windows
+
+
+# Batches
+
+
+def loader(data_dir, **changes):
+    settings = {"sequence_length": 16, "micro_batch_size": 2, "sequences_per_update": 8, "seed": 1}
+    return TrainLoader(TokenStream(data_dir, "train"), **{**settings, **changes})
+
+
+def rows(batches):
+    return torch.cat([input_ids for input_ids, _ in batches])
+
+
+def test_targets_are_the_inputs_shifted(data_dir):
+    for input_ids, targets in loader(data_dir).update(0):
+        assert input_ids.shape == targets.shape == (2, 16)
+        assert torch.equal(input_ids[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size"), [(1, 8), (1, 1), (2, 2), (4, 1), (4, 2)]
+)
+def test_every_split_of_an_update_reads_the_same_sequences(data_dir, world_size, micro_batch_size):
+    for step in (0, 5, 1000):  # the last in a later epoch
+        parts = [
+            list(
+                loader(
+                    data_dir, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
+                ).update(step)
+            )
+            for rank in range(world_size)
+        ]
+        got = rows(batch for part in parts for batch in part).tolist()
+        expected = rows(loader(data_dir).update(step)).tolist()
+        assert sorted(got) == sorted(expected)
+
+
+def test_an_epoch_reads_every_window_once(data_dir):
+    one = loader(data_dir, micro_batch_size=1, sequences_per_update=1)
+    stream = TokenStream(data_dir, "train")
+    epoch = [rows(one.update(step))[0].tolist() for step in range(one.windows)]
+    every = [stream.read(i * 16, 16).tolist() for i in range(one.windows)]
+    assert sorted(epoch) == sorted(every)
+    assert epoch != every
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_counts_every_window_once_on_any_number_of_ranks(data_dir, world_size):
+    stream = TokenStream(data_dir, "val")
+    seen = []
+    for rank in range(world_size):
+        ranks = EvalLoader(
+            stream,
+            sequence_length=16,
+            batch_size=4,
+            max_tokens=10**9,
+            rank=rank,
+            world_size=world_size,
+        )
+        for input_ids, targets in ranks:
+            assert input_ids.shape == (4, 16)
+            real = (targets != -100).all(dim=1)
+            assert ((targets == -100).all(dim=1) | real).all()
+            seen += input_ids[real].tolist()
+    assert sorted(seen) == sorted(
+        stream.read(i * 16, 16).tolist() for i in range(count_windows(stream, 16))
+    )
+
+
+def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
+    with pytest.raises(ValueError, match="'train', holds .* too few"):
+        loader(data_dir, sequence_length=10**6)
+
+
+# Shards
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(0, 65535), max_size=50), min_size=1, max_size=5),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_stream_reads_across_shards(tmp_path_factory, shards, data):
+    folder = tmp_path_factory.mktemp("stream")
+    entries = [write_shard(folder / f"{i}.bin", tokens) for i, tokens in enumerate(shards)]
+    everything = [token for tokens in shards for token in tokens]
+    split = {"tokens": len(everything), "documents": 1, "bytes": 1, "shards": entries}
+    manifest = {
+        "format": "gpt2_accel token shards",
+        "version": 1,
+        "tokenizer": {"vocab_size": 65536},
+        "splits": {"train": split},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    start = data.draw(st.integers(0, len(everything)))
+    count = data.draw(st.integers(0, len(everything) - start))
+    stream = TokenStream(folder, "train")
+    assert stream.read(start, count).tolist() == everything[start : start + count]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_shard_comes_back_as_written(tmp_path, dtype):
+    tokens = [0, 1, 65535] if dtype == "uint16" else [0, 65536, 2**32 - 1]
+    write_shard(tmp_path / "a.bin", tokens, dtype)
+    assert open_shard(tmp_path / "a.bin").tolist() == tokens
+    assert open_shard(tmp_path / "a.bin").dtype == dtype
+    verify_shard(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"X", "not a token shard"),
+        (8, b"\x09", "format version 9"),
+        (12, b"\x03", "3 bytes per token"),
+        (16, b"\x07", "its header announces"),
+    ],
+)
+def test_a_wrong_header_is_named(tmp_path, offset, value, message):
+    path = tmp_path / "a.bin"
+    write_shard(path, range(100))
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 1] = value
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"a.bin .*{message}"):
+        open_shard(path)
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None)
+def test_any_other_file_is_refused_in_one_sentence(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("fuzz") / "a.bin"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="a.bin"):
+        open_shard(path)
+
+
+@pytest.mark.parametrize("size", [10, HEADER.size + 3])
+def test_a_cut_shard_is_refused(tmp_path, size):
+    path = tmp_path / "a.bin"
+    write_shard(path, range(100))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="a.bin"):
+        open_shard(path)
+
+
+def test_a_shard_that_was_never_closed_is_refused(tmp_path):
+    writer = ShardWriter(tmp_path / "a.bin", np.dtype("uint16"))
+    writer.append(np.arange(1000))
+    writer._file.flush()
+    assert MAGIC not in (tmp_path / "a.bin").read_bytes()
+    with pytest.raises(ValueError, match="not a token shard"):
+        open_shard(tmp_path / "a.bin")
+
+
+def test_changed_tokens_do_not_match_the_checksum(copied):
+    path = copied / "train_000000.bin"
+    verify_shard(path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
+        verify_shard(path)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(copied):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    entry = manifest["splits"]["train"]
+    entry["shards"] = [write_shard(copied / "train_000000.bin", [300] * entry["tokens"])]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"train_000000.bin holds the token id 300.*257"):
+        list(loader(copied).update(0))
+
+
+def test_a_missing_split_manifest_or_shard_is_named(copied):
+    with pytest.raises(ValueError, match="no split 'test'"):
+        TokenStream(copied, "test")
+    (copied / "train_000000.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="train_000000.bin"):
+        TokenStream(copied, "train").read(0, 1)
+    (copied / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a readable manifest"):
+        read_manifest(copied)
+    (copied / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match="prepare the data first"):
+        read_manifest(copied)
+
+
+# Preparation
+
+
+def test_prepared_documents_come_back_each_after_its_separator(tmp_path):
+    texts = ["one", "zwei ä", "", "three <|endoftext|>"]
+    manifest = prepare({"train": texts}, byte_tokenizer(), tmp_path / "d", source="here")
+    split = manifest["splits"]["train"]
+    expected = [token for text in texts for token in (256, *text.encode())]
+    stream = TokenStream(tmp_path / "d", "train")
+    assert stream.read(0, stream.tokens).tolist() == expected
+    assert split["documents"] == 4
+    assert split["bytes"] == sum(len(text.encode()) for text in texts)
+    assert read_manifest(tmp_path / "d") == manifest
+
+
+def test_many_documents_fill_several_shards(tmp_path):
+    texts = [make_text(5, seed) for seed in range(1000)]
+    prepare({"train": iter(texts)}, byte_tokenizer(), tmp_path / "d", source="", shard_tokens=5000)
+    stream = TokenStream(tmp_path / "d", "train")
+    assert len(list((tmp_path / "d").glob("train_*.bin"))) == 4
+    assert stream.read(0, stream.tokens).tolist() == [
+        token for text in texts for token in (256, *text.encode())
+    ]
+
+
+def test_an_empty_split_an_error_or_an_existing_folder_leave_nothing_behind(tmp_path):
+    def fails():
+        yield "text"
+        raise RuntimeError("the source broke")
+
+    target = tmp_path / "d"
+    with pytest.raises(ValueError, match="'val'"):
+        prepare({"train": ["a"], "val": []}, byte_tokenizer(), target, source="here")
+    with pytest.raises(RuntimeError):
+        prepare({"train": fails()}, byte_tokenizer(), target, source="here")
+    assert list(tmp_path.iterdir()) == []
+    target.mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        prepare({"train": ["a"]}, byte_tokenizer(), target, source="here")
+    assert list(tmp_path.rglob("*")) == [target]
+
+
+def test_text_files_are_found_or_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        text_files(tmp_path / "no")
+    with pytest.raises(FileNotFoundError, match=r"\*\.txt"):
+        text_files(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("b/2.txt", "1.txt", "3.md"):
+        (tmp_path / name).write_text("x")
+    assert text_files(tmp_path) == [tmp_path / "1.txt", tmp_path / "b/2.txt"]
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"\xff\xfe", "not UTF-8")])
+def test_unreadable_text_is_named(tmp_path, data, message):
+    (tmp_path / "t.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=f"t.txt {message}|t.txt is {message}"):
+        read_text(tmp_path / "t.txt")
+
+
+def test_about_one_name_in_twenty_is_held_out():
+    assert 400 < sum(held_out(f"file{i}.py") for i in range(10_000)) < 600
+
+
+def test_a_datasets_data_set_gives_its_documents(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(dataset_texts("json", data_files=str(path))) == ["one", "two"]
+    with pytest.raises(ValueError, match="no column 'body'.*text"):
+        list(dataset_texts("json", "body", data_files=str(path)))

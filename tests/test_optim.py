@@ -1,0 +1,93 @@
+import copy
+
+import pytest
+import torch
+
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.optim import build_optimizer, learning_rate, orthogonalize
+
+CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
+
+
+def train_step(model, optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    input_ids, targets = torch.randint(0, 64, (2, 4, 16), generator=generator)
+    optimizer.zero_grad()
+    model(input_ids, targets).backward()
+    optimizer.step()
+
+
+def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do():
+    model = GPT(CONFIG)
+    reference = copy.deepcopy(model)
+    ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)
+    named = dict(reference.named_parameters())
+    matrices = [p for n, p in named.items() if p.ndim == 2 and n.startswith("h.")]
+    embeddings = [named["wte.weight"], named["wpe.weight"]]
+    vectors = [p for p in named.values() if p.ndim == 1]
+    theirs = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    for seed in range(3):
+        train_step(model, ours, seed)
+        for name, parameter in model.named_parameters():
+            named[name].grad = parameter.grad.clone()
+        for optimizer in theirs:
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, named[name], atol=2e-4, rtol=0, msg=name)
+
+
+def test_orthogonalize_brings_all_singular_values_near_one():
+    for shape in ((2, 8, 32), (1, 32, 8), (3, 16, 16)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
+        assert values.min() > 0.3 and values.max() < 1.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_shrinks_matrices_and_leaves_biases_and_norms_alone(name):
+    model = GPT(CONFIG)
+    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in model.parameters():
+        expected = 0.95 if parameter.ndim == 2 else 1.0
+        torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected))
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else():
+    model = GPT(CONFIG)
+    names = dict(model.named_parameters())
+    muon = [g for g in build_optimizer(model, "muon", lr=0.1).param_groups if g["muon"]]
+    assert [n for g in muon for n in g["param_names"]] == [
+        n for n, p in names.items() if n.startswith("h.") and p.ndim == 2
+    ]
+
+
+def test_an_unknown_optimizer_or_schedule_is_refused():
+    with pytest.raises(ValueError, match="adamw, muon"):
+        build_optimizer(GPT(CONFIG), "sgd", lr=0.1)
+    with pytest.raises(ValueError, match="cosine"):
+        learning_rate(0, peak=1.0, schedule="step", max_steps=10)
+
+
+def test_the_schedules_pass_through_their_known_points():
+    def rate(step, schedule):
+        return learning_rate(
+            step, peak=1.0, schedule=schedule, warmup_steps=9, max_steps=109, min_ratio=0.1
+        )
+
+    for schedule in ("cosine", "linear", "constant"):
+        assert rate(0, schedule) == pytest.approx(0.1)
+        assert rate(9, schedule) == pytest.approx(1.0)
+    assert rate(59, "cosine") == rate(59, "linear") == pytest.approx(0.55)
+    assert rate(109, "cosine") == rate(1000, "cosine") == rate(109, "linear") == pytest.approx(0.1)
+    assert rate(34, "cosine") > rate(34, "linear") == pytest.approx(0.775)
+    assert rate(109, "constant") == 1.0

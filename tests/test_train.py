@@ -1,0 +1,246 @@
+"""Whole runs in this process."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import losses, run, tiny_config
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained
+from gpt2_accel.data.loader import TrainLoader, count_windows, read_windows
+from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.metrics import JsonLines, peak_flops, read_json_lines
+
+# Ten updates of `tiny_config`, AdamW, fp32 on a CPU.
+GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
+
+
+def weights(folder):
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def without_speed(metrics):
+    return [{k: v for k, v in entry.items() if k != "train/tokens_per_second"} for entry in metrics]
+
+
+def test_the_first_ten_losses_are_the_golden_ones(data_dir, tmp_path):
+    metrics = run(tiny_config(data_dir, tmp_path, max_steps=10))
+    assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
+
+
+def test_the_logged_loss_is_the_mean_over_all_micro_batches(data_dir, tmp_path):
+    config = tiny_config(
+        data_dir, tmp_path, max_steps=1, total_batch_size=8 * 32, micro_batch_size=2
+    )
+    [entry] = run(config)
+    torch.manual_seed(config.seed)
+    model = GPT(GPTConfig(257, n_positions=32, n_layer=2, n_head=2, n_embd=32))
+    batches = TrainLoader(
+        TokenStream(data_dir, "train"),
+        sequence_length=32,
+        micro_batch_size=2,
+        sequences_per_update=8,
+        seed=config.seed,
+    ).update(0)
+    by_hand = [model(input_ids, targets).item() for input_ids, targets in batches]
+    assert entry["train/loss"] == pytest.approx(sum(by_hand) / 4, abs=1e-6)
+    assert entry["tokens"] == 256
+    assert by_hand[0] == pytest.approx(math.log(257), abs=0.1)
+
+
+def test_validation_is_over_every_window_and_bits_count_the_texts_bytes(data_dir, tmp_path):
+    last = run(tiny_config(data_dir, tmp_path, eval_every=4))[-1]
+    stream = TokenStream(data_dir, "val")
+    windows = torch.arange(count_windows(stream, 32)).numpy()
+    with torch.no_grad():
+        loss = from_pretrained(tmp_path)(*read_windows(stream, windows, 32)).item()
+    assert last["val/loss"] == pytest.approx(loss, abs=1e-5)
+    assert last["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    bits = loss / math.log(2) * stream.tokens / stream.bytes
+    assert last["val/bits_per_byte"] == pytest.approx(bits, abs=1e-5)
+
+
+def test_it_learns(data_dir, tmp_path):
+    for optimizer in ("adamw", "muon"):
+        config = tiny_config(data_dir, tmp_path / optimizer, optimizer=optimizer, max_steps=60)
+        history = losses(run(config))
+        assert history[0] > 5.4
+        assert history[-1] < 2.6
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_is_the_run(data_dir, tmp_path, optimizer):
+    settings = {
+        "optimizer": optimizer,
+        "dropout": 0.1,
+        "save_every": 4,
+        "eval_every": 2,
+        "keep_last": 9,
+    }
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    # The folder of a run that was killed after its fifth update.
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "cut/checkpoint-4")
+    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut/metrics.jsonl").write_text("".join(lines[:5]) + '{"step": 6, "tok')
+    resumed = run(tiny_config(data_dir, tmp_path / "cut", resume_from="latest", **settings))
+    assert without_speed(resumed) == without_speed(whole)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    optimizer_file = "checkpoint-8/training_state/optimizer.safetensors"
+    ours, theirs = (load_file(tmp_path / name / optimizer_file) for name in ("cut", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_latest_starts_afresh_where_there_is_nothing_and_does_nothing_at_the_end(
+    data_dir, tmp_path
+):
+    config = tiny_config(data_dir, tmp_path, resume_from="latest")
+    first = run(config)
+    before = weights(tmp_path)
+    assert run(config) == first
+    assert weights(tmp_path) == before
+
+
+def test_only_the_newest_checkpoints_stay_and_each_opens_in_transformers(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path, save_every=2, keep_last=2))
+    assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-6", "checkpoint-8"]
+    for folder in (tmp_path, tmp_path / "checkpoint-6"):
+        _, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values())
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+
+
+def test_compiled_equals_eager_and_sampling_does_not_recompile(data_dir, tmp_path, monkeypatch):
+    settings = {"eval_every": 4, "sample_every": 4, "sample_tokens": 40, "save_every": 4}
+    eager = run(tiny_config(data_dir, tmp_path / "eager", **settings))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    compiled = run(tiny_config(data_dir, tmp_path / "compiled", **settings))
+    assert losses(compiled) == pytest.approx(losses(eager), abs=1e-5)
+    assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-5)
+    # One graph to train, one to evaluate; none for the 2 x 40 lengths that were sampled.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    keys = load_file(tmp_path / "compiled/checkpoint-8/model.safetensors").keys()
+    assert keys == load_file(tmp_path / "eager/checkpoint-8/model.safetensors").keys()
+    # Saved compiled, resumed eager.
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
+    from_compiled = tmp_path / "compiled/checkpoint-4"
+    resumed = run(tiny_config(data_dir, tmp_path / "r", resume_from=str(from_compiled), **settings))
+    assert losses(resumed) == pytest.approx(losses(eager)[4:], abs=1e-5)
+
+
+def test_bf16_comes_from_accelerate_and_weights_stay_fp32(data_dir, tmp_path, monkeypatch):
+    fp32 = losses(run(tiny_config(data_dir, tmp_path / "fp32")))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    bf16 = losses(run(tiny_config(data_dir, tmp_path / "bf16")))
+    assert bf16 == pytest.approx(fp32, abs=0.05) and bf16 != fp32
+    tensors = load_file(tmp_path / "bf16/model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_training_goes_on_from_any_hf_gpt2(data_dir, tmp_path):
+    shape = {"vocab_size": 257, "n_positions": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
+    hf = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=256, eos_token_id=256))
+    hf.save_pretrained(tmp_path / "hf")
+    config = tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf"))
+    assert losses(run(config))[0] == pytest.approx(math.log(257), abs=0.1)
+    assert from_pretrained(tmp_path / "run").config.n_positions == 64
+
+
+def test_without_a_cpp_compiler_it_runs_uncompiled_and_says_so(
+    data_dir, tmp_path, monkeypatch, capsys
+):
+    eager = run(tiny_config(data_dir, tmp_path / "eager"))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert losses(run(tiny_config(data_dir, tmp_path / "run"))) == losses(eager)
+    assert "no C++ compiler found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"total_batch_size": 100},
+            r"total_batch_size \(100 tokens\) is not a multiple .* 128: try 128",
+        ),
+        (
+            {"sequence_length": 64, "total_batch_size": 256},
+            "sequence_length .64. exceeds n_positions",
+        ),
+        ({"n_head": 5}, "n_embd .32. is not divisible by n_head"),
+        ({"data_dir": "/no/such"}, "/no/such/manifest.json is missing"),
+        ({"init_from": "nobody/nothing"}, "nobody/nothing is neither a folder nor"),
+        ({"resume_from": "/no/such"}, "/no/such is not a checkpoint"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_written(data_dir, tmp_path, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run(tiny_config(**{"data_dir": data_dir, "output_dir": tmp_path / "run", **changes}))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE is 2, but Accelerate sees 1"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
+    ],
+)
+def test_a_launch_that_did_not_take_effect_is_refused(
+    data_dir, tmp_path, monkeypatch, env, message
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        run(tiny_config(data_dir, tmp_path / "run"))
+
+
+def test_another_run_is_not_overwritten_nor_resumed_as_something_else(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path))
+    for changes, message in (
+        ({}, "holds checkpoint-8 of an earlier run"),
+        ({"resume_from": "latest", "n_layer": 3}, "resume with the settings of the first run"),
+        ({"resume_from": "latest", "optimizer": "muon"}, "trained with AdamW, not Muon"),
+    ):
+        with pytest.raises((ValueError, FileExistsError), match=message):
+            run(tiny_config(data_dir, tmp_path, **changes))
+
+
+def test_data_of_another_tokenizer_than_the_models_is_refused(data_dir, tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32)).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match="vocabulary of 50257.*tokenized with one of 257"):
+        run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf")))
+
+
+def test_a_run_that_fails_says_why_in_its_status(data_dir, tmp_path):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    path = data / "train_000000.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="train_000000.bin has"):
+        run(tiny_config(data, tmp_path / "run"))
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed" and "train_000000.bin" in status["reason"]
+
+
+def test_a_log_is_cut_back_to_the_step_that_is_resumed(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    log = JsonLines(path, last_step=2)
+    log.write({"step": 3, "again": True})
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    log.close()
+
+
+def test_peaks_of_known_devices():
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Tesla T4") == 65e12
+    assert peak_flops("Something new") is None
