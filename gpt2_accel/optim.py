@@ -104,6 +104,10 @@ class Muon(torch.optim.AdamW):
         # decide for both.
         self._step_supports_amp_scaling = False
 
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's own brings the state of old releases up to date, and stumbles over Muon's.
+        torch.optim.Optimizer.__setstate__(self, state)
+
     @torch.no_grad()
     def step(self, closure=None):
         """One update. `closure`, if given, recomputes the loss, which is returned."""

@@ -220,7 +220,11 @@ def start_log(
         f"{config.total_batch_size:,} tokens per update = {loader.micro_batches} micro-batches x "
         f"{accelerator.num_processes} processes x {config.micro_batch_size} sequences x "
         f"{config.sequence_length} tokens; {loader.windows:,} sequences per epoch\n"
-        f"updates {step:,} to {config.max_steps:,}, into {config.output_dir}"
+        + (
+            f"updates {step:,} to {config.max_steps:,}, into {config.output_dir}"
+            if step < config.max_steps
+            else f"{config.output_dir} has all {config.max_steps:,} updates: nothing left to train"
+        )
     )
     return RunLog(
         config.output_dir,

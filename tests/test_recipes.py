@@ -105,7 +105,7 @@ def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--input", "/no/such.txt"], "/no/such.txt"),
+        (["--input", "/no/such.txt"], "/no/such.txt does not exist: give a text file"),
         (["--input", "/dev/null"], "/dev/null is empty"),
         (["--max_step", "5"], "--max_step: did you mean max_steps?"),
     ],

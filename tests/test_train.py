@@ -67,10 +67,10 @@ def test_validation_is_over_every_window_and_bits_count_the_texts_bytes(data_dir
 
 def test_it_learns(data_dir, tmp_path):
     for optimizer in ("adamw", "muon"):
-        config = tiny_config(data_dir, tmp_path / optimizer, optimizer=optimizer, max_steps=60)
+        config = tiny_config(data_dir, tmp_path / optimizer, optimizer=optimizer, max_steps=200)
         history = losses(run(config))
         assert history[0] > 5.4
-        assert history[-1] < 2.6
+        assert history[-1] < 2.0  # guessing letters by their frequency costs 2.7
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -189,7 +189,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(data_dir, tmp_path,
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE is 2, but Accelerate sees 1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but Accelerate sees 1"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
     ],
 )

@@ -44,7 +44,10 @@ def text_files(source: str | Path, pattern: str = "*.txt") -> list[Path]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file. Raises `ValueError` if it is empty or not UTF-8."""
+    """The text of a UTF-8 file. Raises `FileNotFoundError` if there is none, `ValueError` if it is empty
+    or not UTF-8."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist: give a text file")
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
