@@ -70,7 +70,7 @@ def test_it_learns(data_dir, tmp_path):
         config = tiny_config(data_dir, tmp_path / optimizer, optimizer=optimizer, max_steps=200)
         history = losses(run(config))
         assert history[0] > 5.4
-        assert history[-1] < 2.0  # guessing letters by their frequency costs 2.7
+        assert history[-1] < 2.4  # guessing letters by their frequency costs 2.50
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
