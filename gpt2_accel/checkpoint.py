@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel import hub
 from gpt2_accel.convert import save_pretrained
 from gpt2_accel.files import atomic_directory, write_json
 from gpt2_accel.model import GPT
@@ -39,6 +40,7 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None:
     """The checkpoint that `--resume_from` means, None for a fresh start.
 
+    A Hub id means what a run with `--hub_strategy checkpoint` pushed there.
     Raises `FileNotFoundError` if the path is not a checkpoint, `FileExistsError` if a fresh start would
     write into a folder that holds the checkpoints of another run.
     """
@@ -52,9 +54,15 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
         return None
     if resume_from == "latest":
         return checkpoints[-1] if checkpoints else None
-    if not (Path(resume_from) / STATE / "state.json").is_file():
-        raise FileNotFoundError(f"--resume_from {resume_from} is not a checkpoint of this toolkit")
-    return Path(resume_from)
+    path = Path(resume_from)
+    if not path.exists() and hub.is_repo_id(resume_from):
+        path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
+    if not (path / STATE / "state.json").is_file():
+        raise FileNotFoundError(
+            f"--resume_from {resume_from} is not a checkpoint of this toolkit: give a checkpoint-<step> "
+            "folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
+        )
+    return path
 
 
 def model_directory(name: str | Path) -> str | Path:
@@ -73,17 +81,19 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     tokenizer: PreTrainedTokenizerBase,
+    training: hub.Training,
     keep_last: int,
 ) -> Path:
     """Writes `checkpoint-<step>`, then removes all but the newest `keep_last`. All ranks call it.
 
-    `model` and `optimizer` are the prepared ones; `step` is the number of updates done.
+    `model` and `optimizer` are the prepared ones; `step` is the number of updates done; `training` is
+    for the model card.
     """
     path = Path(run_dir) / f"checkpoint-{step}"
     if accelerator.is_main_process and not path.exists():
         scaler = accelerator.scaler
         with atomic_directory(path) as folder:
-            save_pretrained(unwrap(accelerator, model), folder, tokenizer)
+            save_pretrained(unwrap(accelerator, model), folder, tokenizer, training=training)
             (folder / STATE).mkdir()
             save_file(optimizer_tensors(optimizer), folder / STATE / "optimizer.safetensors")
             state = {

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from gpt2_accel.hub import HUB_STRATEGIES
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES
 
 
@@ -23,6 +24,11 @@ def setting(default: Any, help: str) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
+
+
+def required(help: str) -> Any:
+    """A dataclass field that must be given."""
+    return field(metadata={"help": help})
 
 
 @dataclass
@@ -35,10 +41,11 @@ class TrainConfig:
     data_dir: str = setting("data", "folder of token shards, see recipes/prepare_data.py")
     output_dir: str = setting("runs/train", "folder of the run: checkpoints, logs, the final model")
     init_from: str | None = setting(
-        None, "HF GPT-2 directory or Hub id whose weights to start from"
+        None, "HF GPT-2 directory or Hub id (USER/NAME@REVISION) whose weights to start from"
     )
     resume_from: str | None = setting(
-        None, "checkpoint to continue: 'latest' of output_dir (afresh if there is none), or a path"
+        None,
+        "checkpoint to continue: 'latest' of output_dir (afresh if there is none), a path, a Hub id",
     )
 
     n_layer: int = setting(12, "transformer blocks")
@@ -72,6 +79,15 @@ class TrainConfig:
     save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
     keep_last: int = setting(2, "newest checkpoints to keep")
 
+    push_to_hub: str | None = setting(None, "Hub repository, USER/NAME, to push to while training")
+    hub_strategy: str = setting(
+        "every_save",
+        "what to push: 'end' the final model, 'every_save' also the model of each checkpoint, "
+        "'checkpoint' also what --resume_from needs",
+    )
+    hub_private_repo: bool = setting(True, "make the repository private if it is new")
+    license: str | None = setting(None, "the model's licence in its card, such as 'mit'")
+
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
 
@@ -92,7 +108,12 @@ class TrainConfig:
         for name in not_negative.split():
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name, choices in (("optimizer", OPTIMIZERS), ("lr_schedule", SCHEDULES)):
+        choice_of = {
+            "optimizer": OPTIMIZERS,
+            "lr_schedule": SCHEDULES,
+            "hub_strategy": HUB_STRATEGIES,
+        }
+        for name, choices in choice_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"

@@ -9,24 +9,31 @@ stored.
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import GenerationConfig, GPT2Config, PreTrainedTokenizerBase
 
+from gpt2_accel import hub
 from gpt2_accel.files import atomic_files
-from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.model import GPT, GPTConfig, parameter_count
 
 WEIGHTS = "model.safetensors"
+OLD_WEIGHTS = "pytorch_model.bin"
+MAX_SHARD_SIZE = "50GB"  # that of transformers 5
 PREFIX = "transformer."
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 LEGACY_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
+# HF's names of the activation -> `GPTConfig.gelu`; the first of a kind is the one written.
+ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}
 # Values of HF's options under which its GPT-2 is the model of `model.py`.
 SUPPORTED = {
-    "activation_function": ("gelu_pytorch_tanh", "gelu_new"),  # two names of one function
+    "activation_function": tuple(ACTIVATIONS),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -36,7 +43,8 @@ SUPPORTED = {
 
 
 def to_hf(model: GPT) -> dict[str, torch.Tensor]:
-    """The weights under HF's names and shapes, contiguous, on their device, in their dtype."""
+    """The weights under HF's names and shapes: views of the model's own where they can be, so not all
+    contiguous."""
     config = model.config
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -44,7 +52,7 @@ def to_hf(model: GPT) -> dict[str, torch.Tensor]:
             tensor = tensor[: config.vocab_size]
         if name.endswith(TRANSPOSED):
             tensor = tensor.t()
-        tensors[PREFIX + name] = tensor.contiguous()
+        tensors[PREFIX + name] = tensor
         if name.endswith(".weight") and not config.bias and not name.startswith(("wte", "wpe")):
             bias = PREFIX + name.removesuffix("weight") + "bias"
             tensors[bias] = tensor.new_zeros(tensor.shape[-1])
@@ -52,13 +60,18 @@ def to_hf(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def from_hf(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: GPTConfig, source: str = "the state dict"
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: GPTConfig,
+    source: str = "the state dict",
+    *,
+    transposed: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """HF's GPT-2 weights as the fp32 state dict of a `GPT` of this config, on CPU.
+    """HF's GPT-2 weights as the fp32 state dict of a `GPT` of this config, on CPU, in memory of its own.
 
     Takes keys with or without the `transformer.` prefix and ignores old files' mask buffers. `source`
-    names the file in errors. Raises `ValueError` for a missing, unknown or misshapen tensor, a head
-    that is not tied to the embedding, or a bias that is not zero where `config.bias` is False.
+    names the file in errors. With `transposed` False the four matrices of a block are those of Linear
+    modules, as in nanoGPT and its kin. Raises `ValueError` for a missing, unknown or misshapen tensor, a
+    head that is not tied to the embedding, or a bias that is not zero where `config.bias` is False.
     """
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
@@ -68,6 +81,10 @@ def from_hf(
         name = key.removeprefix(PREFIX)
         if name.endswith(LEGACY_BUFFERS):
             continue
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{key} in {source} is {tensor.dtype}; only fp32, fp16 and bf16 can load"
+            )
         if name == "lm_head.weight":
             head = tensor
             continue
@@ -77,33 +94,50 @@ def from_hf(
             continue
         if name not in expected:
             raise ValueError(f"{source} has a tensor that no GPT-2 of this shape has: {key}")
-        if name.endswith(TRANSPOSED):
+        if transposed and name.endswith(TRANSPOSED):
             tensor = tensor.t()
         if tensor.shape != expected[name]:
             raise ValueError(
-                f"{key} in {source} does not fit config.json: as a Linear weight it has the shape "
+                f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
                 f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
             )
-        state[name] = tensor.to(torch.float32).contiguous()
+        rows = config.padded_vocab_size if name == "wte.weight" else len(tensor)
+        state[name] = torch.zeros(rows, *tensor.shape[1:])
+        state[name][: len(tensor)] = tensor
     if missing := [name for name in expected if name not in state]:
         raise ValueError(
             f"{source} lacks {len(missing)} tensors, the first is {PREFIX}{missing[0]}"
         )
-    if head is not None and not torch.equal(head.to(torch.float32), state["wte.weight"]):
+    if head is not None and not torch.equal(
+        head.to(torch.float32), state["wte.weight"][: config.vocab_size]
+    ):
         raise ValueError(
             f"{source} has an lm_head that is not tied to wte; only tied heads can load"
         )
-    padding = config.padded_vocab_size - config.vocab_size
-    state["wte.weight"] = torch.nn.functional.pad(state["wte.weight"], (0, 0, 0, padding))
     return state
 
 
-def save_pretrained(
-    model: GPT, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
-) -> None:
-    """Writes an HF model directory: weights, config, generation config and, if given, the tokenizer.
+def build(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
+    """A `GPT` that takes over the tensors of a state dict as they are, without another copy."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict(state, assign=True)
+    return model
 
-    Each file is replaced whole, so a directory that is in use never holds half a file.
+
+def save_pretrained(
+    model: GPT,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    training: hub.Training | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
+
+    `training` is what the card says of how the model was made. Weights above `max_shard_size` (bytes, or
+    such as "5GB") go into several files with an index. Each file is replaced whole, so a directory that
+    is in use never holds half a file. It takes no second copy of the weights in memory.
     Raises `ValueError` if the tokenizer's vocabulary is not the model's.
     """
     config = model.config
@@ -116,7 +150,7 @@ def save_pretrained(
     openai = 50256 if config.vocab_size == 50257 else None
     end_of_text = openai if tokenizer is None else tokenizer.eos_token_id
     with atomic_files(directory) as folder:
-        save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
+        written = write_weights(folder, to_hf(model), max_shard_size)
         hf_config(config, end_of_text).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
         GenerationConfig(
@@ -127,10 +161,71 @@ def save_pretrained(
             eos_token_id=end_of_text,
             pad_token_id=end_of_text,
         ).save_pretrained(folder)
+        card = hub.model_card(str(directory), describe(config), training)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.model_max_length = config.n_positions
             tokenizer.save_pretrained(folder)
+            tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+    for old in Path(directory).glob("model*.safetensors*"):
+        if old.name not in written:  # shards of what was there before, and their index
+            old.unlink()
+
+
+def write_weights(
+    folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
+) -> list[str]:
+    """Writes `tensors` as one safetensors file or as shards with an index, the way HF lays them out.
+
+    Returns the names of the files.
+    """
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file, {name: tensors[name] for name in names})
+    if not split.is_sharded:
+        return [WEIGHTS]
+    total = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    index = {"metadata": total, "weight_map": split.tensor_to_filename}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
+    return [*split.filename_to_tensors, f"{WEIGHTS}.index.json"]
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes fp32 tensors as `safetensors.torch.save_file` does, to the byte, but one at a time.
+
+    The library wants all of them contiguous in host memory at once, which for transposed views of a
+    model is a second model. Format: https://huggingface.co/docs/safetensors.
+    """
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors):
+        assert tensors[name].dtype == torch.float32, name
+        start, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in sorted(tensors):
+            file.write(tensors[name].detach().cpu().contiguous().numpy())
+
+
+def describe(config: GPTConfig) -> str:
+    """The model in one sentence, for its card."""
+    return (
+        f"A GPT-2 of {parameter_count(config):,} parameters: {config.n_layer} layers, {config.n_head} "
+        f"heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
+        f"{config.vocab_size:,}."
+    )
 
 
 def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
@@ -143,7 +238,7 @@ def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
         n_layer=config.n_layer,
         n_head=config.n_head,
         bias=config.bias,
-        activation_function="gelu_pytorch_tanh",
+        activation_function=next(hf for hf, own in ACTIVATIONS.items() if own == config.gelu),
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
         resid_pdrop=config.dropout,
@@ -155,39 +250,28 @@ def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
 
 
 def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
-    """A `GPT` with the weights of an HF GPT-2 directory or Hub id, in fp32 on CPU, in training mode.
+    """A `GPT` with the weights of an HF GPT-2, in fp32 on CPU, in training mode.
 
-    `dropout` is a setting of the training to come, so the file's is not taken over.
+    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a setting of the
+    training to come, so the file's is not taken over.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if it is not a
-    GPT-2 that `model.py` can be, or is damaged; the message names the file or tensor.
+    GPT-2 that `model.py` can be, or is damaged; the message names the file or tensor. Files are never
+    run as code.
     """
     directory = local_directory(name)
     config = read_config(directory, dropout)
-    files = weight_files(directory)
-    state = from_hf(read_tensors(files), config, str(directory))
-    with torch.device("meta"):
-        model = GPT(config)
-    model.load_state_dict(state, assign=True)
-    return model
+    return build(config, from_hf(read_tensors(weight_files(directory)), config, str(directory)))
 
 
 def local_directory(name: str | Path) -> Path:
-    """`name` if it is a directory, else the local copy of the Hub repo of that id, downloaded if need be."""
+    """`name` if it is a directory, else the local copy of the Hub repo of that id."""
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(str(name), allow_patterns=["*.json", "*.txt", "*.safetensors"])
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
-            f"and the connection ({str(error).splitlines()[0]})"
-        ) from error
+    directory = hub.download(str(name), hub.MODEL_FILES)
+    if not any(directory.glob("*.safetensors")):
+        directory = hub.download(str(name), (*hub.MODEL_FILES, "pytorch_model*.bin*"))
+    return directory
 
 
 def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
@@ -210,28 +294,66 @@ def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
     shape = {
         key: values[key] for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
     }
-    return GPTConfig(**shape, bias=values.get("bias", True), dropout=dropout)
+    gelu = ACTIVATIONS[values["activation_function"]]
+    return GPTConfig(**shape, bias=values.get("bias", True), dropout=dropout, gelu=gelu)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory: one, or those that its index lists."""
-    index = directory / f"{WEIGHTS}.index.json"
-    if index.is_file():
+    """The files that hold a model directory's weights: safetensors, or else an old `pytorch_model.bin`;
+    where there is an index, those that it lists.
+
+    Raises `FileNotFoundError` if one of them is missing, `ValueError` for an index that is damaged.
+    """
+    for weights in (WEIGHTS, OLD_WEIGHTS):
+        index = directory / f"{weights}.index.json"
+        if index.is_file():
+            return indexed_files(index)
+        if (directory / weights).is_file():
+            return [directory / weights]
+    raise FileNotFoundError(f"{directory} holds no {WEIGHTS}, nor an index of its parts")
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index of shards lists."""
+    try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [directory / name for name in sorted(names)]
-    if not (directory / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"{directory} holds no {WEIGHTS}: only safetensors weights can load"
-        )
-    return [directory / WEIGHTS]
+        assert all(Path(name).name == name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{index} is damaged: download or save it again") from error
+    files = [index.parent / name for name in sorted(names)]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, though {index.name} lists it")
+    return files
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of some safetensors files, one at a time."""
+    """All tensors of some weight files, one at a time, on pages of the files themselves."""
     for path in files:
+        if path.suffix == ".bin":
+            yield from load_pickle(path).items()
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
+
+
+def load_pickle(path: Path) -> dict:
+    """What `torch.save` wrote, on CPU; nothing but tensors and plain values, so that no code runs.
+
+    Raises `ValueError` if there is anything else in it, or if it is damaged.
+    """
+    try:
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors and plain values, and is refused, since loading it could "
+            "run code: save its state dict alone, or as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({hub.first_line(error)})") from error

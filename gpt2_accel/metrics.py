@@ -72,6 +72,8 @@ class RunLog:
 
     `first_step` is the number of updates done before. `flops_per_second` is the peak of all devices
     together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
+
+    `results` holds the newest evaluations, `seconds` the time of training, that before a resume included.
     """
 
     def __init__(
@@ -91,8 +93,11 @@ class RunLog:
         self.flops_per_second = flops_per_second
         self._entry: dict[str, float] = {}
         self._training_tokens, self._training_seconds = 0, 0.0
+        self.results: dict[str, float] = {}
+        self.seconds = 0.0
         if enabled:
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl", first_step)
+            self._recall(read_json_lines(self.run_dir / "metrics.jsonl"))
             self._samples = JsonLines(self.run_dir / "samples.jsonl", first_step)
 
     def __enter__(self) -> "RunLog":
@@ -132,6 +137,7 @@ class RunLog:
         """Adds the figures of the update just done, and the speed of training since the last call."""
         self._add_training_time()
         speed = self._training_tokens / self._training_seconds
+        self.seconds += self._training_seconds
         self._training_tokens = self._training_seconds = 0
         self._entry |= {
             "train/loss": loss,
@@ -149,6 +155,7 @@ class RunLog:
     def evaluation(self, results: dict[str, float]) -> None:
         """Adds the results of an evaluation and prints them."""
         self._entry |= results
+        self.results |= results
         self.say(", ".join(f"{name} {value:.4f}" for name, value in results.items()))
 
     def sample(self, prompt: str, text: str) -> None:
@@ -169,6 +176,19 @@ class RunLog:
             self._metrics.write({"step": self.step, "tokens": tokens, **self._entry})
         self._entry = {}
         self._clock = time.perf_counter()
+
+    def _recall(self, entries: list[dict]) -> None:
+        """Takes over what the lines before a resume say."""
+        tokens = 0
+        for entry in entries:
+            if speed := entry.get("train/tokens_per_second"):
+                self.seconds += (entry["tokens"] - tokens) / speed
+                tokens = entry["tokens"]
+            self.results |= {
+                name: value
+                for name, value in entry.items()
+                if "/" in name and not name.startswith("train/")
+            }
 
     def _add_training_time(self) -> None:
         now = time.perf_counter()

@@ -29,10 +29,11 @@ class GPTConfig:
     """Shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
 
     `dropout` is the one rate of the embedding, attention and residual dropouts. `bias=False` leaves
-    out the biases of all Linear and LayerNorm modules (nanoGPT's option).
+    out the biases of all Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's
+    approximation, or `none`, the exact function, which nanoGPT's models are trained with.
 
-    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, or `dropout`
-    is not in [0, 1).
+    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout` is
+    not in [0, 1), or `gelu` is neither.
     """
 
     vocab_size: int = 50257
@@ -42,6 +43,7 @@ class GPTConfig:
     n_embd: int = 768
     bias: bool = True
     dropout: float = 0.0
+    gelu: str = "tanh"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
@@ -54,6 +56,8 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.gelu not in ("tanh", "none"):
+            raise ValueError(f"gelu must be 'tanh' or 'none', got {self.gelu!r}")
 
     @classmethod
     def from_name(cls, name: str, **overrides) -> "GPTConfig":
@@ -113,17 +117,18 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two Linear layers, four times as wide in between, with the tanh-approximated GELU."""
+    """Two Linear layers, four times as wide in between, with GELU, tanh-approximated in GPT-2."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
+        self.gelu = config.gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C)."""
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
         return F.dropout(x, self.dropout, self.training)
 
 

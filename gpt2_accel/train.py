@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,13 +12,20 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.checkpoint import find_checkpoint, load_training_state, save_checkpoint, unwrap
+from gpt2_accel.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    load_training_state,
+    save_checkpoint,
+    unwrap,
+)
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, save_pretrained
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
-from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generate import complete
+from gpt2_accel.hub import Training, Uploads, check_repo_id
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
@@ -31,6 +39,8 @@ def train(config: TrainConfig) -> None:
     calls it. Raises `ValueError` or an `OSError` for settings or data that cannot work, before
     anything is written.
     """
+    if config.push_to_hub:
+        check_repo_id(config.push_to_hub)
     accelerator = build_accelerator(config)
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir)
@@ -50,7 +60,10 @@ def train(config: TrainConfig) -> None:
     step = load_training_state(checkpoint, accelerator, optimizer) if checkpoint else 0
     model.train()
 
-    with start_log(config, gpt_config, accelerator, train_loader, step) as log:
+    with (
+        start_log(config, gpt_config, accelerator, train_loader, step) as log,
+        start_uploads(config, accelerator, log) as uploads,
+    ):
         while step < config.max_steps:
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
             lr = learning_rate(
@@ -81,12 +94,23 @@ def train(config: TrainConfig) -> None:
             if due(config.sample_every, step, config.max_steps):
                 write_samples(config, accelerator, model, tokenizer, log)
             if due(config.save_every, step, config.max_steps) or step == config.max_steps:
-                save_checkpoint(
-                    run_dir, step, accelerator, model, optimizer, tokenizer, config.keep_last
+                training = describe_training(config, accelerator, log)
+                path = save_checkpoint(
+                    run_dir,
+                    step,
+                    accelerator,
+                    model,
+                    optimizer,
+                    tokenizer,
+                    training,
+                    config.keep_last,
                 )
+                uploads.push(path, path)
             log.end_step()
         if accelerator.is_main_process:
-            save_pretrained(unwrap(accelerator, model), run_dir, tokenizer)
+            training = describe_training(config, accelerator, log)
+            save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
+            uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
     accelerator.wait_for_everyone()
 
 
@@ -234,6 +258,35 @@ def start_log(
         flops_per_token=flops,
         flops_per_second=peak and peak * accelerator.num_processes,
         enabled=accelerator.is_main_process,
+    )
+
+
+def start_uploads(config: TrainConfig, accelerator: Accelerator, log: RunLog) -> Uploads:
+    """The uploads to the Hub beside the run, from the main process only."""
+    return Uploads(
+        config.push_to_hub if accelerator.is_main_process else None,
+        config.output_dir,
+        log.say,
+        strategy=config.hub_strategy,
+        private=config.hub_private_repo,
+    )
+
+
+def describe_training(config: TrainConfig, accelerator: Accelerator, log: RunLog) -> Training:
+    """What the model card says of the run so far."""
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    manifest = read_manifest(config.data_dir)
+    tokens = log.step * config.total_batch_size
+    return Training(
+        settings=asdict(config),
+        data=f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
+        tokens=tokens,
+        hours=log.seconds / 3600,
+        flops=tokens * log.flops_per_token,
+        hardware=f"{accelerator.num_processes} x {device}, precision {accelerator.mixed_precision}",
+        results=log.results,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
+os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 import pytest

@@ -13,14 +13,16 @@ ALLOWED = {
     "tokenizer": set(),
     "optim": set(),
     "metrics": {"files"},
-    "config": {"optim"},
+    "hub": set(),
+    "config": {"hub", "optim"},
     "data/__init__": set(),
     "data/shards": set(),
     "data/loader": {"data/shards"},
     "data/prepare": {"data/shards", "files", "tokenizer"},
-    "convert": {"files", "model"},
+    "convert": {"files", "hub", "model"},
+    "neighbours": {"convert", "model"},
     "generate": {"model", "tokenizer"},
-    "checkpoint": {"convert", "files", "model"},
+    "checkpoint": {"convert", "files", "hub", "model"},
     "evals/__init__": set(),
     "evals/validation": {"data/loader"},
 }
@@ -31,6 +33,8 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "gpt2_accel":
+            yield from (f"gpt2_accel.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
 

@@ -1,0 +1,37 @@
+"""Turn a checkpoint of nanoGPT, build-nanogpt or llm.c into a Hugging Face model directory.
+
+    python recipes/import_checkpoint.py --input out/ckpt.pt --output_dir models/mine
+    python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
+    python recipes/import_checkpoint.py --input gpt2_124M.bin --output_dir models/gpt2
+
+The directory opens in transformers, in recipes/sample.py, and as `--init_from` of any training here.
+"""
+
+from dataclasses import dataclass
+
+from gpt2_accel import cli, save_pretrained
+from gpt2_accel.config import parse_config, required, setting
+from gpt2_accel.neighbours import read_checkpoint
+from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
+
+
+@dataclass
+class ImportCheckpoint:
+    input: str = required("checkpoint: a .pt of nanoGPT or build-nanogpt, a .bin of llm.c")
+    output_dir: str = required("model directory to write")
+    tokenizer: str = setting("gpt2", "gpt2, none, or an HF directory")
+
+
+def main() -> None:
+    config = parse_config(ImportCheckpoint)
+    tokenizer = None
+    if config.tokenizer == "gpt2":
+        tokenizer = gpt2_tokenizer()
+    elif config.tokenizer != "none":
+        tokenizer = load_tokenizer(config.tokenizer)
+    save_pretrained(read_checkpoint(config.input), config.output_dir, tokenizer)
+    print(f"The model is in {config.output_dir}.")
+
+
+if __name__ == "__main__":
+    cli.run(main)

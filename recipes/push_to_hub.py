@@ -1,0 +1,38 @@
+"""Push a model to the Hugging Face Hub.
+
+    hf auth login
+    python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME
+
+`--model` is a run's folder, a checkpoint, or any Hugging Face GPT-2 directory. Then anyone who may see the
+repository opens it: `pipeline("text-generation", model="USER/NAME")`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2_accel import cli
+from gpt2_accel.checkpoint import model_directory
+from gpt2_accel.config import parse_config, required, setting
+from gpt2_accel.convert import describe, read_config, weight_files
+from gpt2_accel.hub import model_card, push_model
+
+
+@dataclass
+class PushToHub:
+    model: str = required("run's folder, checkpoint or HF GPT-2 directory")
+    repo_id: str = required("repository, USER/NAME")
+    private: bool = setting(True, "make the repository private if it is new")
+
+
+def main() -> None:
+    config = parse_config(PushToHub)
+    directory = Path(model_directory(config.model))
+    shape = read_config(directory)
+    weight_files(directory)  # raises if they are not whole
+    card = model_card(config.repo_id, describe(shape))
+    url = push_model(directory, config.repo_id, private=config.private, card=card)
+    print(f"The model is at {url}.")
+
+
+if __name__ == "__main__":
+    cli.run(main)

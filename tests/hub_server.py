@@ -1,0 +1,208 @@
+"""A small Hugging Face Hub on loopback: what the real client needs to create, push, load and fail."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_thisIsASecret"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories in memory. `url` is its address; a context manager.
+
+    `faults` are (method, part of the path, what): the next matching request is answered by the status
+    `what`, or cut off in its body where that is `cut`. While `gate` is cleared, commits wait.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.repos: dict[str, dict] = {}  # id -> private, commits: list of (sha, files)
+        self.blobs: dict[str, bytes] = {}
+        self.faults: list[tuple[str, str, int | str]] = []
+        self.requests: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.gate.set()
+        self.shutdown()
+        self.server_close()
+
+    def files(self, repo_id: str) -> dict[str, bytes]:
+        """The newest files of a repository."""
+        return self.repos[repo_id]["commits"][-1][1]
+
+    def revision(self, repo_id: str, name: str):
+        commits = self.repos[repo_id]["commits"]
+        found = [commit for commit in commits if commit[0] == name]
+        return found[0] if found else commits[-1] if name == "main" else None
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.route()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def route(self):
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append(f"{self.command} {path}")
+        if fault := self.take_fault(path):
+            if fault == "cut":
+                self.rfile.read(int(self.headers["Content-Length"]) // 2)
+                self.close_connection = True
+                self.connection.close()
+                return
+            return self.answer(fault, {"error": f"made to fail with {fault}"})
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = self.read_chunks()
+        if path.startswith("/lfs/") and self.command == "PUT":
+            self.server.blobs[path.removeprefix("/lfs/")] = body
+            return self.answer(200, {})
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, {"error": "Invalid username or password."})
+        for pattern, handle in ROUTES:
+            if match := re.fullmatch(pattern, path):
+                return handle(self, body, *match.groups())
+        return self.answer(404, {"error": f"no route {path}"})
+
+    def take_fault(self, path):
+        for fault in self.server.faults:
+            if fault[0] == self.command and fault[1] in path:
+                self.server.faults.remove(fault)
+                return fault[2]
+
+    def read_chunks(self):
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def answer(self, status, value, headers=()):
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, content in headers:
+            self.send_header(name, content)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def not_found(self, code):
+        self.answer(404, {"error": code}, [("X-Error-Code", code)])
+
+    def create(self, body):
+        request = json.loads(body)
+        repo_id = f"{request['organization']}/{request['name']}"
+        url = f"{self.server.url}/{repo_id}"
+        if repo_id in self.server.repos:
+            return self.answer(409, {"error": "exists", "url": url})
+        sha = hashlib.sha1(repo_id.encode()).hexdigest()
+        private = request.get("private") or request.get("visibility") == "private"
+        self.server.repos[repo_id] = {"private": private, "commits": [(sha, {})]}
+        self.answer(200, {"url": url})
+
+    def preupload(self, body, repo_id, _revision):
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        self.answer(200, {"files": files})
+
+    def lfs_batch(self, body, _repo_id):
+        objects = []
+        for item in json.loads(body)["objects"]:
+            if item["oid"] not in self.server.blobs:
+                item["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{item['oid']}"}}
+            objects.append(item)
+        self.answer(200, {"objects": objects, "transfer": "basic"})
+
+    def commit(self, body, repo_id, _revision):
+        self.server.gate.wait(30)
+        commits = self.server.repos[repo_id]["commits"]
+        files = dict(commits[-1][1])
+        for line in body.decode().splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                files[value["path"]] = self.server.blobs[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                files.pop(value["path"])
+        sha = hashlib.sha1(f"{commits[-1][0]}{time.time_ns()}".encode()).hexdigest()
+        commits.append((sha, files))
+        url = f"{self.server.url}/{repo_id}/commit/{sha}"
+        self.answer(200, {"success": True, "commitUrl": url, "commitOid": sha})
+
+    def info(self, _body, repo_id, revision=None):
+        if repo_id not in self.server.repos:
+            return self.not_found("RepoNotFound")
+        found = self.server.revision(repo_id, revision or "main")
+        if found is None:
+            return self.not_found("RevisionNotFound")
+        sha, files = found
+        siblings = [{"rfilename": name} for name in files]
+        self.answer(200, {"id": repo_id, "sha": sha, "siblings": siblings, "tags": []})
+
+    def tree(self, _body, repo_id, revision):
+        _, files = self.server.revision(repo_id, revision)
+        self.answer(
+            200,
+            [
+                {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
+                for name, data in files.items()
+            ],
+        )
+
+    def resolve(self, _body, repo_id, revision, path):
+        if repo_id not in self.server.repos:
+            return self.not_found("RepoNotFound")
+        sha, files = self.server.revision(repo_id, revision)
+        if path not in files:
+            return self.not_found("EntryNotFound")
+        data = files[path]
+        self.answer(200, data, [("ETag", f'"{blob_id(data)}"'), ("X-Repo-Commit", sha)])
+
+
+def blob_id(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+REPO = r"([^/]+/[^/]+)"
+ROUTES = [
+    (r"/api/validate-yaml", lambda self, body: self.answer(200, {"errors": [], "warnings": []})),
+    (r"/api/repos/create", Handler.create),
+    (rf"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),
+    (rf"/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
+    (rf"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
+    (rf"/api/models/{REPO}", Handler.info),
+    (rf"/api/models/{REPO}/revision/([^/]+)", Handler.info),
+    (rf"/api/models/{REPO}/tree/([^/]+)", Handler.tree),
+    (rf"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
+]
