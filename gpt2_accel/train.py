@@ -20,7 +20,7 @@ from gpt2_accel.checkpoint import (
     unwrap,
 )
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.convert import from_pretrained, save_pretrained
+from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
 from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.evals.validation import validation_loss
@@ -29,7 +29,7 @@ from gpt2_accel.hub import Training, Uploads, check_repo_id
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 
 def train(config: TrainConfig) -> None:
@@ -152,11 +152,12 @@ def has_cpp_compiler() -> bool:
 def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> GPT:
     """A new model, or the one of the checkpoint, or of `config.init_from`.
 
-    Raises `ValueError` if it does not fit the data's vocabulary or the sequence length, or if the
+    Raises `ValueError` if it does not fit the data's tokenizer or the sequence length, or if the
     checkpoint's model is not the configured one.
     """
     source = checkpoint or config.init_from
     if source is not None:
+        source = local_directory(source)
         model = from_pretrained(source, config.dropout)
     if config.init_from is None:
         names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
@@ -171,8 +172,16 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
     if model.config.vocab_size != vocab_size:
         raise ValueError(
             f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
-            f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer"
+            f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
+            "another --data_dir"
         )
+    if source is not None and (source / "tokenizer.json").exists():
+        expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
+        if fingerprint(load_tokenizer(source)) != expected:
+            raise ValueError(
+                f"{config.data_dir} was tokenized with another tokenizer than that of {source}: prepare "
+                "the text with the model's tokenizer, in another --data_dir"
+            )
     if config.sequence_length > model.config.n_positions:
         raise ValueError(
             f"sequence_length ({config.sequence_length}) exceeds n_positions "

@@ -5,6 +5,7 @@
 Data: the `.py` files of the running interpreter's standard library, tests left out, about 11 MB; one
 file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,096 trained on the rest,
 about 3.3M tokens. Batch: 8 sequences x 128 tokens = 1,024 tokens per update, 2,000 updates, 2.0M tokens.
+`--init_from DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
 Expected: about 1.50 bits per byte on the held-out files, after 140 seconds on 2 CPU cores.
 """
 
@@ -18,9 +19,10 @@ from accelerate import PartialState
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.convert import local_directory
 from gpt2_accel.data.prepare import held_out, prepare, read_text, text_files
 from gpt2_accel.data.shards import MANIFEST
-from gpt2_accel.tokenizer import train_bpe
+from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 
 TESTS = {"test", "tests", "idle_test"}
@@ -64,7 +66,10 @@ def prepare_corpus(config: Quickstart) -> None:
         if path.stat().st_size and not (TESTS | OTHERS) & set(name.parts):
             split = "val" if held_out(name.as_posix()) else "train"
             texts[split].append(read_text(path))
-    tokenizer = train_bpe(texts["train"], config.vocab_size)
+    if config.init_from:
+        tokenizer = load_tokenizer(local_directory(config.init_from))
+    else:
+        tokenizer = train_bpe(texts["train"], config.vocab_size)
     prepare(texts, tokenizer, config.data_dir, source=f"the Python standard library, {library}")
 
 

@@ -36,7 +36,7 @@ def one_sentence(done):
     [line] = [
         line
         for line in done.stderr.splitlines()
-        if line.startswith(("shakespeare", "sample", "prep"))
+        if line.startswith(("shakespeare", "sample", "prep", "import"))
     ]
     return line
 
@@ -65,6 +65,20 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
     assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
+
+    # Started from that model, with its tokenizer, it trains on.
+    flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
+    flags = [*flags.split(), "--init_from", str(output)]
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    quickstart.main()
+    more = read_json_lines(f"{output}2/metrics.jsonl")
+    assert more[0]["train/loss"] < history[0]["train/loss"] - 1
+    assert more[-1]["val/loss"] < history[-1]["val/loss"]
+    [generated] = pipeline("text-generation", model=f"{output}2")("def ")
+    assert generated["generated_text"].startswith("def ")
+    capsys.readouterr()
 
     # The commands it ends with work as printed.
     commands = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]

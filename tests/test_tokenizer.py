@@ -78,7 +78,9 @@ def gpt2():
         pytest.skip(f"no copy of GPT-2's vocabulary: {error}")
 
 
-def test_gpt2_ids_are_tiktokens(gpt2):
+def test_gpt2_ids_are_tiktokens_saved_too(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path)
+    gpt2 = AutoTokenizer.from_pretrained(tmp_path)
     assert len(gpt2) == 50257
     assert gpt2.eos_token_id == 50256
 

@@ -11,10 +11,11 @@ from conftest import losses, run, tiny_config
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2_accel import GPT, GPTConfig, from_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, read_windows
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.metrics import JsonLines, peak_flops, read_json_lines
+from gpt2_accel.tokenizer import char_tokenizer
 
 # Ten updates of `tiny_config`, AdamW, fp32 on a CPU.
 GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
@@ -217,6 +218,13 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(data_dir, tmp_path
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32)).save_pretrained(tmp_path / "hf")
     with pytest.raises(ValueError, match="vocabulary of 50257.*tokenized with one of 257"):
         run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf")))
+
+    # Of the same size, but not the same: 257 characters.
+    model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
+    characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
+    save_pretrained(model, tmp_path / "other", characters)
+    with pytest.raises(ValueError, match="another tokenizer than that of"):
+        run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "other")))
 
 
 def test_a_run_that_fails_says_why_in_its_status(data_dir, tmp_path):

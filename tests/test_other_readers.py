@@ -1,0 +1,70 @@
+"""What programs other than transformers expect of a GPT-2 directory. README, "Other readers".
+
+llama.cpp (convert_hf_to_gguf.py) reads `n_ctx`, `n_embd`, `n_head`, `n_layer`, `layer_norm_epsilon` and
+`architectures` from config.json, takes the MLP as 4 x n_embd, transposes the four Conv1D matrices, and
+maps tensor names by gguf's table. vLLM reads `architectures`, transposes the same matrices, and knows
+activations by name. Both want safetensors written with `{"format": "pt"}` and no tensor they do not know.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.tokenizer import train_bpe
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    tokenizer = train_bpe(["the cat sat on the mat, the rat saw that"] * 2, 265)
+    model = GPT(GPTConfig(len(tokenizer), n_positions=32, n_layer=2, n_head=2, n_embd=16)).eval()
+    save_pretrained(model, path, tokenizer)
+    return path, model
+
+
+def test_the_fields_and_shapes_they_read(saved):
+    path, _ = saved
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"] and config["model_type"] == "gpt2"
+    assert config["n_ctx"] == config["n_positions"] == 32
+    assert config["layer_norm_epsilon"] == 1e-5 and config["dtype"] == "float32"
+    assert config["n_inner"] is None  # 4 * n_embd
+    assert config["activation_function"] == "gelu_pytorch_tanh"  # known to vLLM by this name
+    assert config["tie_word_embeddings"] is True
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    assert shapes["transformer.wte.weight"] == (265, 16)  # no pad rows
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (16, 48)  # Conv1D: in, out
+    assert shapes["transformer.h.1.mlp.c_proj.weight"] == (64, 16)
+    assert not any("lm_head" in name or "attn.masked_bias" in name for name in shapes)
+    vocab = json.loads((path / "vocab.json").read_text())
+    assert sorted(vocab.values()) == list(range(265))
+    assert (path / "merges.txt").read_text().startswith("#version")
+
+
+def test_ggufs_table_knows_every_tensor(saved):
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    path, _ = saved
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        for name in file.keys():
+            assert table.get_name(name, try_suffixes=(".weight", ".bias")), name
+
+
+def test_an_onnx_export_gives_the_same_logits(saved, tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    import onnxruntime
+
+    _, model = saved
+    input_ids = torch.randint(0, 265, (2, 16))
+    program = torch.onnx.export(model, (input_ids,), dynamo=True, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    [logits] = session.run(None, {session.get_inputs()[0].name: input_ids.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(logits), model(input_ids), atol=1e-5, rtol=1e-5)
