@@ -9,23 +9,17 @@ stored.
 
 import copy
 import json
-import pickle
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, GPT2Config, PreTrainedTokenizerBase
 
 from gpt2_accel import hub
 from gpt2_accel.files import atomic_files
 from gpt2_accel.model import GPT, GPTConfig, parameter_count
+from gpt2_accel.weights import MAX_SHARD_SIZE, read_tensors, weight_files, write_weights
 
-WEIGHTS = "model.safetensors"
-OLD_WEIGHTS = "pytorch_model.bin"
-MAX_SHARD_SIZE = "50GB"  # that of transformers 5
 PREFIX = "transformer."
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 LEGACY_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
@@ -173,52 +167,6 @@ def save_pretrained(
             old.unlink()
 
 
-def write_weights(
-    folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
-) -> list[str]:
-    """Writes `tensors` as one safetensors file or as shards with an index, the way HF lays them out.
-
-    Returns the names of the files.
-    """
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    split = split_torch_state_dict_into_shards(
-        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names})
-    if not split.is_sharded:
-        return [WEIGHTS]
-    total = {
-        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-    }
-    index = {"metadata": total, "weight_map": split.tensor_to_filename}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
-    return [*split.filename_to_tensors, f"{WEIGHTS}.index.json"]
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes fp32 tensors as `safetensors.torch.save_file` does, to the byte, but one at a time.
-
-    The library wants all of them contiguous in host memory at once, which for transposed views of a
-    model is a second model. Format: https://huggingface.co/docs/safetensors.
-    """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(tensors):
-        assert tensors[name].dtype == torch.float32, name
-        start, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in sorted(tensors):
-            file.write(tensors[name].detach().cpu().contiguous().numpy())
-
-
 def describe(config: GPTConfig) -> str:
     """The model in one sentence, for its card."""
     return (
@@ -296,64 +244,3 @@ def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
     }
     gelu = ACTIVATIONS[values["activation_function"]]
     return GPTConfig(**shape, bias=values.get("bias", True), dropout=dropout, gelu=gelu)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a model directory's weights: safetensors, or else an old `pytorch_model.bin`;
-    where there is an index, those that it lists.
-
-    Raises `FileNotFoundError` if one of them is missing, `ValueError` for an index that is damaged.
-    """
-    for weights in (WEIGHTS, OLD_WEIGHTS):
-        index = directory / f"{weights}.index.json"
-        if index.is_file():
-            return indexed_files(index)
-        if (directory / weights).is_file():
-            return [directory / weights]
-    raise FileNotFoundError(f"{directory} holds no {WEIGHTS}, nor an index of its parts")
-
-
-def indexed_files(index: Path) -> list[Path]:
-    """The files that an index of shards lists."""
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        assert all(Path(name).name == name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{index} is damaged: download or save it again") from error
-    files = [index.parent / name for name in sorted(names)]
-    for path in files:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, though {index.name} lists it")
-    return files
-
-
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of some weight files, one at a time, on pages of the files themselves."""
-    for path in files:
-        if path.suffix == ".bin":
-            yield from load_pickle(path).items()
-            continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():
-                    yield key, file.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
-
-
-def load_pickle(path: Path) -> dict:
-    """What `torch.save` wrote, on CPU; nothing but tensors and plain values, so that no code runs.
-
-    Raises `ValueError` if there is anything else in it, or if it is damaged.
-    """
-    try:
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors and plain values, and is refused, since loading it could "
-            "run code: save its state dict alone, or as safetensors"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({hub.first_line(error)})") from error

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_accel.convert import build, from_hf, load_pickle
+from gpt2_accel.convert import build, from_hf
 from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.weights import load_pickle
 
 # llm.c's header (write_model in its train_gpt2.py): 256 int32, the first of them the magic, then the
 # version, which tells the dtype of the parameters.

@@ -13,8 +13,9 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.checkpoint import model_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.convert import describe, read_config, weight_files
+from gpt2_accel.convert import describe, read_config
 from gpt2_accel.hub import model_card, push_model
+from gpt2_accel.weights import weight_files
 
 
 @dataclass

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.convert import to_hf, write_safetensors
+from gpt2_accel.convert import to_hf
 from gpt2_accel.model import SIZES
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
+from gpt2_accel.weights import write_safetensors
 
 SHAPE = {"vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
 INPUT_IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
