@@ -3,15 +3,22 @@
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
         training_state/optimizer.safetensors                   its tensors, by parameter name
-        training_state/state.json                              step, optimizer, gradient scaler
+        training_state/state.json                              step, optimizer, scaler, guard, data
+        training_state/manifest.json                           size and SHA-256 of every file above
 
 There is little to keep: the order of the data, the learning rate and the random seeds are functions
-of the step. A checkpoint is written aside and renamed, so a folder of that name is whole.
+of the step. A checkpoint is copied to host memory, then written in the background: aside, synced,
+checksummed, renamed, and only then are older ones removed.
 """
 
 import json
+import os
 import re
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +27,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel import hub
-from gpt2_accel.convert import save_pretrained
-from gpt2_accel.files import atomic_directory, write_json
+from gpt2_accel.convert import build, save_pretrained
+from gpt2_accel.files import atomic_directory, digest, discard, plain_name, write_json
 from gpt2_accel.model import GPT
 
 STATE = "training_state"
+MANIFEST = f"{STATE}/manifest.json"
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -37,12 +45,16 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None:
+def find_checkpoint(
+    resume_from: str | None, run_dir: str | Path, say: Callable[[str], None] = print
+) -> Path | None:
     """The checkpoint that `--resume_from` means, None for a fresh start.
 
-    A Hub id means what a run with `--hub_strategy checkpoint` pushed there.
-    Raises `FileNotFoundError` if the path is not a checkpoint, `FileExistsError` if a fresh start would
-    write into a folder that holds the checkpoints of another run.
+    `latest` is the newest whole one of `run_dir`; those passed over are named through `say`. A Hub id
+    means what a run with `--hub_strategy checkpoint` pushed there.
+
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged, or if `latest`
+    finds only damaged ones; `FileExistsError` if the run would write over checkpoints of another.
     """
     checkpoints = list_checkpoints(run_dir)
     if resume_from is None:
@@ -53,7 +65,15 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
             )
         return None
     if resume_from == "latest":
-        return checkpoints[-1] if checkpoints else None
+        for path in reversed(checkpoints):
+            if (problem := damage(path)) is None:
+                return path
+            say(f"{path} is passed over: {problem}")
+        if checkpoints:
+            raise ValueError(
+                f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
+            )
+        return None
     path = Path(resume_from)
     if not path.exists() and hub.is_repo_id(resume_from):
         path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
@@ -62,7 +82,59 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
             f"--resume_from {resume_from} is not a checkpoint of this toolkit: give a checkpoint-<step> "
             "folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
         )
+    if problem := damage(path):
+        raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
+    if checkpoints and checkpoints[-1].resolve() != path.resolve():
+        raise FileExistsError(
+            f"{run_dir} holds {checkpoints[-1].name}, which going on from {path} would write over: "
+            "choose another --output_dir"
+        )
     return path
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, None if each file is as its manifest says."""
+    try:
+        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
+        files = json.loads(text)["files"]
+        if text != manifest_text(files) or not all(map(plain_name, files)):
+            return "its manifest is damaged"
+        checks = [
+            (checkpoint / name, entry["bytes"], entry["sha256"]) for name, entry in files.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest is missing or damaged"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return next(filter(None, pool.map(file_damage, checks)), None)
+
+
+def file_damage(check: tuple[Path, int, str]) -> str | None:
+    """What is wrong with one file: (path, its size, its SHA-256)."""
+    path, size, sha256 = check
+    try:
+        if path.stat().st_size != size:
+            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+        return None if digest(path) == sha256 else f"{path.name} does not match its checksum"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Writes down the size and checksum of each file of a checkpoint that is complete but for this."""
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(checkpoint).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": digest(path),
+        }
+        for path in paths
+    }
+    (checkpoint / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
+
+
+def manifest_text(files: dict) -> str:
+    """The one way to write a manifest, so that any change of it shows."""
+    return json.dumps({"files": files}, indent=2, sort_keys=True) + "\n"
 
 
 def model_directory(name: str | Path) -> str | Path:
@@ -74,44 +146,157 @@ def model_directory(name: str | Path) -> str | Path:
     return name
 
 
-def save_checkpoint(
-    run_dir: str | Path,
-    step: int,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: PreTrainedTokenizerBase,
-    training: hub.Training,
-    keep_last: int,
-) -> Path:
-    """Writes `checkpoint-<step>`, then removes all but the newest `keep_last`. All ranks call it.
+@dataclass
+class Snapshot:
+    """A checkpoint in host memory: all that is written to disk."""
 
-    `model` and `optimizer` are the prepared ones; `step` is the number of updates done; `training` is
-    for the model card.
+    step: int
+    model: GPT
+    optimizer: dict[str, torch.Tensor]
+    state: dict
+    training: hub.Training
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, each in the background while the loop goes on.
+
+    `keep_last` newest ones stay, every one whose step is a multiple of `keep_every` (0: none), and with
+    `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called with
+    each new one, in the background too. A write that fails is reported through `say` and leaves the
+    older checkpoints as they are.
     """
-    path = Path(run_dir) / f"checkpoint-{step}"
-    if accelerator.is_main_process and not path.exists():
-        scaler = accelerator.scaler
-        with atomic_directory(path) as folder:
-            save_pretrained(unwrap(accelerator, model), folder, tokenizer, training=training)
-            (folder / STATE).mkdir()
-            save_file(optimizer_tensors(optimizer), folder / STATE / "optimizer.safetensors")
-            state = {
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keep_last: int,
+        keep_every: int = 0,
+        keep_best: bool = False,
+        saved: Callable[[Path], None],
+        say: Callable[[str], None],
+    ):
+        self.run_dir, self.tokenizer = Path(run_dir), tokenizer
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.saved, self.say = saved, say
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(
+        self,
+        step: int,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        training: hub.Training,
+        **state,
+    ) -> None:
+        """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
+
+        `step` is the number of updates done; `state`, JSON values, is what `load_training_state` returns.
+        Waits for the write before, if that is still going on. All ranks call it.
+        """
+        if not accelerator.is_main_process:
+            return
+        self._join()
+        plain = unwrap(accelerator, model)
+        tensors = {name: host_copy(tensor) for name, tensor in plain.state_dict().items()}
+        snapshot = Snapshot(
+            step,
+            build(plain.config, tensors),
+            {name: host_copy(tensor) for name, tensor in optimizer_tensors(optimizer).items()},
+            {
                 "step": step,
                 "optimizer": optimizer_name(optimizer),
-                "scaler": scaler.state_dict() if scaler else None,
-            }
-            write_json(folder / STATE / "state.json", state)
-        for old in list_checkpoints(run_dir)[:-keep_last]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return path
+                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
+                **state,
+            },
+            training,
+        )
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
+        self._join()
+        if self._error is not None:
+            raise OSError(
+                f"the last checkpoint could not be written: {self._error}"
+            ) from self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        path = self.run_dir / f"checkpoint-{snapshot.step}"
+        try:
+            with atomic_directory(path, replace=True) as folder:
+                save_pretrained(snapshot.model, folder, self.tokenizer, training=snapshot.training)
+                (folder / STATE).mkdir()
+                save_file(snapshot.optimizer, folder / STATE / "optimizer.safetensors")
+                write_json(folder / STATE / "state.json", snapshot.state)
+                write_manifest(folder)
+            self._error = None
+            self._rotate()
+            self.saved(path)
+        except Exception as error:  # the run goes on: the next may succeed
+            self._error = error
+            self.say(f"{path.name} could not be written, training goes on: {error}")
+
+    def _rotate(self) -> None:
+        checkpoints = list_checkpoints(self.run_dir)
+        keep = checkpoints[-self.keep_last :]
+        if self.keep_every:
+            keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]
+        if self.keep_best and (best := best_checkpoint(checkpoints)):
+            keep.append(best)
+            point_to(self.run_dir / "best", best)
+        for path in checkpoints:
+            if path not in keep:
+                discard(path)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values in memory of their own on the host."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of updates in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def best_checkpoint(checkpoints: list[Path]) -> Path | None:
+    """The one of lowest validation loss among those that were evaluated."""
+    losses = {}
+    for path in checkpoints:
+        loss = json.loads((path / STATE / "state.json").read_text(encoding="utf-8")).get("val_loss")
+        if loss is not None:
+            losses[path] = loss
+    return min(losses, key=losses.get, default=None)
+
+
+def point_to(link: Path, target: Path) -> None:
+    """Makes `link` a symbolic link to its neighbour `target`, in one step."""
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.name)
+    new.replace(link)
+
+
+def clean_up(run_dir: str | Path) -> None:
+    """Removes what a killed process left half-written. Only for the one that holds the folder."""
+    for pattern in (".checkpoint-*.partial", ".checkpoint-*.old"):
+        for path in Path(run_dir).glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_training_state(
     path: Path, accelerator: Accelerator, optimizer: torch.optim.Optimizer
-) -> int:
-    """Puts a checkpoint's optimizer and scaler state back; returns how many updates were done.
+) -> dict:
+    """Puts a checkpoint's optimizer and scaler state back; returns `step` and what else was saved.
 
     The weights are not its business: the model was built from the same folder.
     Raises `ValueError` if the state is that of another optimizer or model.
@@ -125,7 +310,7 @@ def load_training_state(
     load_optimizer_tensors(optimizer, load_file(path / STATE / "optimizer.safetensors"), path)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
-    return state["step"]
+    return state
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> GPT:

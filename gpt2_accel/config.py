@@ -78,6 +78,19 @@ class TrainConfig:
     sample_tokens: int = setting(100, "new tokens per sample")
     save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
     keep_last: int = setting(2, "newest checkpoints to keep")
+    keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
+    keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
+    max_hours: float | None = setting(None, "stop with a checkpoint after so many hours")
+    max_bad_steps: int = setting(5, "stop after so many updates in a row that were not finite")
+    spike_z: float = setting(
+        0.0,
+        "skip an update whose loss or gradient norm is so many standard deviations above the mean of "
+        "the last 100; 0 for never",
+    )
+    verify_data: bool = setting(False, "check all data against its checksums first")
+    ignore_changes: bool = setting(
+        False, "resume although the data, the tokenizer or the model's settings changed"
+    )
 
     push_to_hub: str | None = setting(None, "Hub repository, USER/NAME, to push to while training")
     hub_strategy: str = setting(
@@ -96,11 +109,11 @@ class TrainConfig:
             self.sequence_length = self.n_positions
         positive = (
             "sequence_length micro_batch_size total_batch_size max_steps log_every eval_tokens "
-            "sample_tokens keep_last"
+            "sample_tokens keep_last max_bad_steps"
         )
         not_negative = (
             "learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm "
-            "eval_every sample_every save_every seed"
+            "eval_every sample_every save_every keep_every spike_z seed"
         )
         for name in positive.split():
             if getattr(self, name) < 1:
@@ -108,6 +121,10 @@ class TrainConfig:
         for name in not_negative.split():
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.max_hours is not None and self.max_hours <= 0:
+            raise ValueError(f"max_hours must be above 0, got {self.max_hours}")
+        if self.keep_best and not self.eval_every:
+            raise ValueError("keep_best needs evaluations: set eval_every above 0")
         choice_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,

@@ -68,7 +68,8 @@ def read_json_lines(path: str | Path) -> list[dict]:
 
 class RunLog:
     """What one run writes to its folder and to the terminal. As a context manager it keeps
-    `status.json`: `running`, then `finished`, `interrupted` or `failed` with the reason.
+    `status.json`: `running`, then `finished`, `stopped` or `failed` with the reason, and whether the run
+    is to be started again.
 
     `first_step` is the number of updates done before. `flops_per_second` is the peak of all devices
     together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
@@ -95,6 +96,7 @@ class RunLog:
         self._training_tokens, self._training_seconds = 0, 0.0
         self.results: dict[str, float] = {}
         self.seconds = 0.0
+        self._end: tuple = ("finished",)
         if enabled:
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl", first_step)
             self._recall(read_json_lines(self.run_dir / "metrics.jsonl"))
@@ -117,9 +119,9 @@ class RunLog:
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         self._bar.close()
         if kind is None:
-            self._write_status("finished")
+            self._write_status(*self._end)
         elif issubclass(kind, KeyboardInterrupt):
-            self._write_status("interrupted", "Ctrl-C")
+            self._write_status("stopped", "SIGINT, twice")
         else:
             self._write_status("failed", f"{kind.__name__}: {error}")
         if self.enabled:
@@ -152,8 +154,24 @@ class RunLog:
             shown["mfu"] = f"{mfu:.1%}"
         self._bar.set_postfix(shown, refresh=False)
 
+    def skipped(self, problem: str, samples: list[int]) -> None:
+        """Adds that the update just done left the weights alone, and which samples it had read."""
+        self._entry |= {"skipped": problem, "samples": samples}
+        self.say(f"skipped, since {problem}; samples {samples}")
+
+    def stopped(self, reason: str, requeue: bool) -> None:
+        """Notes that the run ends here though it is not finished."""
+        self._end = ("stopped", reason, requeue)
+        self.say(f"stopped ({reason}); continue with --resume_from latest")
+
+    def at_this_step(self, name: str) -> float | None:
+        """A figure of the update just done, None if it has none."""
+        return self._entry.get(name)
+
     def evaluation(self, results: dict[str, float]) -> None:
         """Adds the results of an evaluation and prints them."""
+        if not results:  # it was interrupted
+            return
         self._entry |= results
         self.results |= results
         self.say(", ".join(f"{name} {value:.4f}" for name, value in results.items()))
@@ -195,7 +213,7 @@ class RunLog:
         self._training_seconds += now - self._clock
         self._clock = now
 
-    def _write_status(self, state: str, reason: str = "") -> None:
+    def _write_status(self, state: str, reason: str = "", requeue: bool = False) -> None:
         if self.enabled:
-            status = {"state": state, "step": self.step, "reason": reason}
+            status = {"state": state, "step": self.step, "reason": reason, "requeue": requeue}
             write_json(self.run_dir / "status.json", status)

@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,37 +13,42 @@ from accelerate.utils import DynamoBackend
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint import (
+    CheckpointWriter,
+    clean_up,
     find_checkpoint,
     list_checkpoints,
     load_training_state,
-    save_checkpoint,
     unwrap,
 )
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
-from gpt2_accel.data.shards import TokenStream, read_manifest
+from gpt2_accel.data.shards import TokenStream, data_fingerprint, read_manifest, verify_data
 from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.files import exclusive
 from gpt2_accel.generate import complete
+from gpt2_accel.guard import Guard
 from gpt2_accel.hub import Training, Uploads, check_repo_id
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.stopping import StopRequest
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig) -> bool:
     """Trains as `config` says, on the hardware and in the precision that the Accelerate config says.
 
     Leaves in `config.output_dir` checkpoints, logs and the final model, an HF directory. Every rank
-    calls it. Raises `ValueError` or an `OSError` for settings or data that cannot work, before
-    anything is written.
+    calls it. Returns whether all updates are done: a signal or `max_hours` ends it earlier, with a
+    checkpoint. Raises `ValueError` or an `OSError` for settings or data that cannot work, before anything
+    is written, and `ValueError` if the run diverges.
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
     accelerator = build_accelerator(config)
     run_dir = Path(config.output_dir)
-    checkpoint = find_checkpoint(config.resume_from, run_dir)
+    checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
     train_loader, val_loader = build_loaders(config, accelerator)
     tokenizer = load_tokenizer(Path(config.data_dir) / "tokenizer")
     torch.manual_seed(config.seed)
@@ -57,14 +62,36 @@ def train(config: TrainConfig) -> None:
     )
     gpt_config = model.config
     model, optimizer = accelerator.prepare(model, optimizer)
-    step = load_training_state(checkpoint, accelerator, optimizer) if checkpoint else 0
+    guard, step = Guard(config.spike_z), 0
+    if checkpoint is not None:
+        state = load_training_state(checkpoint, accelerator, optimizer)
+        check_data(config, state["data"], checkpoint)
+        guard.load(state["guard"])
+        step = state["step"]
     model.train()
 
     with (
+        hold_folder(run_dir, accelerator),
+        StopRequest(config.max_hours) as stop,
         start_log(config, gpt_config, accelerator, train_loader, step) as log,
         start_uploads(config, accelerator, log) as uploads,
     ):
-        while step < config.max_steps:
+        writer = start_writer(config, tokenizer, log, uploads)
+
+        def save(step: int) -> None:
+            writer.save(
+                step,
+                accelerator,
+                model,
+                optimizer,
+                describe_training(config, accelerator, log),
+                guard=guard.state(),
+                data=data_fingerprint(config.data_dir),
+                val_loss=log.at_this_step("val/loss"),
+            )
+
+        stopping = False
+        while step < config.max_steps and not stopping:
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
             lr = learning_rate(
                 step,
@@ -80,38 +107,111 @@ def train(config: TrainConfig) -> None:
             grad_norm = accelerator.clip_grad_norm_(
                 model.parameters(), config.max_grad_norm or math.inf
             )
-            optimizer.step()
+            loss, grad_norm, stopping = agree(accelerator, stop, loss, grad_norm)
+            problem = guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+            if problem is None:
+                optimizer.step()
+            elif accelerator.scaler is not None:
+                accelerator.scaler.update()
             optimizer.zero_grad()
             step += 1
 
             log.advance(step)
-            if due(config.log_every, step, config.max_steps):
-                # The one moment of an update at which the host waits for the device.
-                mean_loss = accelerator.reduce(loss, "mean")
-                log.training(mean_loss.item(), grad_norm.item(), lr)
-            if due(config.eval_every, step, config.max_steps):
-                log.evaluation(validation_loss(accelerator, model, val_loader))
-            if due(config.sample_every, step, config.max_steps):
-                write_samples(config, accelerator, model, tokenizer, log)
-            if due(config.save_every, step, config.max_steps) or step == config.max_steps:
-                training = describe_training(config, accelerator, log)
-                path = save_checkpoint(
-                    run_dir,
-                    step,
-                    accelerator,
-                    model,
-                    optimizer,
-                    tokenizer,
-                    training,
-                    config.keep_last,
+            if problem is not None:
+                log.skipped(problem, train_loader.samples(step - 1))
+                if guard.bad_in_a_row == config.max_bad_steps:
+                    break
+            elif due(config.log_every, step, config.max_steps):
+                log.training(loss, grad_norm, lr)
+            if due(config.eval_every, step, config.max_steps) and not stopping:
+                results = validation_loss(
+                    accelerator, model, val_loader, lambda: to_stop(accelerator, stop)
                 )
-                uploads.push(path, path)
+                stopping = not results
+                log.evaluation(results)
+            if due(config.sample_every, step, config.max_steps) and not stopping:
+                write_samples(config, accelerator, model, tokenizer, log)
+            if (
+                due(config.save_every, step, config.max_steps)
+                or step == config.max_steps
+                or stopping
+            ):
+                save(step)
             log.end_step()
-        if accelerator.is_main_process:
+
+        if guard.bad_in_a_row == config.max_bad_steps:
+            # The weights are those from before the first of the bad updates.
+            save(step - guard.bad_in_a_row)
+            writer.wait()
+            raise ValueError(
+                f"{guard.bad_in_a_row} updates in a row were bad, the last since {problem}: "
+                f"checkpoint-{step - guard.bad_in_a_row} is from before; lower --learning_rate or look at "
+                f"the samples that {run_dir / 'metrics.jsonl'} names"
+            )
+        writer.wait()
+        if step < config.max_steps:
+            log.stopped(stop.reason or "a signal to another process", stop.requeue)
+        elif accelerator.is_main_process:
             training = describe_training(config, accelerator, log)
             save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
             uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
     accelerator.wait_for_everyone()
+    return step == config.max_steps
+
+
+def agree(
+    accelerator: Accelerator, stop: StopRequest, loss: torch.Tensor, grad_norm: torch.Tensor
+) -> tuple[float, float, bool]:
+    """The loss over all ranks, the gradient norm, and whether any rank is to stop.
+
+    The one moment of an update at which the host waits for the device.
+    """
+    flag = torch.full_like(loss, float(stop.reason is not None))
+    mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
+    loss_value, norm_value, flag_value = torch.stack((mean_loss, grad_norm, flags)).tolist()
+    return loss_value, norm_value, flag_value > 0
+
+
+def to_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
+    """Whether any rank is to stop."""
+    flag = torch.tensor(float(stop.reason is not None))
+    if accelerator.num_processes > 1:
+        flag = accelerator.reduce(flag.to(accelerator.device), "sum")
+    return flag.item() > 0
+
+
+def hold_folder(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
+    """Holds the run's folder on the main process, and removes there what a kill left half-written."""
+    if not accelerator.is_main_process:
+        return nullcontext()
+    held = ExitStack()
+    held.enter_context(exclusive(run_dir))
+    clean_up(run_dir)
+    return held
+
+
+def start_writer(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, log: RunLog, uploads: Uploads
+) -> CheckpointWriter:
+    """The writer of the run's checkpoints, each of which then goes to the Hub if that is asked for."""
+    return CheckpointWriter(
+        config.output_dir,
+        tokenizer,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        saved=lambda path: uploads.push(path, path),
+        say=log.say,
+    )
+
+
+def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
+    """Raises `ValueError` if the data is not what the checkpoint was trained on."""
+    if fingerprint != data_fingerprint(config.data_dir) and not config.ignore_changes:
+        raise ValueError(
+            f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
+            "or --ignore_changes to go on with this"
+        )
 
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
@@ -164,10 +264,10 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
         shape = GPTConfig(vocab_size, **{name: getattr(config, name) for name in names})
         if source is None:
             model = GPT(shape)
-        elif model.config != shape:
+        elif model.config != shape and not config.ignore_changes:
             raise ValueError(
                 f"{source} holds {model.config}, but the settings say {shape}: resume with the "
-                "settings of the first run, which are in its config.yaml"
+                "settings of the first run, which are in its config.yaml, or with --ignore_changes"
             )
     if model.config.vocab_size != vocab_size:
         raise ValueError(
@@ -175,7 +275,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
             "another --data_dir"
         )
-    if source is not None and (source / "tokenizer.json").exists():
+    if source and (source / "tokenizer.json").exists() and not config.ignore_changes:
         expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
         if fingerprint(load_tokenizer(source)) != expected:
             raise ValueError(
@@ -206,6 +306,8 @@ def build_loaders(
             f"micro_batch_size x sequence_length x processes = {config.micro_batch_size} x "
             f"{config.sequence_length} x {accelerator.num_processes} = {tokens}: try {nearest}"
         )
+    if config.verify_data:
+        verify_data(config.data_dir)
     share = {
         "sequence_length": config.sequence_length,
         "rank": accelerator.process_index,

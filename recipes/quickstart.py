@@ -78,7 +78,8 @@ def main() -> None:
     with PartialState().main_process_first():
         if not (Path(config.data_dir) / MANIFEST).exists():
             prepare_corpus(config)
-    train(config)
+    if not train(config):
+        return
     python = os.path.relpath(sys.executable)
     PartialState().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"

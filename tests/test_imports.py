@@ -8,6 +8,8 @@ PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 ALLOWED = {
     "__init__": {"convert", "model"},
     "files": set(),
+    "guard": set(),
+    "stopping": set(),
     "cli": set(),
     "model": set(),
     "tokenizer": set(),

@@ -156,6 +156,11 @@ class TrainLoader:
             indices = self.order(np.arange(first, first + self.micro_batch_size))
             yield to_device(read_windows(self.stream, indices, self.sequence_length), self.device)
 
+    def samples(self, step: int) -> list[int]:
+        """The numbers of the windows that update `step` trains on, over all ranks."""
+        first = step * self.sequences_per_update
+        return self.order(np.arange(first, first + self.sequences_per_update)).tolist()
+
     def order(self, positions: np.ndarray) -> np.ndarray:
         """The windows at the given positions of the endless training order, epoch after epoch."""
         epochs, positions = np.divmod(positions, self.windows)
@@ -171,6 +176,7 @@ class EvalLoader:
 
     Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`. The
     last batch is filled up with copies whose targets are -100, so that compiled code sees one shape.
+    `rounds` is the number of batches of the rank that has most.
 
     `max_tokens` bounds the windows over all ranks; at least one is read. Raises `ValueError` if the
     split is shorter than one sequence.
@@ -190,6 +196,7 @@ class EvalLoader:
         self.stream, self.sequence_length, self.batch_size = stream, sequence_length, batch_size
         windows = min(count_windows(stream, sequence_length), max(1, max_tokens // sequence_length))
         self.mine = np.arange(rank, windows, world_size)
+        self.rounds = -(-windows // (world_size * batch_size))
         self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -26,7 +26,9 @@ tokens, its shards in the manifest's order.
 import functools
 import hashlib
 import json
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -104,12 +106,14 @@ def open_shard(path: str | Path) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(tokens,))
 
 
-def verify_shard(path: str | Path) -> None:
-    """Reads the whole shard; raises `ValueError` if its tokens are not those it was written with."""
+def verify_shard(path: str | Path, sha256: str | None = None) -> None:
+    """Reads the whole shard; raises `ValueError` if its tokens are not those it was written with, or not
+    those of the checksum `sha256` (hex)."""
     tokens = open_shard(path)
     with open(path, "rb") as file:
-        digest = HEADER.unpack(file.read(HEADER.size))[-1]
-    if hashlib.sha256(tokens).digest() != digest:
+        written = HEADER.unpack(file.read(HEADER.size))[-1].hex()
+    found = hashlib.sha256(tokens).hexdigest()
+    if found != written or found != (sha256 or written):
         raise ValueError(f"{path} does not match its checksum: prepare the data again")
 
 
@@ -134,7 +138,49 @@ def read_manifest(data_dir: str | Path) -> dict:
             f"{path} is {found[0]!r} version {found[1]}, this release reads "
             f"{MANIFEST_FORMAT!r} version {VERSION}: prepare the data again"
         )
+    if damage := manifest_damage(manifest):
+        raise ValueError(f"{path} {damage}: prepare the data again")
     return manifest
+
+
+def manifest_damage(manifest: dict) -> str | None:
+    """What a manifest lacks or says wrongly, None if nothing."""
+    try:
+        vocab_size = manifest["tokenizer"]["vocab_size"]
+        manifest["tokenizer"]["fingerprint"], manifest["source"]
+        splits = manifest["splits"].items()
+        counts = [vocab_size]
+        for name, entry in splits:
+            counts += [entry["tokens"], entry["bytes"], entry["documents"]]
+            counts += [shard["tokens"] for shard in entry["shards"]]
+            for shard in entry["shards"]:
+                if Path(shard["file"]).name != shard["file"]:
+                    return f"names a shard outside its folder, {shard['file']!r}"
+                bytes.fromhex(shard["sha256"])
+            if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
+                return f"counts other tokens for the split {name!r} than for its shards"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"is damaged ({type(error).__name__}: {error})"
+    wrong = [count for count in counts if type(count) is not int or count < 0]
+    return f"has the impossible count {wrong[0]!r}" if wrong else None
+
+
+def data_fingerprint(data_dir: str | Path) -> str:
+    """SHA-256 (hex) of what a data folder holds: tokenizer, splits and the checksums of all shards."""
+    manifest = read_manifest(data_dir)
+    content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def verify_data(data_dir: str | Path) -> None:
+    """Reads all shards, several at a time; raises `ValueError` for the first that is not what it was."""
+    data_dir = Path(data_dir)
+    manifest = read_manifest(data_dir)
+    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(
+            pool.map(lambda shard: verify_shard(data_dir / shard["file"], shard["sha256"]), shards)
+        )
 
 
 class TokenStream:

@@ -1,6 +1,8 @@
 """Validation loss over a fixed set of windows."""
 
+import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -10,9 +12,14 @@ from gpt2_accel.data.loader import EvalLoader
 
 @torch.no_grad()
 def validation_loss(
-    accelerator: Accelerator, model: torch.nn.Module, loader: EvalLoader
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    loader: EvalLoader,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Loss of the prepared `model` on the windows of `loader`. All ranks call it, each with its own.
+
+    `interrupted`, asked before each batch and the same on all ranks, ends it without a result.
 
     `val/loss` is the mean over tokens, in nats; `val/perplexity` its exponential; `val/bits_per_byte`
     the code length of the tokens, separators included, by the bytes of the text behind them, which
@@ -20,9 +27,14 @@ def validation_loss(
     """
     model.eval()
     totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
-    for input_ids, targets in loader:
-        tokens = (targets != -100).sum()
-        totals += torch.stack((model(input_ids, targets) * tokens, tokens))
+    batches = iter(loader)
+    for _ in range(loader.rounds):
+        if interrupted():
+            model.train()
+            return {}
+        for input_ids, targets in itertools.islice(batches, 1):  # none where a rank has fewer
+            tokens = (targets != -100).sum()
+            totals += torch.stack((model(input_ids, targets) * tokens, tokens))
     model.train()
     nats, tokens = accelerator.reduce(totals, "sum").tolist()
     loss = nats / tokens
