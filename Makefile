@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-reliability lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
 test: .venv/installed  ## the tests: offline, on CPU
 	$(BIN)/python -m pytest
+
+test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
+	RELIABILITY=long $(BIN)/python -m pytest tests/reliability
 
 lint: .venv/installed  ## what the linter says
 	$(BIN)/ruff check .

@@ -314,8 +314,12 @@ def load_training_state(
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> GPT:
-    """The plain `GPT` inside what Accelerate prepared: no DDP, no compilation."""
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    """The `GPT` inside what Accelerate prepared: no DDP, no compilation.
+
+    Its forward stays in mixed precision: to take that off, Accelerate would take it off the model that
+    is being trained, for good.
+    """
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:

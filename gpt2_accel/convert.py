@@ -209,7 +209,14 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
     """
     directory = local_directory(name)
     config = read_config(directory, dropout)
-    return build(config, from_hf(read_tensors(weight_files(directory)), config, str(directory)))
+    files = weight_files(directory)
+    needed = 2 * parameter_count(config)  # bytes, in half precision
+    if needed > sum(path.stat().st_size for path in files):
+        raise ValueError(
+            f"{directory / 'config.json'} asks for {needed // 2:,} parameters, more than "
+            f"{', '.join(path.name for path in files)} can hold: one of them is not of this model, or cut"
+        )
+    return build(config, from_hf(read_tensors(files), config, str(directory)))
 
 
 def local_directory(name: str | Path) -> Path:
@@ -231,16 +238,22 @@ def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if values.get("model_type") != "gpt2":
-        raise ValueError(f"{path} is of the type {values.get('model_type')!r}; only gpt2 can load")
-    values = {**GPT2Config().to_dict(), **values}
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    if model_type != "gpt2":
+        raise ValueError(f"{path} is of the type {model_type!r}; only gpt2 can load")
+    values = {**GPT2Config().to_dict(), "bias": True, **values}
+    sizes = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
+    for key, kind in [(key, int) for key in sizes] + [("bias", bool)]:
+        if type(values[key]) is not kind:
+            raise ValueError(f"{path} has {key} = {values[key]!r}; expected {kind.__name__}")
     for key, allowed in SUPPORTED.items():
         if values[key] not in allowed:
             raise ValueError(f"{path} has {key} = {values[key]!r}; only {allowed[0]!r} can load")
     if values["n_inner"] not in (None, 4 * values["n_embd"]):
         raise ValueError(f"{path} has n_inner = {values['n_inner']}; only 4 * n_embd can load")
-    shape = {
-        key: values[key] for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-    }
     gelu = ACTIVATIONS[values["activation_function"]]
-    return GPTConfig(**shape, bias=values.get("bias", True), dropout=dropout, gelu=gelu)
+    shape = {key: values[key] for key in (*sizes, "bias")}
+    try:
+        return GPTConfig(**shape, dropout=dropout, gelu=gelu)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -47,11 +48,15 @@ class JsonLines:
         with atomic_files(path.parent) as folder:
             text = "".join(json.dumps(entry) + "\n" for entry in kept)
             (folder / path.name).write_text(text, encoding="utf-8")
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._file = open(path, "ab", buffering=0)
+        self._unwritten = b""
 
     def write(self, entry: dict) -> None:
-        """Appends one entry."""
-        self._file.write(json.dumps(entry) + "\n")
+        """Appends one entry; on a full disk it waits in memory for the next."""
+        self._unwritten += json.dumps(entry).encode() + b"\n"
+        with suppress(OSError):
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written:]
 
     def close(self) -> None:
         """Closes the file."""
@@ -216,4 +221,7 @@ class RunLog:
     def _write_status(self, state: str, reason: str = "", requeue: bool = False) -> None:
         if self.enabled:
             status = {"state": state, "step": self.step, "reason": reason, "requeue": requeue}
-            write_json(self.run_dir / "status.json", status)
+            try:
+                write_json(self.run_dir / "status.json", status)
+            except OSError as failure:  # such as a full disk, which must not hide why a run ended
+                print(f"could not write {self.run_dir}/status.json: {failure}", file=sys.stderr)

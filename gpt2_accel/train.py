@@ -91,7 +91,9 @@ def train(config: TrainConfig) -> bool:
             )
 
         stopping = False
-        while step < config.max_steps and not stopping:
+        while (
+            step < config.max_steps and not stopping and guard.bad_in_a_row < config.max_bad_steps
+        ):
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
             lr = learning_rate(
                 step,
@@ -119,8 +121,6 @@ def train(config: TrainConfig) -> bool:
             log.advance(step)
             if problem is not None:
                 log.skipped(problem, train_loader.samples(step - 1))
-                if guard.bad_in_a_row == config.max_bad_steps:
-                    break
             elif due(config.log_every, step, config.max_steps):
                 log.training(loss, grad_norm, lr)
             if due(config.eval_every, step, config.max_steps) and not stopping:

@@ -23,6 +23,9 @@ from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 
 ROOT = Path(__file__).parent.parent
+# `make test-reliability` tries each fault many times, `make test` a few.
+LONG = os.environ.get("RELIABILITY") == "long"
+FAULTS: list[tuple[str, int, int, str]] = []
 WORDS = [
     "the",
     "cat",
@@ -136,3 +139,22 @@ def as_flags(config: TrainConfig) -> list[str]:
         if value is not None
         for part in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
     ]
+
+
+@pytest.fixture
+def times():
+    """How often to try: `times(few, many)`."""
+    return lambda few, many: many if LONG else few
+
+
+@pytest.fixture
+def report():
+    """Notes a row of the table of faults: fault, how often tried, how often survived, work lost."""
+    return lambda *row: FAULTS.append(row)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if FAULTS and LONG:
+        terminalreporter.write_line("\n| fault | tried | survived | work lost |\n|---|---|---|---|")
+        for row in FAULTS:
+            terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))

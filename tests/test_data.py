@@ -162,7 +162,8 @@ def test_a_stream_reads_across_shards(tmp_path_factory, shards, data):
     manifest = {
         "format": "gpt2_accel token shards",
         "version": 1,
-        "tokenizer": {"vocab_size": 65536},
+        "tokenizer": {"vocab_size": 65536, "fingerprint": ""},
+        "source": "made up",
         "splits": {"train": split},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,0 +1,438 @@
+"""Runs that are killed, starved, corrupted and poisoned, and what is left of them.
+
+With `RELIABILITY=long`, as in `make test-reliability`, each fault is tried many times; else a few.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, as_flags, free_port, losses, run, tiny_config
+
+import gpt2_accel.train as train_module
+from gpt2_accel.checkpoint import damage, list_checkpoints
+from gpt2_accel.metrics import read_json_lines
+
+SCRIPT = str(ROOT / "tests/train_script.py")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def start(config, *, processes=1, launcher=True, **env):
+    """The run as a user starts it, in a process group of its own."""
+    where = ["--config_file", str(ROOT / "accelerate_configs/cpu.yaml")]
+    if processes > 1:
+        where = ["--multi_gpu", "--num_processes", str(processes)]
+        where += ["--main_process_port", free_port()]
+    command = [*LAUNCH, *where] if launcher else [sys.executable]
+    return subprocess.Popen(
+        [*command, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def last_step(folder) -> int:
+    return max(
+        (entry["step"] for entry in read_json_lines(Path(folder) / "metrics.jsonl")), default=0
+    )
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "waited too long"
+        time.sleep(0.005)
+
+
+def workers(process) -> list[int]:
+    """The processes that train, below a launcher."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return sorted(p.pid for p in below if SCRIPT in " ".join(p.cmdline()))
+
+
+def status(folder) -> dict:
+    return json.loads((Path(folder) / "status.json").read_text())
+
+
+def weights(folder) -> bytes:
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def test_killed_at_any_time_it_ends_as_if_it_never_was(data_dir, tmp_path, times, report):
+    kills, rng = times(2, 60), random.Random(0)
+    settings = {"max_steps": times(300, 5000), "save_every": 7, "dropout": 0.1}
+    settings |= {"resume_from": "latest", "eval_every": 50}
+    config = tiny_config(data_dir, tmp_path / "killed", **settings)
+    lost = []
+    for _ in range(kills):
+        before = last_step(tmp_path / "killed")
+        process = start(config, launcher=False)
+        while last_step(tmp_path / "killed") <= before and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        if process.wait() == 0:  # it was done before
+            break
+        newest = list_checkpoints(tmp_path / "killed")
+        reached = int(newest[-1].name.split("-")[1]) if newest else 0
+        lost.append(last_step(tmp_path / "killed") - reached)
+    assert len(lost) >= times(1, 50)
+    resumed = run(config)
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert losses(resumed) == losses(whole)
+    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole]
+    report(
+        "SIGKILL at a random time, a checkpoint every 7 updates",
+        len(lost),
+        len(lost),
+        f"{sum(lost) / len(lost):.1f} updates on average, {max(lost)} at most",
+    )
+
+
+def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
+    data_dir, tmp_path, times, report
+):
+    settings = {"max_steps": 6, "save_every": 2, "keep_last": 1, "keep_best": True, "eval_every": 2}
+    settings |= {"resume_from": "latest"}
+    server = subprocess.Popen(
+        [sys.executable, "tests/reliability/kill_at_operation.py"],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def forked(config, kill_at):
+        server.stdin.write(json.dumps({"flags": as_flags(config), "kill_at": kill_at}) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    assert forked(tiny_config(data_dir, tmp_path / "whole", **settings), None) == 0
+    tried, number = 0, 1
+    while True:
+        folder = tmp_path / f"killed-{number}"
+        config = tiny_config(data_dir, folder, **settings)
+        code = forked(config, number)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        whole = [path for path in list_checkpoints(folder) if damage(path) is None]
+        assert whole, "a checkpoint was lost"
+        assert forked(config, None) == 0
+        assert weights(folder) == weights(tmp_path / "whole"), number
+        left = {path.name for path in folder.iterdir() if "checkpoint" in path.name}
+        assert left == {
+            path.name for path in (tmp_path / "whole").iterdir() if "checkpoint" in path.name
+        }
+        tried, number = tried + 1, number + times(17, 1)
+    server.stdin.close()
+    server.wait()
+    assert tried > 3
+    report(
+        "SIGKILL before each change that a save makes on the disk", tried, tried, "at most one save"
+    )
+
+
+def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys, report):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        settings = {"save_every": 2, "keep_last": 1, "resume_from": "latest"}
+        config = tiny_config(data_dir, disk / "run", **settings)
+        (disk / "filler").write_bytes(bytes(3_000_000))  # room for one checkpoint and a half
+        with pytest.raises(OSError, match="the last checkpoint could not be written"):
+            run(config)
+        said = "".join(capsys.readouterr())
+        assert "checkpoint-4 could not be written, training goes on" in said
+        [checkpoint] = list_checkpoints(disk / "run")
+        assert checkpoint.name == "checkpoint-2" and damage(checkpoint) is None
+        assert not list((disk / "run").glob(".checkpoint*"))
+        assert status(disk / "run")["state"] == "failed"
+        assert last_step(disk / "run") == 8  # it had gone on
+        (disk / "filler").unlink()
+        resumed = run(config)
+        assert losses(resumed) == losses(run(tiny_config(data_dir, tmp_path / "whole")))
+        assert weights(disk / "run") == weights(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    report("disk full in the middle of a save", 3, 3, "none while it runs; what did not fit, after")
+
+
+def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
+    data_dir, tmp_path, capsys, times, report
+):
+    settings = {"save_every": 4, "resume_from": "latest"}
+    whole = run(tiny_config(data_dir, tmp_path / "run", **settings))
+    newest = tmp_path / "run/checkpoint-8"
+    assert damage(newest) is None
+    tried = 0
+    for path in sorted(p for p in newest.rglob("*") if p.is_file()):
+        content = path.read_bytes()
+        positions = range(0, len(content), max(1, len(content) // times(5, 400)))
+        for position in [*positions, len(content) - 1]:
+            broken = bytearray(content)
+            broken[position] ^= 1 << (tried % 8)
+            path.write_bytes(broken)
+            assert damage(newest), (path, position)
+            tried += 1
+        for length in (0, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:length])
+            assert damage(newest), (path, length)
+            tried += 1
+        path.unlink()
+        assert damage(newest), path
+        path.write_bytes(content)
+    assert damage(newest) is None
+
+    (newest / "model.safetensors").write_bytes(b"")
+    (tmp_path / "run/model.safetensors").unlink()
+    resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
+    assert "checkpoint-8 is passed over: model.safetensors has 0 bytes" in capsys.readouterr().out
+    assert losses(resumed) == losses(whole) and damage(newest) is None
+    with pytest.raises(ValueError, match="checkpoint-8 is damaged: .*config.json"):
+        (newest / "config.json").write_text("{}")
+        run(tiny_config(data_dir, tmp_path / "new", resume_from=str(newest)))
+    with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
+        (tmp_path / "run/checkpoint-4/config.json").write_text("{}")
+        run(tiny_config(data_dir, tmp_path / "run", **settings))
+    report("a bit flipped, a file cut or missing in a checkpoint", tried, tried, "one save")
+
+
+@pytest.mark.parametrize(
+    ("processes", "to", "number"),
+    [
+        (2, "one worker", signal.SIGTERM),
+        (1, "launcher", signal.SIGTERM),
+        (1, "launcher", signal.SIGUSR1),
+        (1, "one worker", signal.SIGINT),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, processes, to, number):
+    settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
+    config = tiny_config(data_dir, tmp_path / "run", resume_from="latest", **settings)
+    process = start(config, processes=processes)
+    wait_for(lambda: last_step(tmp_path / "run") > 20)
+    training = workers(process)
+    assert len(training) >= processes
+    asked = time.time()
+    os.kill(process.pid if to == "launcher" else training[-1], number)
+    wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
+    took = time.time() - asked
+    process.wait(30)
+    found = status(tmp_path / "run")
+    assert found["state"] == "stopped" and found["requeue"] == (number != signal.SIGINT)
+    step = found["step"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"checkpoint-{step}"]
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in training), 30)
+
+    more = {**settings, "max_steps": step + 5}
+    resumed = run(tiny_config(data_dir, tmp_path / "run", resume_from="latest", **more))
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
+    assert losses(resumed)[step:] == pytest.approx(losses(whole)[step:], abs=1e-4)
+    name = signal.Signals(number).name
+    report(f"{name} to {to} of {processes} process(es)", 1, 1, f"none; stopped in {took:.1f} s")
+
+
+def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=20_000, eval_every=1, save_every=5)
+    process = start(config, launcher=False)
+    wait_for(lambda: last_step(tmp_path / "run") > 20)
+    for _ in range(200):
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    process.wait(20)
+    assert status(tmp_path / "run")["state"] == "stopped"
+    assert not status(tmp_path / "run")["requeue"]
+    assert all(damage(path) is None for path in list_checkpoints(tmp_path / "run"))
+
+
+def poison(monkeypatch, bad):
+    """Makes the gradients of some updates not a number."""
+    honest = train_module.accumulate_gradients
+
+    def accumulate(accelerator, model, loader, step):
+        loss = honest(accelerator, model, loader, step)
+        if step in bad:
+            for parameter in model.parameters():
+                parameter.grad.fill_(float("nan"))
+            loss = loss * float("nan")
+        return loss
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
+
+
+def test_an_update_that_is_not_finite_never_reaches_the_weights(
+    data_dir, tmp_path, monkeypatch, report
+):
+    settings = {
+        "max_steps": 12,
+        "save_every": 6,
+        "resume_from": "latest",
+        "lr_schedule": "constant",
+    }
+    with monkeypatch.context() as patch:
+        poison(patch, {3, 4})
+        history = run(tiny_config(data_dir, tmp_path / "some", **settings))
+    skipped = [entry for entry in history if "skipped" in entry]
+    assert [entry["step"] for entry in skipped] == [4, 5]
+    assert skipped[0]["skipped"] == "the loss is nan" and len(skipped[0]["samples"]) == 4
+    assert all(entry["train/loss"] < 6 for entry in history if "skipped" not in entry)
+    assert json.loads((tmp_path / "some/status.json").read_text())["state"] == "finished"
+
+    before = run(tiny_config(data_dir, tmp_path / "before", **{**settings, "max_steps": 7}))
+    with monkeypatch.context() as patch:
+        poison(patch, range(7, 99))
+        with pytest.raises(
+            ValueError, match=r"5 updates in a row were bad.*checkpoint-7 is from before"
+        ):
+            run(tiny_config(data_dir, tmp_path / "many", **settings))
+    assert status(tmp_path / "many")["state"] == "failed"
+    saved = tmp_path / "many/checkpoint-7/model.safetensors"
+    assert saved.read_bytes() == weights(tmp_path / "before")
+    assert len(read_json_lines(tmp_path / "many/metrics.jsonl")) == 12
+    # Once the cause is gone, it goes on from there.
+    resumed = run(tiny_config(data_dir, tmp_path / "many", **settings))
+    assert losses(resumed)[:7] == losses(before) and len(resumed) == 12
+    report("NaN in the gradients, 2 and 5 updates in a row", 2, 2, "the poisoned updates")
+
+
+def test_a_spike_is_skipped_where_that_is_asked_for(data_dir, tmp_path, monkeypatch):
+    honest = train_module.accumulate_gradients
+
+    def accumulate(accelerator, model, loader, step):
+        loss = honest(accelerator, model, loader, step)
+        if step == 115:
+            for parameter in model.parameters():
+                parameter.grad.mul_(1000)
+        return loss
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
+    settings = {"max_steps": 120, "spike_z": 6.0, "save_every": 60, "keep_last": 9}
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    [skipped] = [entry for entry in whole if "skipped" in entry]
+    assert skipped["step"] == 116 and "the gradient norm is" in skipped["skipped"]
+    # The window of recent values is resumed too.
+    resumed = run(
+        tiny_config(
+            data_dir,
+            tmp_path / "resumed",
+            resume_from=str(tmp_path / "whole/checkpoint-60"),
+            **settings,
+        )
+    )
+    assert [entry["step"] for entry in resumed if "skipped" in entry] == [116]
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+
+
+# Pairwise over: processes, micro-batches an update, precision, compilation, optimizer, where it is cut.
+EXACT = [
+    (1, 1, "no", "no", "adamw", "mid-epoch"),
+    (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
+    (1, 2, "no", "inductor", "adamw", "warmup"),
+    (1, 1, "bf16", "no", "muon", "warmup"),
+    (2, 2, "no", "no", "muon", "warmup"),
+    (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
+    (2, 1, "no", "no", "adamw", "across epochs"),
+    (2, 2, "bf16", "aot_eager", "muon", "mid-epoch"),
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
+def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
+    processes, micro_batches, precision, backend, optimizer, cut = case
+    if processes == 2 or backend == "inductor":
+        times(0, 1) or case in (EXACT[4],) or pytest.skip("in make test-reliability")
+    sequences = {"mid-epoch": 8, "across epochs": 40, "warmup": 8}[cut]  # 229 an epoch
+    settings = {
+        "total_batch_size": sequences * 32,
+        "micro_batch_size": sequences // micro_batches // processes,
+        "max_steps": 12,
+        "warmup_steps": 9 if cut == "warmup" else 2,
+        "save_every": 6,
+        "sample_every": 6,
+        "eval_every": 3,
+        "sample_tokens": 10,
+        "dropout": 0.1,
+        "optimizer": optimizer,
+        "deterministic": backend != "no",
+    }
+    env = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": backend}
+
+    def complete(folder, **changes):
+        config = tiny_config(data_dir, tmp_path / folder, **settings, **changes)
+        process = start(config, processes=processes, launcher=processes > 1, **env)
+        assert process.wait(300) == 0
+
+    complete("whole")
+    assert sequences * 6 < 229 or cut == "across epochs"
+    shutil.copytree(tmp_path / "whole/checkpoint-6", tmp_path / "cut/checkpoint-6")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = read_json_lines(tmp_path / "whole" / name)
+        kept = [json.dumps(entry) + "\n" for entry in lines if entry["step"] <= 6]
+        (tmp_path / "cut" / name).write_text("".join(kept))
+    complete("cut", resume_from="latest")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    state = "checkpoint-12/training_state/optimizer.safetensors"
+    assert (tmp_path / "cut" / state).read_bytes() == (tmp_path / "whole" / state).read_bytes()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        histories = [read_json_lines(tmp_path / folder / name) for folder in ("cut", "whole")]
+        for entry in (entry for history in histories for entry in history):
+            entry.pop("train/tokens_per_second", None)
+        assert histories[0] == histories[1], name
+
+
+def test_a_run_goes_on_with_any_number_of_processes(data_dir, tmp_path, times):
+    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
+    whole = losses(run(tiny_config(data_dir, tmp_path / "whole", **settings)))
+    two = tiny_config(
+        data_dir, tmp_path / "two", micro_batch_size=2, **{**settings, "max_steps": 6}
+    )
+    two.max_steps = 26
+    assert start(two, processes=2).wait(120) == 0
+    checkpoint = str(tmp_path / "two/checkpoint-6")
+    for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
+        folder = tmp_path / f"on-{processes}-{micro_batch_size}"
+        config = tiny_config(
+            data_dir, folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings
+        )
+        if processes == 1:
+            run(config)
+        else:
+            assert start(config, processes=processes).wait(120) == 0
+        resumed = losses(read_json_lines(folder / "metrics.jsonl"))
+        assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
+
+
+def test_compiled_or_not_a_run_goes_on(data_dir, tmp_path, monkeypatch, times):
+    backend = times("aot_eager", "inductor")
+    settings = {"max_steps": 26, "save_every": 6, "keep_last": 9}
+    for first, then in (("no", backend), (backend, "no")):
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", first)
+        torch._dynamo.reset()
+        whole = losses(run(tiny_config(data_dir, tmp_path / first, **settings)))
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", then)
+        torch._dynamo.reset()
+        checkpoint = str(tmp_path / first / "checkpoint-6")
+        config = tiny_config(
+            data_dir, tmp_path / f"{first}-{then}", resume_from=checkpoint, **settings
+        )
+        assert losses(run(config)) == pytest.approx(whole[6:], abs=1e-5)
