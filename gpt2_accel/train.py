@@ -90,10 +90,8 @@ def train(config: TrainConfig) -> bool:
                 val_loss=log.at_this_step("val/loss"),
             )
 
-        stopping = False
-        while (
-            step < config.max_steps and not stopping and guard.bad_in_a_row < config.max_bad_steps
-        ):
+        stopping = diverged = False
+        while step < config.max_steps and not stopping and not diverged:
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
             lr = learning_rate(
                 step,
@@ -121,6 +119,7 @@ def train(config: TrainConfig) -> bool:
             log.advance(step)
             if problem is not None:
                 log.skipped(problem, train_loader.samples(step - 1))
+                diverged = guard.bad_in_a_row == config.max_bad_steps
             elif due(config.log_every, step, config.max_steps):
                 log.training(loss, grad_norm, lr)
             if due(config.eval_every, step, config.max_steps) and not stopping:
@@ -131,15 +130,12 @@ def train(config: TrainConfig) -> bool:
                 log.evaluation(results)
             if due(config.sample_every, step, config.max_steps) and not stopping:
                 write_samples(config, accelerator, model, tokenizer, log)
-            if (
-                due(config.save_every, step, config.max_steps)
-                or step == config.max_steps
-                or stopping
-            ):
+            last = stopping or step == config.max_steps
+            if (last or due(config.save_every, step, config.max_steps)) and not diverged:
                 save(step)
             log.end_step()
 
-        if guard.bad_in_a_row == config.max_bad_steps:
+        if diverged:
             # The weights are those from before the first of the bad updates.
             save(step - guard.bad_in_a_row)
             writer.wait()

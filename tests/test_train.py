@@ -140,6 +140,9 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(data_dir, tmp_path, mo
     fp32 = losses(run(tiny_config(data_dir, tmp_path / "fp32")))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     bf16 = losses(run(tiny_config(data_dir, tmp_path / "bf16")))
+    # What looks at the plain model in between leaves the precision of training as it is.
+    often = {"save_every": 2, "eval_every": 2, "sample_every": 2, "sample_tokens": 5}
+    assert losses(run(tiny_config(data_dir, tmp_path / "often", **often))) == bf16
     assert bf16 == pytest.approx(fp32, abs=0.05) and bf16 != fp32
     tensors = load_file(tmp_path / "bf16/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
