@@ -162,7 +162,8 @@ class RunLog:
     def skipped(self, problem: str, samples: list[int]) -> None:
         """Adds that the update just done left the weights alone, and which samples it had read."""
         self._entry |= {"skipped": problem, "samples": samples}
-        self.say(f"skipped, since {problem}; samples {samples}")
+        shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
+        self.say(f"skipped, since {problem}; samples {shown}")
 
     def stopped(self, reason: str, requeue: bool) -> None:
         """Notes that the run ends here though it is not finished."""
