@@ -239,14 +239,18 @@ class CheckpointWriter:
                 write_json(folder / STATE / "state.json", snapshot.state)
                 write_manifest(folder)
             self._error = None
-            self._rotate()
+            self.rotate(snapshot.step)
             self.saved(path)
         except Exception as error:  # the run goes on: the next may succeed
             self._error = error
             self.say(f"{path.name} could not be written, training goes on: {error}")
 
-    def _rotate(self) -> None:
-        checkpoints = list_checkpoints(self.run_dir)
+    def rotate(self, step: int) -> None:
+        """Removes what is not to be kept beside the whole checkpoint of `step`.
+
+        Newer ones, which can only be damaged, neither count nor go: the run will write them again.
+        """
+        checkpoints = [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
         keep = checkpoints[-self.keep_last :]
         if self.keep_every:
             keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]

@@ -77,6 +77,8 @@ def train(config: TrainConfig) -> bool:
         start_uploads(config, accelerator, log) as uploads,
     ):
         writer = start_writer(config, tokenizer, log, uploads)
+        if checkpoint is not None and accelerator.is_main_process:
+            writer.rotate(step)  # a kill may have come before that
 
         def save(step: int) -> None:
             writer.save(

@@ -33,14 +33,21 @@ def start(config, *, processes=1, launcher=True, **env):
         where = ["--multi_gpu", "--num_processes", str(processes)]
         where += ["--main_process_port", free_port()]
     command = [*LAUNCH, *where] if launcher else [sys.executable]
-    return subprocess.Popen(
-        [*command, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with open(f"{config.output_dir}.log", "ab") as log:
+        return subprocess.Popen(
+            [*command, SCRIPT, *as_flags(config)],
+            cwd=ROOT,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def finish(config, **how) -> None:
+    """The run from its start to its end."""
+    code = start(config, **how).wait(300)
+    assert code == 0, Path(f"{config.output_dir}.log").read_text()
 
 
 def last_step(folder) -> int:
@@ -90,9 +97,9 @@ def test_killed_at_any_time_it_ends_as_if_it_never_was(data_dir, tmp_path, times
         lost.append(last_step(tmp_path / "killed") - reached)
     assert len(lost) >= times(1, 50)
     # With as many threads, on which the order of additions depends.
-    assert start(config, launcher=False).wait(300) == 0
+    finish(config, launcher=False)
     config = tiny_config(data_dir, tmp_path / "whole", **settings)
-    assert start(config, launcher=False).wait(300) == 0
+    finish(config, launcher=False)
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
     resumed, whole = (
         read_json_lines(tmp_path / folder / "metrics.jsonl") for folder in ("killed", "whole")
@@ -190,6 +197,7 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     whole = run(tiny_config(data_dir, tmp_path / "run", **settings))
     newest = tmp_path / "run/checkpoint-8"
     assert damage(newest) is None
+    shutil.copytree(tmp_path / "run/checkpoint-4", tmp_path / "copy")
     tried = 0
     for path in sorted(p for p in newest.rglob("*") if p.is_file()):
         content = path.read_bytes()
@@ -214,6 +222,13 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
     assert "checkpoint-8 is passed over: model.safetensors has 0 bytes" in capsys.readouterr().out
     assert losses(resumed) == losses(whole) and damage(newest) is None
+    # A save on the way keeps itself and not the damaged one, though that has the higher number.
+    (newest / "model.safetensors").write_bytes(b"")
+    one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
+    run(tiny_config(data_dir, tmp_path / "run", **one))
+    assert damage(tmp_path / "run/checkpoint-6") is None
+    shutil.rmtree(tmp_path / "run/checkpoint-6")
+    shutil.copytree(tmp_path / "copy", tmp_path / "run/checkpoint-4")
     with pytest.raises(ValueError, match="checkpoint-8 is damaged: .*config.json"):
         (newest / "config.json").write_text("{}")
         run(tiny_config(data_dir, tmp_path / "new", resume_from=str(newest)))
@@ -387,8 +402,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
 
     def complete(folder, **changes):
         config = tiny_config(data_dir, tmp_path / folder, **settings, **changes)
-        process = start(config, processes=processes, launcher=processes > 1, **env)
-        assert process.wait(300) == 0
+        finish(config, processes=processes, launcher=processes > 1, **env)
 
     complete("whole")
     assert sequences * 6 < 229 or cut == "across epochs"
@@ -411,11 +425,8 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
 def test_a_run_goes_on_with_any_number_of_processes(data_dir, tmp_path, times):
     settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
     whole = losses(run(tiny_config(data_dir, tmp_path / "whole", **settings)))
-    two = tiny_config(
-        data_dir, tmp_path / "two", micro_batch_size=2, **{**settings, "max_steps": 6}
-    )
-    two.max_steps = 26
-    assert start(two, processes=2).wait(120) == 0
+    two = tiny_config(data_dir, tmp_path / "two", micro_batch_size=2, **settings)
+    finish(two, processes=2)
     checkpoint = str(tmp_path / "two/checkpoint-6")
     for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
         folder = tmp_path / f"on-{processes}-{micro_batch_size}"
@@ -425,7 +436,7 @@ def test_a_run_goes_on_with_any_number_of_processes(data_dir, tmp_path, times):
         if processes == 1:
             run(config)
         else:
-            assert start(config, processes=processes).wait(120) == 0
+            finish(config, processes=processes)
         resumed = losses(read_json_lines(folder / "metrics.jsonl"))
         assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
 
