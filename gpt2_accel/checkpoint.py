@@ -190,12 +190,16 @@ class CheckpointWriter:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         training: hub.Training,
-        **state,
+        *,
+        guard: dict,
+        data: str,
+        val_loss: float | None,
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        `step` is the number of updates done; `state`, JSON values, is what `load_training_state` returns.
-        Waits for the write before, if that is still going on. All ranks call it.
+        `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
+        the data; `val_loss` the validation loss at this step, if it was evaluated. Waits for the write
+        before, if that is still going on. All ranks call it.
         """
         if not accelerator.is_main_process:
             return
@@ -210,7 +214,9 @@ class CheckpointWriter:
                 "step": step,
                 "optimizer": optimizer_name(optimizer),
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
-                **state,
+                "guard": guard,
+                "data": data,
+                "val_loss": val_loss,
             },
             training,
         )
@@ -276,10 +282,28 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     """The one of lowest validation loss among those that were evaluated."""
     losses = {}
     for path in checkpoints:
-        loss = json.loads((path / STATE / "state.json").read_text(encoding="utf-8")).get("val_loss")
+        try:
+            loss = read_state(path)["val_loss"]
+        except ValueError:  # damaged since it was written
+            continue
         if loss is not None:
             losses[path] = loss
     return min(losses, key=losses.get, default=None)
+
+
+def read_state(checkpoint: Path) -> dict:
+    """A checkpoint's `state.json`; raises `ValueError` if that is not one of this release."""
+    path = checkpoint / STATE / "state.json"
+    kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
+    kinds |= {"scaler": dict | None, "val_loss": float | None}
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: resume from another checkpoint") from error
+    if wrong or state["step"] < 0:
+        raise ValueError(f"{path} is damaged: resume from another checkpoint")
+    return state
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -305,7 +329,7 @@ def load_training_state(
     The weights are not its business: the model was built from the same folder.
     Raises `ValueError` if the state is that of another optimizer or model.
     """
-    state = json.loads((path / STATE / "state.json").read_text(encoding="utf-8"))
+    state = read_state(path)
     if state["optimizer"] != optimizer_name(optimizer):
         raise ValueError(
             f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "

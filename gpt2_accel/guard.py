@@ -56,4 +56,4 @@ class Guard:
 
     def load(self, state: dict) -> None:
         """Takes `state()` of an earlier run."""
-        self.recent = state["recent"]
+        self.recent |= state.get("recent", {})

@@ -168,6 +168,7 @@ class RunLog:
     def stopped(self, reason: str, requeue: bool) -> None:
         """Notes that the run ends here though it is not finished."""
         self._end = ("stopped", reason, requeue)
+        self._write_status(*self._end)  # now: there may be little time left
         self.say(f"stopped ({reason}); continue with --resume_from latest")
 
     def at_this_step(self, name: str) -> float | None:

@@ -1,15 +1,12 @@
 """The training loop. Read `train` from top to bottom; the rest of the file is what it calls."""
 
 import math
-import os
-import shutil
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint import (
@@ -29,6 +26,7 @@ from gpt2_accel.files import exclusive
 from gpt2_accel.generate import complete
 from gpt2_accel.guard import Guard
 from gpt2_accel.hub import Training, Uploads, check_repo_id
+from gpt2_accel.launch import build_accelerator
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
@@ -46,7 +44,7 @@ def train(config: TrainConfig) -> bool:
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
-    accelerator = build_accelerator(config)
+    accelerator = build_accelerator(config.deterministic)
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
     train_loader, val_loader = build_loaders(config, accelerator)
@@ -154,6 +152,7 @@ def train(config: TrainConfig) -> bool:
             save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
             uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
     accelerator.wait_for_everyone()
+    accelerator.end_training()  # an open process group can abort the interpreter as it exits
     return step == config.max_steps
 
 
@@ -210,41 +209,6 @@ def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
             f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
             "or --ignore_changes to go on with this"
         )
-
-
-def build_accelerator(config: TrainConfig) -> Accelerator:
-    """Accelerate as its config file and environment set it up, after checking that they took effect.
-
-    Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is
-    set there: here it follows from the batch size.
-    """
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    accelerator = Accelerator()
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started != accelerator.num_processes:
-        raise ValueError(
-            f"WORLD_SIZE is {started}, but Accelerate sees {accelerator.num_processes} process(es): for "
-            "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
-            "accumulation follows from --total_batch_size"
-        )
-    dynamo = accelerator.state.dynamo_plugin
-    needs_cpp = dynamo.backend == DynamoBackend.INDUCTOR and accelerator.device.type == "cpu"
-    if needs_cpp and not has_cpp_compiler():
-        accelerator.print("no C++ compiler found (install g++ or set CXX): running uncompiled")
-        dynamo.backend = DynamoBackend.NO
-    return accelerator
-
-
-def has_cpp_compiler() -> bool:
-    """Whether inductor can compile for the CPU: it takes `CXX`, else g++ or clang++."""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    return any(shutil.which(name) for name in names)
 
 
 def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> GPT:

@@ -9,6 +9,7 @@ ALLOWED = {
     "__init__": {"convert", "model"},
     "files": set(),
     "guard": set(),
+    "launch": set(),
     "stopping": set(),
     "cli": set(),
     "model": set(),
@@ -29,7 +30,7 @@ ALLOWED = {
     "evals/__init__": set(),
     "evals/validation": {"data/loader"},
 }
-KNOW_ACCELERATE = {"train", "checkpoint", "evals/validation"}
+KNOW_ACCELERATE = {"train", "launch", "checkpoint", "evals/validation"}
 
 
 def imports(path):

@@ -249,7 +249,8 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, processes, to, number):
     settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
-    config = tiny_config(data_dir, tmp_path / "run", resume_from="latest", **settings)
+    often = {"eval_every": 1} if processes > 1 else {}  # so that it comes during an evaluation
+    config = tiny_config(data_dir, tmp_path / "run", resume_from="latest", **settings, **often)
     process = start(config, processes=processes)
     wait_for(lambda: last_step(tmp_path / "run") > 20)
     training = workers(process)
