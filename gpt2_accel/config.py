@@ -87,6 +87,9 @@ class TrainConfig:
         "skip an update whose loss or gradient norm is so many standard deviations above the mean of "
         "the last 100; 0 for never",
     )
+    document_mask: bool = setting(
+        False, "attention does not cross from one document to the next; GPT-2's does"
+    )
     verify_data: bool = setting(False, "check all data against its checksums first")
     ignore_changes: bool = setting(
         False, "resume although the data, the tokenizer or the model's settings changed"

@@ -45,10 +45,10 @@ def discard(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive(folder: str | Path) -> Iterator[None]:
+def exclusive(folder: str | Path, mend: str = "choose another --output_dir") -> Iterator[None]:
     """Holds `folder`, made if need be, for this process alone; the system lets go of it if that dies.
 
-    Raises `OSError` if another process holds it.
+    Raises `OSError` if another process holds it; `mend` ends the sentence.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             except BlockingIOError as error:
                 file.seek(0)
                 raise OSError(
-                    f"{folder} is in use by {file.read() or 'another run'}: wait for it to end, or choose "
-                    "another --output_dir"
+                    f"{folder} is in use by {file.read() or 'another run'}: wait for it to end, or {mend}"
                 ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -96,6 +95,14 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
         for file in sorted(scratch.iterdir()):
             file.replace(directory / file.name)
         sync(directory)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes `data` the content of a file in one step, also beside other processes that write there."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_bytes(data)
+    sync(scratch)
+    scratch.replace(path)
 
 
 def write_json(path: str | Path, value: object) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import torch
 from accelerate import Accelerator
@@ -11,8 +12,10 @@ from accelerate.utils import DynamoBackend
 def build_accelerator(deterministic: bool = False) -> Accelerator:
     """Accelerate as its config file and environment set it up, after checking that they took effect.
 
-    `deterministic` asks for torch's deterministic algorithms. Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is
-    set there: here it follows from the batch size.
+    `deterministic` asks for torch's deterministic algorithms.
+
+    Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is set
+    there: here it follows from the batch size.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -35,6 +38,15 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print("no C++ compiler found (install g++ or set CXX): running uncompiled")
         dynamo.backend = DynamoBackend.NO
     return accelerator
+
+
+def close(accelerator: Accelerator) -> None:
+    """Ends the trackers and the connection between the processes."""
+    accelerator.end_training()
+    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        # A thread of gloo's lets go of the last exchange's tensors a moment after the exchange, for which it
+        # needs the interpreter: if that has ended by then, the process aborts.
+        time.sleep(0.2)
 
 
 def has_cpp_compiler() -> bool:

@@ -159,7 +159,7 @@ class RunLog:
             shown["mfu"] = f"{mfu:.1%}"
         self._bar.set_postfix(shown, refresh=False)
 
-    def skipped(self, problem: str, samples: list[int]) -> None:
+    def skipped(self, problem: str, samples: list) -> None:
         """Adds that the update just done left the weights alone, and which samples it had read."""
         self._entry |= {"skipped": problem, "samples": samples}
         shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")

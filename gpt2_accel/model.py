@@ -103,15 +103,18 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.dropout = config.dropout
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C)."""
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C). `mask`, (B, 1, T, T) bool, says which positions (last dimension) each
+        position sees; without one, all up to itself."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
             for part in self.c_attn(x).split(C, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -142,11 +145,21 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C)."""
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); `mask` as in the attention."""
+        x = x + self.attn(self.ln_1(x), mask)
         x = x + self.mlp(self.ln_2(x))
         return x
+
+
+def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
+    """Which positions see which: those up to themselves in the same document, which `separator` begins.
+
+    input_ids: (B, T) -> (B, 1, T, T) bool, row by row what one position sees.
+    """
+    documents = (input_ids == separator).cumsum(dim=1)
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
 
 
 class GPT(nn.Module):
@@ -154,7 +167,12 @@ class GPT(nn.Module):
 
     `wte` has `config.padded_vocab_size` rows. The pad rows start at zero, never get a gradient, and
     reach neither the loss, nor the logits that `forward` returns, nor a saved file.
+
+    `separator` is the token that each document begins with, where attention is not to cross from one
+    document to the next; None, as in GPT-2, lets it cross.
     """
+
+    separator: int | None = None
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -200,8 +218,9 @@ class GPT(nn.Module):
         positions = torch.arange(T, device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
+        mask = None if self.separator is None else document_mask(input_ids, self.separator)
         for block in self.h:
-            x = block(x)
+            x = block(x, mask)
         x = self.ln_f(x)
         return self.logits(x) if targets is None else self.loss(x, targets)
 

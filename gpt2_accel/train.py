@@ -19,19 +19,19 @@ from gpt2_accel.checkpoint import (
 )
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
-from gpt2_accel.data.shards import TokenStream, data_fingerprint, read_manifest, verify_data
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64, open_split
+from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import exclusive
 from gpt2_accel.generate import complete
 from gpt2_accel.guard import Guard
 from gpt2_accel.hub import Training, Uploads, check_repo_id
-from gpt2_accel.launch import build_accelerator
+from gpt2_accel.launch import build_accelerator, close
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 from gpt2_accel.stopping import StopRequest
-from gpt2_accel.tokenizer import fingerprint, load_tokenizer
+from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
 
 
 def train(config: TrainConfig) -> bool:
@@ -48,7 +48,7 @@ def train(config: TrainConfig) -> bool:
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
     train_loader, val_loader = build_loaders(config, accelerator)
-    tokenizer = load_tokenizer(Path(config.data_dir) / "tokenizer")
+    tokenizer = load_data_tokenizer(config.data_dir)
     torch.manual_seed(config.seed)
     model = build_model(config, len(tokenizer), checkpoint)
     optimizer = build_optimizer(
@@ -59,6 +59,8 @@ def train(config: TrainConfig) -> bool:
         betas=(config.beta1, config.beta2),
     )
     gpt_config = model.config
+    if config.document_mask:
+        model.separator = document_separator(config.data_dir)
     model, optimizer = accelerator.prepare(model, optimizer)
     guard, step = Guard(config.spike_z), 0
     if checkpoint is not None:
@@ -151,8 +153,7 @@ def train(config: TrainConfig) -> bool:
             training = describe_training(config, accelerator, log)
             save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
             uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()  # an open process group can abort the interpreter as it exits
+    close(accelerator)
     return step == config.max_steps
 
 
@@ -252,6 +253,17 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
     return model
 
 
+def document_separator(data_dir: str) -> int:
+    """The token that begins each document of the data. Raises `ValueError` if it has none."""
+    separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
+    if separator is None:
+        raise ValueError(
+            f"document_mask needs data whose documents are separated, but the tokenizer of {data_dir} has "
+            "no <|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
+        )
+    return separator
+
+
 def build_loaders(
     config: TrainConfig, accelerator: Accelerator
 ) -> tuple[TrainLoader, EvalLoader | None]:
@@ -277,7 +289,7 @@ def build_loaders(
         "device": accelerator.device,
     }
     train_loader = TrainLoader(
-        TokenStream(config.data_dir, "train"),
+        open_split(config.data_dir, "train"),
         micro_batch_size=config.micro_batch_size,
         sequences_per_update=config.total_batch_size // config.sequence_length,
         seed=config.seed,
@@ -286,7 +298,7 @@ def build_loaders(
     if not config.eval_every:
         return train_loader, None
     val_loader = EvalLoader(
-        TokenStream(config.data_dir, "val"),
+        open_split(config.data_dir, "val"),
         batch_size=config.micro_batch_size,
         max_tokens=config.eval_tokens,
         **share,

@@ -1,101 +1,253 @@
 """Turn text into token shards that any recipe trains on.
 
-    python recipes/prepare_data.py text my_file.txt --data_dir data/mine
-    python recipes/prepare_data.py text folder/ --pattern '*.py' --data_dir data/code
+    python recipes/prepare_data.py fineweb-edu --data_dir data/fineweb_edu
+    python recipes/prepare_data.py openwebtext --data_dir data/openwebtext
+    python recipes/prepare_data.py shakespeare --data_dir data/shakespeare
+    python recipes/prepare_data.py text folder/ more.jsonl.zst --data_dir data/mine
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
+    python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
+    python recipes/prepare_data.py --verify --stats --data_dir data/mine
 
-Of several documents one in 20 is held out for validation, by a hash of its name; of a single file the
-last 5% of its characters.
+Killed, it goes on where it was when the same command is given again; the result is the same to the byte,
+with any number of workers.
+
+- fineweb-edu: its sample of 10 billion tokens, as build-nanogpt has it: shards of 100M tokens, the first for
+  validation.
+- openwebtext: as nanoGPT has it, 0.05% of the documents for validation, drawn with seed 2357.
+- shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or by the character, as nanoGPT has it, the
+  last 10% for validation.
+- text: files and folders of .txt (each a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (each row).
+- hf: any data set that `datasets` can load.
+
+Of several documents one in 20 is held out for validation, by a hash of its name; of a single text file the last
+5%. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
+`--executor datatrove`, which is its local one, is).
 """
 
 import argparse
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from gpt2_accel import cli
-from gpt2_accel.data.prepare import dataset_texts, held_out, prepare, read_text, text_files
-from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer, load_tokenizer, train_bpe
+from gpt2_accel.data.hub import hub_pieces
+from gpt2_accel.data.prepare import SHARD_TOKENS, Plan, carry_out
+from gpt2_accel.data.shards import verify_data, write_mixture
+from gpt2_accel.data.sources import (
+    PIECE_BYTES,
+    ROW_SUFFIXES,
+    Drawn,
+    Piece,
+    Texts,
+    file_pieces,
+    one_text_pieces,
+    text_files,
+    tiny_shakespeare,
+)
+from gpt2_accel.data.stats import describe
+from gpt2_accel.tokenizer import (
+    byte_tokenizer,
+    char_tokenizer,
+    gpt2_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 BPE_DOCUMENTS = 100_000  # a BPE is trained on this many at most
 
-Splits = dict[str, Callable[[], Iterator[str]]]
+# nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
+OPENWEBTEXT_VAL, OPENWEBTEXT_SEED = 0.0005, 2357
+DATASETS: dict[str, dict[str, Any]] = {
+    "fineweb-edu": {
+        "dataset": "HuggingFaceFW/fineweb-edu",
+        "config": "sample-10BT",
+    },
+    "openwebtext": {
+        "dataset": "Skylion007/openwebtext",
+        "revision": "refs/convert/parquet",
+        "data_files": "plain_text/*/*.parquet",
+    },
+}
 
 
-def splits_of_files(sources: list[str], pattern: str) -> Splits:
-    """The documents of some files and folders, one a file."""
-    files = [(path, source) for source in sources for path in text_files(source, pattern)]
-    if len(files) == 1:
-        text = read_text(files[0][0])
-        cut = int(len(text) * 0.95)
-        return {"train": lambda: iter([text[:cut]]), "val": lambda: iter([text[cut:]])}
-    names = {
-        path: path.name if str(path) == source else path.relative_to(source).as_posix()
-        for path, source in files
-    }
-    return {
-        "train": lambda: (read_text(path) for path in names if not held_out(names[path])),
-        "val": lambda: (read_text(path) for path in names if held_out(names[path])),
-    }
-
-
-def splits_of_dataset(options: argparse.Namespace) -> Splits:
-    """The documents of a `datasets` data set, one a row."""
-
-    def rows(validation: bool) -> Iterator[str]:
-        texts = dataset_texts(
-            options.dataset, options.column, name=options.config, split=options.split
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--data_dir", required=True, help="folder to make, or to look at")
+    common.add_argument("--verify", action="store_true", help="check all shards' checksums")
+    common.add_argument("--stats", action="store_true", help="say what is in the shards")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if not any(word in COMMANDS for word in sys.argv[1:]):
+        parser = argparse.ArgumentParser(
+            parents=[common],
+            description=__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        return (text for i, text in enumerate(texts) if held_out(str(i)) == validation)
+        parser.set_defaults(command=None)
+        return parser.parse_args()
+    corpus = argparse.ArgumentParser(add_help=False, parents=[common])
+    corpus.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    corpus.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard")
+    corpus.add_argument("--executor", choices=EXECUTORS, help="run it through datatrove")
+    corpus.add_argument("--slurm_partition", help="for --executor slurm")
+    corpus.add_argument("--slurm_time", default="20:00:00", help="for --executor slurm")
+    tokens = argparse.ArgumentParser(add_help=False)
+    tokens.add_argument(
+        "--tokenizer",
+        default="gpt2",
+        help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
+    )
+    tokens.add_argument("--vocab_size", type=int, default=4096, help="tokens of a trained bpe")
+    tokens.add_argument("--column", default="text", help="the column or field that holds the text")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("shakespeare", "shakespeare-char"):
+        command = commands.add_parser(name, parents=[corpus])
+        command.add_argument("--input", help="the text; downloaded if not given")
+    text = commands.add_parser("text", parents=[corpus, tokens])
+    text.add_argument("sources", nargs="+", metavar="PATH")
+    text.add_argument("--pattern", help="which files of a folder, such as '*.py'")
+    for name in ("hf", *DATASETS):
+        command = commands.add_parser(name, parents=[corpus, tokens])
+        command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
+        command.add_argument("--config", help="its configuration")
+        command.add_argument("--split", default="train", help="its split")
+        command.add_argument("--revision", help="a branch, tag or commit")
+        command.add_argument("--data_files", help="which of its files")
+    mix = commands.add_parser("mix", parents=[common])
+    mix.add_argument("parts", nargs="+", metavar="DATA_DIR=WEIGHT")
+    options = parser.parse_args()
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return argparse.Namespace(**{**vars(options), **DATASETS.get(options.command, {}), **given})
 
-    return {"train": lambda: rows(False), "val": lambda: rows(True)}
+
+COMMANDS = ("shakespeare", "shakespeare-char", "text", "hf", *DATASETS, "mix")
+EXECUTORS = ("datatrove", "slurm", "ray")
 
 
-def build_tokenizer(name: str, vocab_size: int, splits: Splits):
+def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None]:
+    """The corpus that the command line names: its pieces, what it is, and its revision."""
+    # A piece makes a shard at most, so that a kill costs little where shards are small.
+    piece_bytes = min(PIECE_BYTES, 4 * options.shard_tokens)
+    if options.command == "text":
+        found = [(path, s) for s in options.sources for path in text_files(s, options.pattern)]
+        if len(found) == 1 and not found[0][0].name.endswith(ROW_SUFFIXES):
+            pieces = one_text_pieces(found[0][0], 0.05, piece_bytes)
+        else:
+            names = {
+                path: path.name if str(path) == source else path.relative_to(source).as_posix()
+                for path, source in found
+            }
+            pieces = file_pieces(names, options.column, piece_bytes)
+        return pieces, ", ".join(options.sources), None
+    draws = {
+        "openwebtext": partial(Drawn, share=OPENWEBTEXT_VAL, seed=OPENWEBTEXT_SEED),
+        "fineweb-edu": partial(Drawn, share=0, seed=0),  # none: a whole shard is held out
+    }
+    names = ("config", "split", "column", "revision", "data_files")
+    pieces, revision = hub_pieces(
+        options.dataset,
+        **{name: getattr(options, name) for name in names},
+        hold_out=draws.get(options.command),
+        piece_bytes=piece_bytes,
+    )
+    return pieces, options.dataset, revision
+
+
+def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
     """The tokenizer that `--tokenizer` names."""
     if name == "gpt2":
         return gpt2_tokenizer()
     if name == "bytes":
         return byte_tokenizer()
     if name == "bpe":
-        return train_bpe(itertools.islice(splits["train"](), BPE_DOCUMENTS), vocab_size)
+        return train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), vocab_size)
     return load_tokenizer(name)
 
 
-def main() -> None:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--data_dir", required=True, help="folder to make")
-    common.add_argument(
-        "--tokenizer",
-        default="gpt2",
-        help="gpt2, bytes, bpe (trained on the text), or an HF directory",
-    )
-    common.add_argument("--vocab_size", type=int, default=4096, help="tokens of a trained bpe")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    text = commands.add_parser("text", parents=[common], help="text files and folders")
-    text.add_argument("sources", nargs="+", metavar="PATH")
-    text.add_argument("--pattern", default="*.txt", help="which files of a folder")
-    hf = commands.add_parser("hf", parents=[common], help="a data set of the Hugging Face Hub")
-    hf.add_argument("dataset", metavar="NAME")
-    hf.add_argument("--config", help="its configuration")
-    hf.add_argument("--split", default="train", help="its split")
-    hf.add_argument("--column", default="text", help="the column that holds the text")
-    options = parser.parse_args()
+def training_texts(pieces: list[Piece]) -> Iterator[str]:
+    """The chunks of the documents that are for training."""
+    documents = (document for piece in pieces for document in piece.documents())
+    return (chunk for d in documents if d.split == "train" for chunk in d.chunks)
 
-    if options.command == "text":
-        splits = splits_of_files(options.sources, options.pattern)
-        source = ", ".join(options.sources)
-    else:
-        splits, source = splits_of_dataset(options), options.dataset
-    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, splits)
-    documents = {split: read() for split, read in splits.items()}
-    manifest = prepare(documents, tokenizer, options.data_dir, source=source)
+
+def prepare_corpus(options: argparse.Namespace) -> dict:
+    """Makes the shards; returns the manifest."""
+    plan = plan_of(options)
+    plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
+    if not options.executor:
+        return carry_out(plan, options.workers)
+    from gpt2_accel.data.cluster import run_on
+
+    slurm = {"partition": options.slurm_partition, "time": options.slurm_time}
+    return run_on(options.executor, plan, options.workers, slurm)
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """What the command line asks for."""
+    data_dir = Path(options.data_dir)
+    if options.command.startswith("shakespeare"):
+        text = tiny_shakespeare(options.input)
+        cut = int(len(text) * 0.9)  # as nanoGPT cuts it
+        return Plan(
+            [Texts("train", [text[:cut]]), Texts("val", [text[cut:]])],
+            char_tokenizer(text) if "char" in options.command else gpt2_tokenizer(),
+            data_dir,
+            source=f"tiny Shakespeare, SHA-256 {hashlib.sha256(text.encode()).hexdigest()}",
+            shard_tokens=options.shard_tokens,
+        )
+    pieces, source, revision = pieces_of(options)
+    return Plan(
+        pieces,
+        build_tokenizer(options.tokenizer, options.vocab_size, pieces),
+        data_dir,
+        source,
+        revision,
+        shard_tokens=options.shard_tokens,
+        validation_shard=options.command == "fineweb-edu",
+    )
+
+
+def summarize(manifest: dict) -> None:
+    """Prints what was made."""
     for split, entry in manifest["splits"].items():
         print(
-            f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, {entry['bytes']:,} bytes"
+            f"{split}: {entry['documents'] or 0:,} documents, {entry['tokens']:,} tokens, "
+            f"{entry['bytes'] or 0:,} bytes, {len(entry['shards'])} shards"
         )
+    counts = manifest.get("counts", {})
+    said = {
+        "empty": "documents without text, left out",
+        "not_utf8": "documents with bytes that are not UTF-8, each now U+FFFD",
+        "literal_separator": "documents that hold <|endoftext|>, taken as text",
+    }
+    for name, what in said.items():
+        if counts.get(name):
+            print(f"{counts[name]:,} {what}")
+    if counts:
+        print(f"the longest document has {counts['longest']:,} bytes")
+
+
+def main() -> None:
+    options = parse_options()
+    if options.command == "mix":
+        parts = (part.rpartition("=") for part in options.parts)
+        summarize(
+            write_mixture(options.data_dir, {folder: float(weight) for folder, _, weight in parts})
+        )
+    elif options.command:
+        summarize(prepare_corpus(options))
+    if options.verify:
+        print(f"{verify_data(options.data_dir)} shards are whole")
+    if options.stats or not (options.command or options.verify):
+        print(describe(options.data_dir))
 
 
 if __name__ == "__main__":

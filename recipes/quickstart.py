@@ -20,8 +20,9 @@ from accelerate import PartialState
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.convert import local_directory
-from gpt2_accel.data.prepare import held_out, prepare, read_text, text_files
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
+from gpt2_accel.data.sources import held_out, read_text, text_files
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 

@@ -10,7 +10,6 @@ are for training, the rest for validation. By default nanoGPT's six-layer settin
 """
 
 import hashlib
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from accelerate import PartialState
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.prepare import prepare, read_text
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
+from gpt2_accel.data.sources import tiny_shakespeare
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
-
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 @dataclass
@@ -66,28 +64,17 @@ class ShakespeareCharOnCPU(ShakespeareChar):
     max_steps: int = 2000
 
 
-def fetch(url: str, path: Path) -> None:
-    """Downloads the text once."""
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            data = response.read()
-    except OSError as error:
-        raise OSError(
-            f"no text at {path} and none from {url} ({error}): give one by --input FILE"
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 def prepare_text(config: ShakespeareChar) -> None:
     """The text as token shards, one token a character."""
-    path = Path(config.input or f"{config.data_dir}.txt")
-    if config.input is None and not path.exists():
-        fetch(URL, path)
-    text = read_text(path)
-    source = f"{path.name}, SHA-256 {hashlib.sha256(text.encode()).hexdigest()}"
-    if (Path(config.data_dir) / MANIFEST).exists():
-        if read_manifest(config.data_dir)["source"] != source:
+    prepared = (Path(config.data_dir) / MANIFEST).exists()
+    if prepared and config.input is None:
+        return
+    text = tiny_shakespeare(config.input)
+    source = (
+        f"{config.input or 'tiny Shakespeare'}, SHA-256 {hashlib.sha256(text.encode()).hexdigest()}"
+    )
+    if prepared:
+        if read_manifest(config.data_dir)["source"].split()[-1] != source.split()[-1]:
             raise ValueError(
                 f"{config.data_dir} was made from another text: choose another --data_dir"
             )

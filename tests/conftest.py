@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.metrics import read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
 from gpt2_accel.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -158,3 +158,12 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("\n| fault | tried | survived | work lost |\n|---|---|---|---|")
         for row in FAULTS:
             terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's own BPE, where it can be had."""
+    try:
+        return gpt2_tokenizer()
+    except OSError as error:
+        pytest.skip(str(error))

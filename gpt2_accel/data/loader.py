@@ -4,19 +4,25 @@ A sample is a window of `sequence_length` tokens and the one that follows. Its p
 order is computed, not remembered: no shuffle buffer, no index in memory, no state to save. Update
 `step` reads positions [step·S, (step+1)·S) of the order, S being the sequences of one update over all
 ranks, whatever the number of ranks and the micro-batch size.
+
+Of a mixture of data sets each has an order of its own; which of them stands at a position is a function
+too, that of the weights (`Mixture`).
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.shards import TokenStream, mixture_parts
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 BLOCK = 64  # neighbouring windows that are read close to each other
 GROUP = 1024 * BLOCK  # windows that are mixed with each other: with fewer, losses drift by topic
+ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
@@ -89,6 +95,54 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
     return x
 
 
+class Mixture:
+    """Which of several data sets stands at each position of the training order, by their `shares`, which
+    add up to 1.
+
+    Of the first n positions, set i has n · shares[i], to within two, for any n that `PERIOD` divides; within a
+    period the sets are shuffled.
+    """
+
+    PERIOD = 1024
+
+    def __init__(self, shares: Sequence[float], seed: int):
+        self.borders = np.cumsum([0.0, *shares])
+        self.borders[-1] = 1.0
+        self.seed = seed
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """positions: (n,) -> for each the number of its set, and its position in that set's own order."""
+        if len(self.borders) == 2:
+            return np.zeros_like(positions), positions
+        sets, places = np.empty_like(positions), np.empty_like(positions)
+        periods = positions // self.PERIOD
+        for period in np.unique(periods).tolist():
+            here = periods == period
+            slots = permute(
+                positions[here] % self.PERIOD,
+                self.PERIOD,
+                hash64(self.seed, 2, period),
+            )
+            before, after = (self.begun(number) for number in (period, period + 1))
+            starts = after - before  # slot at which each set's share of this period begins
+            sets[here] = np.searchsorted(starts, slots, side="right") - 1
+            own = sets[here]
+            places[here] = np.diff(before)[own] + slots - starts[own]
+        return sets, places
+
+    def begun(self, period: int) -> np.ndarray:
+        """The borders between the sets among all positions before a period."""
+        return np.floor(period * self.PERIOD * self.borders).astype(np.int64)
+
+
+def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
+    """A split of a data folder, or of each folder that it is a mixture of, with its share.
+
+    Raises what `TokenStream` raises."""
+    parts = mixture_parts(data_dir) or [(Path(data_dir), 1.0)]
+    return [(TokenStream(folder, split), share) for folder, share in parts]
+
+
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
     """How many windows of `sequence_length` inputs, each with its next token, a split holds.
 
@@ -103,9 +157,15 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     return windows
 
 
-def read_windows(stream: TokenStream, indices: np.ndarray, sequence_length: int) -> Batch:
-    """Windows by number -> `(input_ids, targets)`, each (len(indices), sequence_length) int64 on CPU."""
-    rows = [stream.read(i * sequence_length, sequence_length + 1) for i in indices.tolist()]
+def read_windows(
+    streams: Sequence[TokenStream], samples: np.ndarray, sequence_length: int
+) -> Batch:
+    """Samples (n, 2), numbers of stream and window -> `(input_ids, targets)`, each (n, sequence_length)
+    int64 on CPU."""
+    rows = [
+        streams[i].read(window * sequence_length, sequence_length + 1)
+        for i, window in samples.tolist()
+    ]
     tokens = torch.from_numpy(np.stack(rows))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -118,18 +178,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class TrainLoader:
-    """The batches of one rank, by step.
+    """The batches of one rank, by step; `parts` are data sets with their shares (`open_split`).
 
     `micro_batch_size` and `sequences_per_update` count sequences: the former per rank and backward,
     the latter over all ranks and micro-batches of one update. `micro_batches` is how many of them a
-    rank has in one update, `windows` the length of an epoch.
-
-    Raises `ValueError` if the split is shorter than one sequence.
+        Raises `ValueError` if the split is shorter than one sequence.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
+        parts: Sequence[tuple[TokenStream, float]],
         *,
         sequence_length: int,
         micro_batch_size: int,
@@ -141,11 +199,14 @@ class TrainLoader:
     ):
         self.micro_batches, rest = divmod(sequences_per_update, micro_batch_size * world_size)
         assert self.micro_batches and not rest, (sequences_per_update, micro_batch_size, world_size)
-        self.stream, self.sequence_length = stream, sequence_length
+        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.mixture = Mixture([share for _, share in parts], seed)
         self.micro_batch_size, self.sequences_per_update = micro_batch_size, sequences_per_update
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device = torch.device(device)
-        self.windows = count_windows(stream, sequence_length)
+        self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
+        self.windows = sum(self.set_windows)
+        self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
     def update(self, step: int) -> Iterator[Batch]:
         """The micro-batches of update `step`: `(input_ids, targets)`, each (micro_batch_size,
@@ -153,22 +214,38 @@ class TrainLoader:
         for number in range(self.micro_batches):
             slot = number * self.world_size + self.rank
             first = step * self.sequences_per_update + slot * self.micro_batch_size
-            indices = self.order(np.arange(first, first + self.micro_batch_size))
-            yield to_device(read_windows(self.stream, indices, self.sequence_length), self.device)
+            samples = self.order(np.arange(first, first + self.micro_batch_size))
+            yield to_device(read_windows(self.streams, samples, self.sequence_length), self.device)
 
-    def samples(self, step: int) -> list[int]:
-        """The numbers of the windows that update `step` trains on, over all ranks."""
+    def samples(self, step: int) -> list[int] | list[list[int]]:
+        """The numbers of the windows that update `step` trains on, over all ranks; of a mixture each as
+        [number of the data set, of the window]."""
         first = step * self.sequences_per_update
-        return self.order(np.arange(first, first + self.sequences_per_update)).tolist()
+        samples = self.order(np.arange(first, first + self.sequences_per_update))
+        return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
 
     def order(self, positions: np.ndarray) -> np.ndarray:
-        """The windows at the given positions of the endless training order, epoch after epoch."""
-        epochs, positions = np.divmod(positions, self.windows)
-        indices = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            indices[here] = shuffled(positions[here], self.windows, self.seed, epoch)
-        return indices
+        """The samples at the given positions of the endless training order: (n,) -> (n, 2), the number of
+        the data set and that of the window. Each data set has epoch after epoch of its own."""
+        samples = np.empty((len(positions), 2), np.int64)
+        blocks = positions // ORDERED_AT_ONCE
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            samples[here] = self.ordered(block)[positions[here] % ORDERED_AT_ONCE]
+        return samples
+
+    def order_block(self, block: int) -> np.ndarray:
+        """The samples at `ORDERED_AT_ONCE` neighbouring positions: one at a time they take far longer."""
+        first = block * ORDERED_AT_ONCE
+        sets, places = self.mixture.locate(np.arange(first, first + ORDERED_AT_ONCE))
+        windows = np.empty_like(places)
+        for number in np.unique(sets).tolist():
+            size, seed = self.set_windows[number], self.seed + number
+            epochs = places // size
+            for epoch in np.unique(epochs[sets == number]).tolist():
+                here = (sets == number) & (epochs == epoch)
+                windows[here] = shuffled(places[here] % size, size, seed, epoch)
+        return np.stack((sets, windows), axis=1)
 
 
 class EvalLoader:
@@ -178,13 +255,15 @@ class EvalLoader:
     last batch is filled up with copies whose targets are -100, so that compiled code sees one shape.
     `rounds` is the number of batches of the rank that has most.
 
-    `max_tokens` bounds the windows over all ranks; at least one is read. Raises `ValueError` if the
-    split is shorter than one sequence.
+    `max_tokens` bounds the windows over all ranks; of a mixture each data set has its share of that. At
+    least one window of each is read. `bytes_per_token` is that of the text behind them, None if not known.
+
+    Raises `ValueError` if a split is shorter than one sequence.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
+        parts: Sequence[tuple[TokenStream, float]],
         *,
         sequence_length: int,
         batch_size: int,
@@ -193,16 +272,30 @@ class EvalLoader:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.stream, self.sequence_length, self.batch_size = stream, sequence_length, batch_size
-        windows = min(count_windows(stream, sequence_length), max(1, max_tokens // sequence_length))
-        self.mine = np.arange(rank, windows, world_size)
-        self.rounds = -(-windows // (world_size * batch_size))
+        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.batch_size = batch_size
+        counts = [
+            min(
+                count_windows(stream, sequence_length),
+                max(1, int(max_tokens * share) // sequence_length),
+            )
+            for stream, share in parts
+        ]
+        samples = np.concatenate(
+            [np.stack((np.full(n, i), np.arange(n)), axis=1) for i, n in enumerate(counts)]
+        )
+        self.mine = samples[rank::world_size]
+        self.rounds = -(-len(samples) // (world_size * batch_size))
+        self.bytes_per_token = None
+        if all(stream.bytes for stream in self.streams):
+            text = [n * s.bytes / s.tokens for n, s in zip(counts, self.streams, strict=True)]
+            self.bytes_per_token = sum(text) / sum(counts)
         self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.mine), self.batch_size):
-            indices = self.mine[start : start + self.batch_size]
-            filled = np.resize(indices, self.batch_size)
-            input_ids, targets = read_windows(self.stream, filled, self.sequence_length)
-            targets[len(indices) :] = -100
+            samples = self.mine[start : start + self.batch_size]
+            filled = np.resize(samples, (self.batch_size, 2))
+            input_ids, targets = read_windows(self.streams, filled, self.sequence_length)
+            targets[len(samples) :] = -100
             yield to_device((input_ids, targets), self.device)

@@ -14,26 +14,39 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
 `manifest.json`:
 
     {"format": "gpt2_accel token shards", "version": 1,
-     "tokenizer": {"vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
-     "dtype": "uint16", "source": what the text was,
+     "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
+     "dtype": "uint16",
+     "source": what the text was, "revision": of a data set, "command": that made it,
+     "counts": {"empty": …, "not_utf8": …, "literal_separator": …, "longest": …},   see prepare.COUNTS
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
-                          "shards": [{"file": …, "tokens": …, "sha256": …}, …]}, "val": …}}
+                          "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
+                "val": …}}
 
-Each document is preceded by `<|endoftext|>` where the tokenizer has it. A split is one long array of
-tokens, its shards in the manifest's order.
+Each document is preceded by `<|endoftext|>` where the tokenizer has it, and nothing else gives that id:
+so it marks where documents begin. A split is one long array of tokens, its shards in the manifest's order.
+
+Folders of other trainers' token files (`foreign.py`) open like these. A folder may also be a mixture of
+others: its manifest then says `"mixture": [{"data_dir": …, "weight": …}, …]`, paths relative to it, and its
+splits have no shards.
 """
 
 import functools
 import hashlib
 import json
+import math
 import os
+import shutil
 import struct
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-MAGIC = b"GPT2TOKS"
+from gpt2_accel.data.foreign import OWN_MAGIC as MAGIC
+from gpt2_accel.data.foreign import foreign_manifest
+from gpt2_accel.files import atomic_directory, write_json
+
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ32s8x")
 MANIFEST = "manifest.json"
@@ -124,6 +137,8 @@ def read_manifest(data_dir: str | Path) -> dict:
     """
     path = Path(data_dir) / MANIFEST
     if not path.is_file():
+        if manifest := foreign_manifest(data_dir):
+            return manifest
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
             f"python recipes/prepare_data.py text FILE_OR_FOLDER --data_dir {data_dir}"
@@ -157,8 +172,14 @@ def manifest_damage(manifest: dict) -> str | None:
                 if Path(shard["file"]).name != shard["file"]:
                     return f"names a shard outside its folder, {shard['file']!r}"
                 bytes.fromhex(shard["sha256"])
+            if not entry["shards"] and "mixture" in manifest:
+                continue
             if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
                 return f"counts other tokens for the split {name!r} than for its shards"
+        for part in manifest.get("mixture", []):
+            counts.append(
+                int(0 < float(part["weight"]) < math.inf and Path(part["data_dir"]) != "")
+            )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return f"is damaged ({type(error).__name__}: {error})"
     wrong = [count for count in counts if type(count) is not int or count < 0]
@@ -169,27 +190,116 @@ def data_fingerprint(data_dir: str | Path) -> str:
     """SHA-256 (hex) of what a data folder holds: tokenizer, splits and the checksums of all shards."""
     manifest = read_manifest(data_dir)
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
+    for part, weight in mixture_parts(data_dir):
+        content += [weight, data_fingerprint(part)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def verify_data(data_dir: str | Path) -> None:
-    """Reads all shards, several at a time; raises `ValueError` for the first that is not what it was."""
+def verify_data(data_dir: str | Path) -> int:
+    """Reads all shards, several at a time, and returns how many there are; raises `ValueError` for the
+    first that is not what it was. Other trainers' files have no checksum: of them the sizes are checked."""
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+
+    def verify(shard: dict) -> None:
+        if shard["sha256"] is not None:
+            verify_shard(data_dir / shard["file"], shard["sha256"])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(
-            pool.map(lambda shard: verify_shard(data_dir / shard["file"], shard["sha256"]), shards)
-        )
+        list(pool.map(verify, shards))
+    return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
+
+
+def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
+    """The folders that a mixture is of, with their shares, which add up to 1; none for other folders."""
+    parts = read_manifest(data_dir).get("mixture", [])
+    total = sum(part["weight"] for part in parts)
+    return [(Path(data_dir) / part["data_dir"], part["weight"] / total) for part in parts]
+
+
+def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
+    """Makes a folder that is a mixture of others, given with their weights; returns its manifest.
+
+    Of every thousand training sequences so many are from each as its weight says, whatever its size:
+    one that ends begins again. Raises `ValueError` if a weight is not above 0 or the folders' tokenizers
+    differ, `FileExistsError` if `data_dir` is there.
+    """
+    manifests = {folder: read_manifest(folder) for folder in weights}
+    for folder, weight in weights.items():
+        if not weight >= sum(weights.values()) / 1000:
+            raise ValueError(
+                f"the weight of {folder} must be at least a thousandth of all, got {weight}"
+            )
+        if "mixture" in manifests[folder]:
+            raise ValueError(f"{folder} is a mixture itself: name the folders that it is of")
+    first, *others = manifests.values()
+    for folder, manifest in manifests.items():
+        if manifest["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
+            raise ValueError(
+                f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with one"
+            )
+    names = [split for split in first["splits"] if all(split in m["splits"] for m in others)]
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "version": VERSION,
+        "tokenizer": first["tokenizer"],
+        "dtype": first["dtype"],
+        "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
+        "mixture": [
+            {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
+            for folder, weight in weights.items()
+        ],
+        "splits": {split: total_of(split, list(manifests.values())) for split in names},
+    }
+    with atomic_directory(data_dir) as folder:
+        tokenizer = Path(next(iter(weights))) / "tokenizer"
+        if tokenizer.is_dir():
+            shutil.copytree(tokenizer, folder / "tokenizer")
+        write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def total_of(split: str, manifests: list[dict]) -> dict:
+    """A split's entry for several folders together, without shards."""
+    entries = [manifest["splits"][split] for manifest in manifests]
+    totals = {}
+    for name in ("tokens", "documents", "bytes"):
+        counts = [entry[name] for entry in entries]
+        totals[name] = None if None in counts else sum(counts)
+    return {**totals, "shards": []}
+
+
+def check_sizes(data_dir: Path, shards: list[dict], width: int) -> None:
+    """Raises an error that names the first shard that is missing or has not its size."""
+
+    def check(shard: dict) -> None:
+        path = data_dir / shard["file"]
+        expected = shard.get("offset", HEADER.size) + shard["tokens"] * width
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path} is missing, the manifest lists it: prepare the data again"
+            ) from None
+        if size != expected:
+            raise ValueError(
+                f"{path} has {size} bytes, by the manifest it should have {expected}: prepare the data again"
+            )
+
+    with ThreadPoolExecutor(16) as pool:  # a network disk answers slowly, but many at a time
+        list(pool.map(check, shards))
 
 
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    Shards are mapped when first touched; at most `OPEN_SHARDS` stay open. `tokens` is the length,
-    `bytes` the UTF-8 bytes of the text behind it, `vocab_size` the tokenizer's.
+    `shard(number)` is one shard, mapped when first touched; at most `OPEN_SHARDS` stay open. `tokens` is the length,
+    `bytes` the UTF-8 bytes of the text behind it, None where that is not known, `vocab_size` the
+    tokenizer's.
 
-    Raises `ValueError` if the split does not exist.
+    Raises `ValueError` if the split does not exist or a shard has not the size that the manifest says,
+    `FileNotFoundError` if a shard is missing.
     """
 
     def __init__(self, data_dir: str | Path, split: str):
@@ -201,15 +311,20 @@ class TokenStream:
         entry = manifest["splits"][split]
         self.data_dir, self.split = Path(data_dir), split
         self.tokens: int = entry["tokens"]
-        self.bytes: int = entry["bytes"]
+        self.bytes: int | None = entry["bytes"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self._shards = entry["shards"]
-        self._ends = np.cumsum([shard["tokens"] for shard in self._shards], dtype=np.int64)
-        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self.shards: list[dict] = entry["shards"]
+        self._dtype = token_dtype(self.vocab_size)
+        check_sizes(self.data_dir, self.shards, self._dtype.itemsize)
+        self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
+        self.shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
 
     def _open_shard(self, number: int) -> np.ndarray:
-        shard = self._shards[number]
+        shard = self.shards[number]
         path = self.data_dir / shard["file"]
+        if "offset" in shard:
+            where = {"offset": shard["offset"], "shape": (shard["tokens"],)}
+            return np.memmap(path, self._dtype, mode="r", **where)
         tokens = open_shard(path)
         if len(tokens) != shard["tokens"]:
             raise ValueError(
@@ -228,13 +343,13 @@ class TokenStream:
         number = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < count:
-            shard = self._open(number)
+            shard = self.shard(number)
             offset = start + filled - (int(self._ends[number]) - len(shard))
             piece = shard[offset : offset + count - filled]
             out[filled : filled + len(piece)] = piece
             if len(piece) and piece.max() >= self.vocab_size:
                 raise ValueError(
-                    f"{self.data_dir / self._shards[number]['file']} holds the token id "
+                    f"{self.data_dir / self.shards[number]['file']} holds the token id "
                     f"{piece.max()}, but the vocabulary has {self.vocab_size}: prepare the data again"
                 )
             filled += len(piece)

@@ -23,7 +23,7 @@ def validation_loss(
 
     `val/loss` is the mean over tokens, in nats; `val/perplexity` its exponential; `val/bits_per_byte`
     the code length of the tokens, separators included, by the bytes of the text behind them, which
-    compares across tokenizers.
+    compares across tokenizers; it is left out where the bytes are not known.
     """
     model.eval()
     totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
@@ -38,8 +38,7 @@ def validation_loss(
     model.train()
     nats, tokens = accelerator.reduce(totals, "sum").tolist()
     loss = nats / tokens
-    return {
-        "val/loss": loss,
-        "val/perplexity": math.exp(loss),
-        "val/bits_per_byte": loss / math.log(2) * loader.stream.tokens / loader.stream.bytes,
-    }
+    results = {"val/loss": loss, "val/perplexity": math.exp(loss)}
+    if loader.bytes_per_token:
+        results["val/bits_per_byte"] = loss / math.log(2) / loader.bytes_per_token
+    return results

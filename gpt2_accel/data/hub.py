@@ -1,0 +1,162 @@
+"""Data sets of the Hugging Face Hub, or of a folder that `datasets` can load, as pieces.
+
+Parquet files, which nearly every data set there is, are read by their row groups, so that all cores share
+in one file and rows have numbers; everything else is streamed by `datasets`, file by file.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2_accel.data.sources import (
+    PIECE_BYTES,
+    ByHash,
+    Document,
+    HeldOut,
+    ParquetPiece,
+    Piece,
+    chunks,
+    column_of,
+    open_parquet,
+    parquet_pieces,
+    split_of,
+)
+
+SECONDS_TO_ANSWER = 8
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """One file of a data set that is not Parquet, streamed by `datasets`. `options` go to
+    `datasets.load_dataset`."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    number: int
+    count: int
+    column: str
+    is_held_out: HeldOut
+    size: int = 0
+
+    def documents(self) -> Iterator[Document]:
+        from datasets import load_dataset
+
+        stream = load_dataset(self.name, streaming=True, **dict(self.options))
+        part = stream.shard(num_shards=self.count, index=self.number)
+        for row_number, row in enumerate(part):
+            text = column_of(row, self.column, f"the data set {self.name}")
+            split = split_of(self.is_held_out(f"{self.number}:{row_number}"))
+            yield Document(split, chunks([text]))
+
+
+def hub_pieces(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    column: str = "text",
+    revision: str | None = None,
+    data_files: str | None = None,
+    hold_out: Callable[[int], HeldOut] | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> tuple[list[Piece], str | None]:
+    """The pieces of a data set, and the revision (a commit) that they are of.
+
+    `hold_out` says, given the number of rows, which are for validation; by default one row in 20.
+
+    Raises `ValueError` if the data set, its configuration, split or column does not exist, or if
+    `hold_out` is given and it is not Parquet; `OSError` if the Hub cannot be reached.
+    """
+    revision = pinned_revision(name, revision)
+    options = {"name": config, "revision": revision, "data_files": data_files}
+    options = {key: value for key, value in options.items() if value is not None}
+    builder = open_builder(name, options)
+    files = (builder.config.data_files or {}).get(split)
+    if not files:
+        there = ", ".join(map(str, builder.config.data_files or {})) or "none"
+        raise ValueError(f"the data set {name} has no split {split!r}, only {there}: set --split")
+    if ".parquet." in type(builder).__module__:
+        return row_group_pieces(files, column, hold_out, piece_bytes), revision
+    if hold_out is not None:
+        raise ValueError(
+            f"the data set {name} is not stored as Parquet, so its rows have no numbers to draw "
+            "validation rows from: name a revision that is, such as refs/convert/parquet"
+        )
+    count = builder.as_streaming_dataset(split).num_shards
+    pinned = tuple({**options, "split": split}.items())
+    return [
+        StreamPiece(name, pinned, number, count, column, ByHash()) for number in range(count)
+    ], revision
+
+
+def row_group_pieces(
+    urls: list[str],
+    column: str,
+    hold_out: Callable[[int], HeldOut] | None,
+    piece_bytes: int,
+) -> list[Piece]:
+    """Parquet files as pieces whose rows are numbered from the first file to the last."""
+
+    def count_rows(url: str) -> int:
+        with open_parquet(url) as file:
+            return file.metadata.num_rows
+
+    with ThreadPoolExecutor(16) as pool:  # a request or two each
+        rows = list(pool.map(count_rows, urls))
+        is_held_out = hold_out(sum(rows)) if hold_out else ByHash()
+        before = [sum(rows[:i]) for i in range(len(rows))]
+        pieces: list[list[ParquetPiece]] = list(
+            pool.map(
+                lambda url, first: parquet_pieces(url, column, "", is_held_out, piece_bytes, first),
+                urls,
+                before,
+            )
+        )
+    return [piece for of_file in pieces for piece in of_file]
+
+
+def open_builder(name: str, options: dict[str, Any]):
+    """`datasets`' builder of a data set. Raises `ValueError` if it cannot be opened."""
+    from datasets import load_dataset_builder
+
+    try:
+        return load_dataset_builder(name, **options)
+    except (ValueError, RuntimeError, FileNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        if "script" in reason:
+            reason += "; try --revision refs/convert/parquet"
+        raise ValueError(f"the data set {name} cannot be opened: {reason}") from error
+
+
+def pinned_revision(name: str, revision: str | None) -> str | None:
+    """The commit that `revision` of a data set stands for now; None for a folder of this machine.
+
+    Asks the Hub once, so that a name that is wrong, or a network that is not there, is known within
+    seconds. In offline mode (`HF_HUB_OFFLINE`) nothing is asked.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+
+    if os.path.exists(name) or constants.HF_HUB_OFFLINE:
+        return revision
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"the data set {name} has no revision {revision!r}: see its page for those there are"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status in (401, 403, 404):
+            raise ValueError(
+                f"the Hub has no data set {name} that you may read: check the name, or log in by "
+                "`hf auth login`"
+            ) from error
+        raise OSError(f"the Hub does not give {name} (HTTP {status}): try again later") from error
+    except Exception as error:  # the HTTP client's own errors differ between its versions
+        raise OSError(
+            f"the Hugging Face Hub cannot be reached ({type(error).__name__}): connect to a network, or "
+            "set HF_HUB_OFFLINE=1 to use what was downloaded before"
+        ) from error

@@ -1,0 +1,85 @@
+"""What is in a data folder, for a person to read."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_accel.data.loader import open_split
+from gpt2_accel.data.shards import TokenStream, read_manifest
+from gpt2_accel.tokenizer import load_data_tokenizer
+
+SHOWN = 3  # documents per split
+SHOWN_TOKENS = 40  # of each
+
+
+def describe(data_dir: str | Path) -> str:
+    """Documents, tokens and bytes per token of each split, a histogram of the documents' lengths, and the
+    beginnings of a few. Reads all tokens, on all cores."""
+    manifest = read_manifest(data_dir)
+    tokenizer = load_data_tokenizer(data_dir)
+    revision = f" at {manifest['revision']}" if manifest.get("revision") else ""
+    lines = [
+        f"{manifest['source']}{revision}; tokenizer {manifest['tokenizer'].get('name', '')} of "
+        f"{manifest['tokenizer']['vocab_size']:,}"
+    ]
+    for split in manifest["splits"]:
+        for stream, share in open_split(data_dir, split):
+            lines += ["", *describe_split(stream, share, manifest["tokenizer"]["end_of_text"])]
+            if manifest["tokenizer"]["end_of_text"] is not None:
+                lines += shown_documents(stream, tokenizer, manifest["tokenizer"]["end_of_text"])
+    return "\n".join(lines)
+
+
+def describe_split(stream: TokenStream, share: float, separator: int | None) -> list[str]:
+    """The counts of one split, and the histogram where documents can be told apart."""
+    part = f" ({share:.1%} of the mixture)" if share < 1 else ""
+    per_token = f", {stream.bytes / stream.tokens:.2f} bytes per token" if stream.bytes else ""
+    head = f"{stream.data_dir}, {stream.split}{part}: {stream.tokens:,} tokens{per_token}"
+    if separator is None:
+        return [head]
+    starts = np.append(document_starts(stream, separator), stream.tokens)
+    lengths = np.diff(starts) - 1  # without the separator
+    if not len(lengths):
+        return [f"{head}, no separators"]
+    head += f", {len(lengths):,} documents of {np.median(lengths):,.0f} tokens in the median"
+    return [head, *histogram(lengths)]
+
+
+def document_starts(stream: TokenStream, separator: int) -> np.ndarray:
+    """Where the separators stand in a split, (documents,) int64."""
+    starts = [0, *np.cumsum([shard["tokens"] for shard in stream.shards]).tolist()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(
+            lambda number: starts[number] + np.flatnonzero(stream.shard(number) == separator),
+            range(len(stream.shards)),
+        )
+        return np.concatenate([*found, np.empty(0, np.int64)])
+
+
+def histogram(lengths: np.ndarray) -> list[str]:
+    """Lengths by powers of two, a bar each."""
+    classes = np.frexp(np.maximum(lengths, 1))[1] - 1  # 2**k <= length < 2**(k + 1)
+    counts = np.bincount(classes)
+    first = int(np.flatnonzero(counts)[0])
+    lines = []
+    for k, count in enumerate(counts[first:].tolist(), start=first):
+        bar = "█" * round(40 * count / counts.max())
+        lines.append(f"  {2**k:>10,} to {2 ** (k + 1) - 1:>10,} tokens {count:>12,} {bar}")
+    return lines
+
+
+def shown_documents(stream: TokenStream, tokenizer, separator: int) -> list[str]:
+    """The beginnings of a few documents, spread over the split."""
+    lines = []
+    for i in range(SHOWN):
+        start = stream.tokens * i // SHOWN
+        tokens = stream.read(start, min(4096, stream.tokens - start))
+        begins = np.flatnonzero(tokens == separator)
+        if len(begins):
+            document = tokens[begins[0] + 1 :][:SHOWN_TOKENS]
+            ends = np.flatnonzero(document == separator)
+            text = tokenizer.decode(document[: ends[0] if len(ends) else None].tolist())
+            lines.append(f"  token {start + begins[0]:,}: {text!r}")
+    return lines
