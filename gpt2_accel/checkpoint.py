@@ -24,11 +24,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel import hub
 from gpt2_accel.convert import build, save_pretrained
 from gpt2_accel.files import atomic_directory, digest, discard, plain_name, write_json
+from gpt2_accel.launch import is_sharded
 from gpt2_accel.model import GPT
 
 STATE = "training_state"
@@ -201,15 +203,18 @@ class CheckpointWriter:
         the data; `val_loss` the validation loss at this step, if it was evaluated. Waits for the write
         before, if that is still going on. All ranks call it.
         """
-        if not accelerator.is_main_process:
+        if not (accelerator.is_main_process or is_sharded(accelerator)):
             return
         self._join()
-        plain = unwrap(accelerator, model)
-        tensors = {name: host_copy(tensor) for name, tensor in plain.state_dict().items()}
+        plain = full_model(accelerator, model)
+        states = optimizer_tensors(optimizer).items()
+        optimizer_state = {name: host_copy(tensor) for name, tensor in states}
+        if not accelerator.is_main_process:
+            return
         snapshot = Snapshot(
             step,
-            build(plain.config, tensors),
-            {name: host_copy(tensor) for name, tensor in optimizer_tensors(optimizer).items()},
+            plain,
+            optimizer_state,
             {
                 "step": step,
                 "optimizer": optimizer_name(optimizer),
@@ -268,9 +273,22 @@ class CheckpointWriter:
                 discard(path)
 
 
+def full_model(accelerator: Accelerator, model: torch.nn.Module) -> GPT:
+    """A copy of the prepared model in host memory. If it is sharded all ranks call this, each shard is
+    gathered, one tensor at a time, and only the main process keeps what it gets."""
+    plain = unwrap(accelerator, model)
+    tensors = {name: host_copy(tensor) for name, tensor in plain.state_dict().items()}
+    return build(plain.config, tensors)
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in memory of their own on the host."""
-    return tensor.detach().to("cpu", copy=True)
+    return whole(tensor).detach().to("cpu", copy=True)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, gathered from all ranks if it is sharded; then all ranks call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def step_of(checkpoint: Path) -> int:
@@ -387,9 +405,14 @@ def load_optimizer_tensors(
         states[name][kind] = tensor
     for name, parameter in zip(names, parameters, strict=True):
         for kind, tensor in states[name].items():
-            if tensor.ndim and tensor.shape != parameter.shape:
+            if tensor.ndim and isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                states[name][kind] = distribute_tensor(
+                    tensor.to(mesh.device_type), mesh, placements
+                )
+            elif tensor.ndim and tensor.shape != parameter.shape:
                 raise ValueError(
-                    f"{source} the state {kind} of {name} in the shape {tuple(tensor.shape)}, not "
+                    f"{source} has the state {kind} of {name} in the shape {tuple(tensor.shape)}, not "
                     f"{tuple(parameter.shape)}: resume with the settings of the first run"
                 )
     optimizer.load_state_dict(

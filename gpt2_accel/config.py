@@ -31,6 +31,16 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
+AUTO = 0
+
+
+class BatchSize(int):
+    """The type of `micro_batch_size`: a number, or `auto`, which is 0."""
+
+    def __new__(cls, text: str | int) -> int:
+        return int(AUTO if text == "auto" else text)
+
+
 @dataclass
 class TrainConfig:
     """All settings of a training run. The defaults are GPT-2 124M on 10B tokens, after the GPT-3 paper.
@@ -56,13 +66,22 @@ class TrainConfig:
     dropout: float = setting(0.0, "dropout of embeddings, attention and residuals")
 
     sequence_length: int | None = setting(None, "tokens per training sequence; default n_positions")
-    micro_batch_size: int = setting(8, "sequences per device and backward pass")
+    micro_batch_size: BatchSize = setting(
+        8, "sequences per device and backward pass; 'auto' (or 0) takes as many as fit in memory"
+    )
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
-    max_steps: int = setting(19073, "updates")
+    max_steps: int = setting(19073, "updates of the full batch")
+    ramp_tokens: int = setting(
+        0, "tokens over which the batch grows to its full size, as in the GPT-3 paper; 0 for none"
+    )
+    ramp_start: int = setting(32, "sequences of the first update of the ramp; it grows by as many")
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
     learning_rate: float = setting(6e-4, "peak learning rate")
-    lr_schedule: str = setting("cosine", "after the warmup: 'cosine', 'linear' or 'constant'")
+    lr_schedule: str = setting(
+        "cosine", "after the warmup: 'cosine', 'linear', 'wsd' (stable, then decay) or 'constant'"
+    )
+    decay_share: float = setting(0.2, "last share of the updates, in which 'wsd' decays")
     warmup_steps: int = setting(715, "updates of linear warmup")
     min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of the peak")
     weight_decay: float = setting(0.1, "decay of matrices and embeddings")
@@ -80,6 +99,9 @@ class TrainConfig:
     keep_last: int = setting(2, "newest checkpoints to keep")
     keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
     keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
+    patience: int = setting(
+        0, "end after so many evaluations in a row without a lower validation loss; 0 for never"
+    )
     max_hours: float | None = setting(None, "stop with a checkpoint after so many hours")
     max_bad_steps: int = setting(5, "stop after so many updates in a row that were not finite")
     spike_z: float = setting(
@@ -105,18 +127,22 @@ class TrainConfig:
     license: str | None = setting(None, "the model's licence in its card, such as 'mit'")
 
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
+    dry_run: bool = setting(False, "say what the run would take, and end")
+    eval_only: bool = setting(False, "evaluate the model on the validation data, and end")
+    profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
 
     def __post_init__(self) -> None:
         if self.sequence_length is None:
             self.sequence_length = self.n_positions
         positive = (
-            "sequence_length micro_batch_size total_batch_size max_steps log_every eval_tokens "
-            "sample_tokens keep_last max_bad_steps"
+            "sequence_length total_batch_size max_steps log_every eval_tokens sample_tokens keep_last "
+            "max_bad_steps ramp_start"
         )
         not_negative = (
             "learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm "
-            "eval_every sample_every save_every keep_every spike_z seed"
+            "eval_every sample_every save_every keep_every spike_z seed micro_batch_size patience "
+            "ramp_tokens decay_share profile"
         )
         for name in positive.split():
             if getattr(self, name) < 1:
@@ -128,6 +154,8 @@ class TrainConfig:
             raise ValueError(f"max_hours must be above 0, got {self.max_hours}")
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
+        if self.patience and not self.eval_every:
+            raise ValueError("patience needs evaluations: set eval_every above 0")
         choice_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,

@@ -1,4 +1,4 @@
-"""Which updates must not reach the weights."""
+"""Which updates must not reach the weights, and when there is nothing left to learn."""
 
 import math
 import statistics
@@ -57,3 +57,27 @@ class Guard:
     def load(self, state: dict) -> None:
         """Takes `state()` of an earlier run."""
         self.recent |= state.get("recent", {})
+
+
+class Patience:
+    """Ends a run whose validation loss has not improved in `limit` evaluations in a row; 0 never does."""
+
+    def __init__(self, limit: int = 0):
+        self.limit, self.waited = limit, 0
+        self.best: float | None = None
+
+    def exhausted(self, loss: float) -> bool:
+        """Takes note of an evaluation; returns whether it was one too many."""
+        if self.best is None or loss < self.best:
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+        return self.limit > 0 and self.waited >= self.limit
+
+    def state(self) -> dict:
+        """What a resume needs."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load(self, state: dict) -> None:
+        """Takes `state()` of an earlier run."""
+        self.best, self.waited = state.get("best"), state.get("waited", 0)

@@ -1,8 +1,11 @@
-"""What the launch gives: processes, devices, precision, compilation."""
+"""What the launch gives: processes, devices, precision, compilation, and whether they work."""
 
 import os
 import shutil
 import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +23,10 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    accelerator = Accelerator()
+    try:
+        accelerator = Accelerator()
+    except ValueError as error:  # such as fp16 on a CPU
+        raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:
         raise ValueError(
@@ -32,12 +38,97 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
             "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
             "accumulation follows from --total_batch_size"
         )
+    check_exchange(accelerator)
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+    if problem := slow_precision(accelerator.device, accelerator.mixed_precision):
+        accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin
-    needs_cpp = dynamo.backend == DynamoBackend.INDUCTOR and accelerator.device.type == "cpu"
-    if needs_cpp and not has_cpp_compiler():
-        accelerator.print("no C++ compiler found (install g++ or set CXX): running uncompiled")
+    if dynamo.backend == DynamoBackend.INDUCTOR and (problem := no_inductor(accelerator.device)):
+        accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
     return accelerator
+
+
+def check_exchange(accelerator: Accelerator) -> None:
+    """Lets the processes exchange something, before anything else is done; with several nodes says how fast.
+
+    Raises `RuntimeError` if the sum over all processes is not their number.
+    """
+    if accelerator.num_processes == 1:
+        return
+    ones = torch.ones((), device=accelerator.device)
+    if int(accelerator.reduce(ones, "sum")) != accelerator.num_processes:
+        raise RuntimeError(
+            f"{accelerator.num_processes} processes were started, but their sum of ones is another: check "
+            "that all of them have the same --main_process_ip and port"
+        )
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        speed = exchange_speed(accelerator)
+        accelerator.print(f"all-reduce between the nodes: {speed / 1e9:.1f} GB/s per process")
+
+
+def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5) -> float:
+    """Bytes per second that each process sends in a ring all-reduce of `size` bytes: the bus bandwidth that
+    NCCL's own tests report, 2 (n - 1) / n of the buffer for each exchange."""
+    n = accelerator.num_processes
+    buffer = torch.ones(size // 4, device=accelerator.device)
+    seconds = []
+    for _ in range(repeats + 1):
+        accelerator.wait_for_everyone()
+        begun = time.perf_counter()
+        torch.distributed.all_reduce(buffer)
+        buffer[0].item()  # waits for the device
+        buffer.fill_(1)
+        seconds.append(time.perf_counter() - begun)
+    return size * 2 * (n - 1) / n / min(seconds[1:])
+
+
+def slow_precision(device: torch.device, precision: str) -> str | None:
+    """What to say of a precision that the device can only emulate, None if it can do it."""
+    if precision == "bf16":
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(device)
+            return f"{name} emulates bf16, slowly: launch with --mixed_precision fp16"
+        if device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+            return "this CPU emulates bf16, slowly: launch with accelerate_configs/cpu.yaml"
+    if precision == "fp16" and device.type == "cpu":
+        return "CPUs have no fast fp16: launch with accelerate_configs/cpu.yaml"
+    return None
+
+
+def no_inductor(device: torch.device) -> str | None:
+    """Why inductor cannot compile for the device, None if it can."""
+    if device.type == "cpu" and not has_cpp_compiler():
+        return "no C++ compiler found (install g++ or set CXX)"
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 7:
+            return f"inductor needs compute capability 7.0, this GPU has {major}.{minor}"
+    if device.type == "mps":
+        return "inductor's support of Apple GPUs is not complete"
+    return None
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether the model is spread over the processes (FSDP2)."""
+    return accelerator.is_fsdp2
+
+
+def profiler(steps: int, run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
+    """A context that traces `steps` updates after the first five into `trace-<rank>.json`, for
+    https://ui.perfetto.dev; its `step()` is called after each update. With 0 it does nothing."""
+    if not steps:
+        return nullcontext(SimpleNamespace(step=lambda: None))
+    kinds = {torch.profiler.ProfilerActivity.CPU}
+    if accelerator.device.type == "cuda":
+        kinds.add(torch.profiler.ProfilerActivity.CUDA)
+    path = run_dir / f"trace-{accelerator.process_index}.json"
+    return torch.profiler.profile(
+        activities=kinds,
+        schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
 
 
 def close(accelerator: Accelerator) -> None:

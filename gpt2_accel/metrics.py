@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class RunLog:
     `status.json`: `running`, then `finished`, `stopped` or `failed` with the reason, and whether the run
     is to be started again.
 
-    `first_step` is the number of updates done before. `flops_per_second` is the peak of all devices
+    `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates. `flops_per_second` is the peak of all devices
     together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
 
     `results` holds the newest evaluations, `seconds` the time of training, that before a resume included.
@@ -88,14 +89,14 @@ class RunLog:
         *,
         first_step: int,
         max_steps: int,
-        tokens_per_update: int,
+        tokens_at: Callable[[int], int],
         flops_per_token: float,
         flops_per_second: float | None,
         enabled: bool = True,
     ):
         self.run_dir, self.enabled = Path(run_dir), enabled
         self.step, self.max_steps = first_step, max_steps
-        self.tokens_per_update, self.flops_per_token = tokens_per_update, flops_per_token
+        self.tokens_at, self.flops_per_token = tokens_at, flops_per_token
         self.flops_per_second = flops_per_second
         self._entry: dict[str, float] = {}
         self._training_tokens, self._training_seconds = 0, 0.0
@@ -135,7 +136,7 @@ class RunLog:
 
     def advance(self, step: int) -> None:
         """Moves the progress bar: `step` updates are done."""
-        self._training_tokens += (step - self.step) * self.tokens_per_update
+        self._training_tokens += self.tokens_at(step) - self.tokens_at(self.step)
         self.step = step
         self._bar.update()
         self._add_training_time()
@@ -197,7 +198,7 @@ class RunLog:
     def end_step(self) -> None:
         """Writes what was added since the last update as one line of `metrics.jsonl`."""
         if self.enabled and self._entry:
-            tokens = self.step * self.tokens_per_update
+            tokens = self.tokens_at(self.step)
             self._metrics.write({"step": self.step, "tokens": tokens, **self._entry})
         self._entry = {}
         self._clock = time.perf_counter()

@@ -1,31 +1,37 @@
-"""Optimizers and the learning-rate schedule.
+"""Optimizers, and the schedules of the learning rate and of the batch size.
 
-The schedule is a pure function of the step; the loop writes its value into the optimizer. So a
-resume needs nothing but the step, and no scheduler object has to be prepared or saved.
+Both schedules are pure functions, of the step and of the tokens before it; the loop writes the learning
+rate into the optimizer. So a resume needs nothing but the step, and no scheduler object has to be prepared
+or saved.
 """
 
+import bisect
 import math
 
 import torch
 from torch import nn
 
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def learning_rate(
-    step: int,
+    step: float,
     *,
     peak: float,
     schedule: str = "cosine",
     warmup_steps: int = 0,
     max_steps: int,
     min_ratio: float = 0.1,
+    decay_share: float = 0.2,
 ) -> float:
-    """The learning rate of update `step` (the first is 0).
+    """The learning rate of update `step` (the first is 0), counted in updates of the full batch: where the
+    batch is still smaller `step` is a fraction, and the rate a function of the tokens.
 
     Linear warmup over `warmup_steps`, in which update 0 already moves; then `cosine` or `linear` from
-    `peak` down to `min_ratio * peak` at `max_steps`, or `constant`.
+    `peak` down to `min_ratio * peak` at `max_steps`, or `constant`, or `wsd` (warmup, stable, decay:
+    Hägele et al., 2024, arXiv:2405.18392), which stays at the peak and falls, by their 1 - sqrt, in the last
+    `decay_share` of all steps.
 
     Raises `ValueError` for an unknown `schedule`.
     """
@@ -34,12 +40,57 @@ def learning_rate(
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
+    decay_steps = max(decay_share * max_steps, 1)
+    decayed = min(max((step - (max_steps - decay_steps)) / decay_steps, 0.0), 1.0)
     remaining = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,
+        "wsd": 1 - math.sqrt(decayed),
         "constant": 1.0,
     }[schedule]
     return peak * (min_ratio + (1 - min_ratio) * remaining)
+
+
+class BatchSchedule:
+    """How many sequences each update has: `full`, or at first fewer.
+
+    With `ramp_sequences` the batch grows linearly with the sequences seen, from `start` to `full` over so
+    many of them, in multiples of `start` (the GPT-3 paper, Brown et al., 2020, appendix B: from 32k tokens
+    over the first 4 to 12 billion). The same on any number of processes.
+
+    Raises `ValueError` if `full` is not a multiple of `start`.
+    """
+
+    def __init__(self, full: int, start: int = 1, ramp_sequences: int = 0):
+        if ramp_sequences and full % start:
+            raise ValueError(
+                f"the ramp begins with {start} sequences an update, which does not divide the full "
+                f"{full}: set --ramp_start so that it does"
+            )
+        self.full = full
+        self.before = [0]  # sequences before each update of the ramp, and before the first full one
+        while self.before[-1] < ramp_sequences:
+            seen = self.before[-1]
+            size = start + (full - start) * seen // ramp_sequences
+            self.before.append(seen + size // start * start)
+
+    def first(self, step: int) -> int:
+        """The number of sequences before update `step`."""
+        ramp = len(self.before) - 1
+        if step <= ramp:
+            return self.before[step]
+        return self.before[-1] + (step - ramp) * self.full
+
+    def sequences(self, step: int) -> int:
+        """The number of sequences of update `step`."""
+        return self.first(step + 1) - self.first(step)
+
+    def updates(self, full_updates: int) -> int:
+        """How many updates see at least as many sequences as so many full ones."""
+        wanted = full_updates * self.full
+        if wanted <= self.before[-1]:
+            return bisect.bisect_left(self.before, wanted)
+        return len(self.before) - 1 + -(-(wanted - self.before[-1]) // self.full)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

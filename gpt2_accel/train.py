@@ -1,5 +1,6 @@
 """The training loop. Read `train` from top to bottom; the rest of the file is what it calls."""
 
+import json
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
@@ -9,29 +10,40 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel.build import (
+    build_batch_schedule,
+    build_loaders,
+    build_model,
+    build_tokenizer,
+    check_data,
+    document_separator,
+)
 from gpt2_accel.checkpoint import (
     CheckpointWriter,
     clean_up,
     find_checkpoint,
+    full_model,
     list_checkpoints,
     load_training_state,
     unwrap,
+    whole,
 )
-from gpt2_accel.config import TrainConfig
-from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64, open_split
-from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
+from gpt2_accel.config import AUTO, TrainConfig
+from gpt2_accel.convert import save_pretrained
+from gpt2_accel.data.loader import TrainLoader, hash64
+from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.dry_run import describe_run
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import exclusive
+from gpt2_accel.fit import fitting_batch_size
 from gpt2_accel.generate import complete
-from gpt2_accel.guard import Guard
+from gpt2_accel.guard import Guard, Patience
 from gpt2_accel.hub import Training, Uploads, check_repo_id
-from gpt2_accel.launch import build_accelerator, close
+from gpt2_accel.launch import build_accelerator, close, is_sharded, profiler
 from gpt2_accel.metrics import RunLog, peak_flops
-from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
-from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.model import GPTConfig, flops_per_token, parameter_count
+from gpt2_accel.optim import BatchSchedule, build_optimizer, learning_rate, set_learning_rate
 from gpt2_accel.stopping import StopRequest
-from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
 
 
 def train(config: TrainConfig) -> bool:
@@ -45,10 +57,12 @@ def train(config: TrainConfig) -> bool:
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
     accelerator = build_accelerator(config.deterministic)
+    if config.dry_run:
+        accelerator.print(describe_run(config, accelerator))
+        return False
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
-    train_loader, val_loader = build_loaders(config, accelerator)
-    tokenizer = load_data_tokenizer(config.data_dir)
+    tokenizer = build_tokenizer(config)
     torch.manual_seed(config.seed)
     model = build_model(config, len(tokenizer), checkpoint)
     optimizer = build_optimizer(
@@ -62,19 +76,31 @@ def train(config: TrainConfig) -> bool:
     if config.document_mask:
         model.separator = document_separator(config.data_dir)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard, step = Guard(config.spike_z), 0
+    if config.micro_batch_size == AUTO:
+        config.micro_batch_size = fitting_batch_size(config, accelerator, model)
+    schedule = build_batch_schedule(config, accelerator)
+    train_loader, val_loader = build_loaders(config, accelerator)
+    if config.eval_only:
+        results = validation_loss(accelerator, model, val_loader)
+        accelerator.print(json.dumps(results))
+        close(accelerator)
+        return False
+    guard, patience, step = Guard(config.spike_z), Patience(config.patience), 0
     if checkpoint is not None:
         state = load_training_state(checkpoint, accelerator, optimizer)
         check_data(config, state["data"], checkpoint)
         guard.load(state["guard"])
+        patience.load(state["guard"])
         step = state["step"]
+    updates = schedule.updates(config.max_steps)  # more than max_steps if some are smaller
     model.train()
 
     with (
         hold_folder(run_dir, accelerator),
         StopRequest(config.max_hours) as stop,
-        start_log(config, gpt_config, accelerator, train_loader, step) as log,
+        start_log(config, gpt_config, accelerator, train_loader, schedule, step) as log,
         start_uploads(config, accelerator, log) as uploads,
+        profiler(config.profile, run_dir, accelerator) as profile,
     ):
         writer = start_writer(config, tokenizer, log, uploads)
         if checkpoint is not None and accelerator.is_main_process:
@@ -87,25 +113,27 @@ def train(config: TrainConfig) -> bool:
                 model,
                 optimizer,
                 describe_training(config, accelerator, log),
-                guard=guard.state(),
+                guard=guard.state() | patience.state(),
                 data=data_fingerprint(config.data_dir),
                 val_loss=log.at_this_step("val/loss"),
             )
 
-        stopping = diverged = False
-        while step < config.max_steps and not stopping and not diverged:
+        stopping = diverged = converged = False
+        while step < updates and not (stopping or diverged or converged):
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
+            first, sequences = schedule.first(step), schedule.sequences(step)
             lr = learning_rate(
-                step,
+                first / schedule.full,
                 peak=config.learning_rate,
                 schedule=config.lr_schedule,
                 warmup_steps=config.warmup_steps,
                 max_steps=config.max_steps,
                 min_ratio=config.min_lr_ratio,
+                decay_share=config.decay_share,
             )
             set_learning_rate(optimizer, lr)
             torch.manual_seed(int(hash64(config.seed, step, accelerator.process_index)[0]))
-            loss = accumulate_gradients(accelerator, model, train_loader, step)
+            loss = accumulate_gradients(accelerator, model, train_loader, first, sequences)
             grad_norm = accelerator.clip_grad_norm_(
                 model.parameters(), config.max_grad_norm or math.inf
             )
@@ -120,22 +148,24 @@ def train(config: TrainConfig) -> bool:
 
             log.advance(step)
             if problem is not None:
-                log.skipped(problem, train_loader.samples(step - 1))
+                log.skipped(problem, train_loader.samples(first, sequences))
                 diverged = guard.bad_in_a_row == config.max_bad_steps
-            elif due(config.log_every, step, config.max_steps):
+            elif due(config.log_every, step, updates):
                 log.training(loss, grad_norm, lr)
-            if due(config.eval_every, step, config.max_steps) and not stopping:
+            if due(config.eval_every, step, updates) and not stopping:
                 results = validation_loss(
                     accelerator, model, val_loader, lambda: to_stop(accelerator, stop)
                 )
                 stopping = not results
                 log.evaluation(results)
-            if due(config.sample_every, step, config.max_steps) and not stopping:
+                converged = bool(results) and patience.exhausted(results["val/loss"])
+            if due(config.sample_every, step, updates) and not stopping:
                 write_samples(config, accelerator, model, tokenizer, log)
-            last = stopping or step == config.max_steps
-            if (last or due(config.save_every, step, config.max_steps)) and not diverged:
+            last = stopping or converged or step == updates
+            if (last or due(config.save_every, step, updates)) and not diverged:
                 save(step)
             log.end_step()
+            profile.step()
 
         if diverged:
             # The weights are those from before the first of the bad updates.
@@ -147,14 +177,19 @@ def train(config: TrainConfig) -> bool:
                 f"the samples that {run_dir / 'metrics.jsonl'} names"
             )
         writer.wait()
-        if step < config.max_steps:
+        if converged:
+            log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
+        finished = converged or step == updates
+        if not finished:
             log.stopped(stop.reason or "a signal to another process", stop.requeue)
-        elif accelerator.is_main_process:
-            training = describe_training(config, accelerator, log)
-            save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
-            uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
+        else:
+            plain = full_model(accelerator, model)
+            if accelerator.is_main_process:
+                training = describe_training(config, accelerator, log)
+                save_pretrained(plain, run_dir, tokenizer, training=training)
+                uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
     close(accelerator)
-    return step == config.max_steps
+    return finished
 
 
 def agree(
@@ -166,7 +201,7 @@ def agree(
     """
     flag = torch.full_like(loss, float(stop.reason is not None))
     mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
-    loss_value, norm_value, flag_value = torch.stack((mean_loss, grad_norm, flags)).tolist()
+    loss_value, norm_value, flag_value = torch.stack((mean_loss, whole(grad_norm), flags)).tolist()
     return loss_value, norm_value, flag_value > 0
 
 
@@ -203,118 +238,17 @@ def start_writer(
     )
 
 
-def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
-    """Raises `ValueError` if the data is not what the checkpoint was trained on."""
-    if fingerprint != data_fingerprint(config.data_dir) and not config.ignore_changes:
-        raise ValueError(
-            f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
-            "or --ignore_changes to go on with this"
-        )
-
-
-def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> GPT:
-    """A new model, or the one of the checkpoint, or of `config.init_from`.
-
-    Raises `ValueError` if it does not fit the data's tokenizer or the sequence length, or if the
-    checkpoint's model is not the configured one.
-    """
-    source = checkpoint or config.init_from
-    if source is not None:
-        source = local_directory(source)
-        model = from_pretrained(source, config.dropout)
-    if config.init_from is None:
-        names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
-        shape = GPTConfig(vocab_size, **{name: getattr(config, name) for name in names})
-        if source is None:
-            model = GPT(shape)
-        elif model.config != shape and not config.ignore_changes:
-            raise ValueError(
-                f"{source} holds {model.config}, but the settings say {shape}: resume with the "
-                "settings of the first run, which are in its config.yaml, or with --ignore_changes"
-            )
-    if model.config.vocab_size != vocab_size:
-        raise ValueError(
-            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
-            f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
-            "another --data_dir"
-        )
-    if source and (source / "tokenizer.json").exists() and not config.ignore_changes:
-        expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
-        if fingerprint(load_tokenizer(source)) != expected:
-            raise ValueError(
-                f"{config.data_dir} was tokenized with another tokenizer than that of {source}: prepare "
-                "the text with the model's tokenizer, in another --data_dir"
-            )
-    if config.sequence_length > model.config.n_positions:
-        raise ValueError(
-            f"sequence_length ({config.sequence_length}) exceeds n_positions "
-            f"({model.config.n_positions}): lower the one or raise the other"
-        )
-    return model
-
-
-def document_separator(data_dir: str) -> int:
-    """The token that begins each document of the data. Raises `ValueError` if it has none."""
-    separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
-    if separator is None:
-        raise ValueError(
-            f"document_mask needs data whose documents are separated, but the tokenizer of {data_dir} has "
-            "no <|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
-        )
-    return separator
-
-
-def build_loaders(
-    config: TrainConfig, accelerator: Accelerator
-) -> tuple[TrainLoader, EvalLoader | None]:
-    """This rank's share of the training and the validation data, None where nothing is evaluated.
-
-    The micro-batches of an update follow from the total batch size.
-    Raises `ValueError` if they do not come out even, and what `TokenStream` raises.
-    """
-    tokens = config.micro_batch_size * config.sequence_length * accelerator.num_processes
-    if config.total_batch_size % tokens:
-        nearest = max(1, round(config.total_batch_size / tokens)) * tokens
-        raise ValueError(
-            f"total_batch_size ({config.total_batch_size} tokens) is not a multiple of "
-            f"micro_batch_size x sequence_length x processes = {config.micro_batch_size} x "
-            f"{config.sequence_length} x {accelerator.num_processes} = {tokens}: try {nearest}"
-        )
-    if config.verify_data:
-        verify_data(config.data_dir)
-    share = {
-        "sequence_length": config.sequence_length,
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-        "device": accelerator.device,
-    }
-    train_loader = TrainLoader(
-        open_split(config.data_dir, "train"),
-        micro_batch_size=config.micro_batch_size,
-        sequences_per_update=config.total_batch_size // config.sequence_length,
-        seed=config.seed,
-        **share,
-    )
-    if not config.eval_every:
-        return train_loader, None
-    val_loader = EvalLoader(
-        open_split(config.data_dir, "val"),
-        batch_size=config.micro_batch_size,
-        max_tokens=config.eval_tokens,
-        **share,
-    )
-    return train_loader, val_loader
-
-
 def start_log(
     config: TrainConfig,
     gpt_config: GPTConfig,
     accelerator: Accelerator,
     loader: TrainLoader,
+    schedule: BatchSchedule,
     step: int,
 ) -> RunLog:
     """Creates the run's folder, writes its settings there and says what is about to run."""
     flops = flops_per_token(gpt_config, config.sequence_length)
+    updates = schedule.updates(config.max_steps)
     peak = None
     if accelerator.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
@@ -325,24 +259,37 @@ def start_log(
     accelerator.print(
         f"{parameter_count(gpt_config):,} parameters on {accelerator.num_processes} x "
         f"{accelerator.device.type}, precision {accelerator.mixed_precision}, compile backend "
-        f"{accelerator.state.dynamo_plugin.backend.value.lower()}\n"
-        f"{config.total_batch_size:,} tokens per update = {loader.micro_batches} micro-batches x "
-        f"{accelerator.num_processes} processes x {config.micro_batch_size} sequences x "
-        f"{config.sequence_length} tokens; {loader.windows:,} sequences per epoch\n"
+        f"{accelerator.state.dynamo_plugin.backend.value.lower()}"
+        f"{', sharded by FSDP2' if is_sharded(accelerator) else ''}\n"
+        f"{describe_batch(config, accelerator, loader, schedule)}; {loader.windows:,} sequences per epoch\n"
         + (
-            f"updates {step:,} to {config.max_steps:,}, into {config.output_dir}"
-            if step < config.max_steps
-            else f"{config.output_dir} has all {config.max_steps:,} updates: nothing left to train"
+            f"updates {step:,} to {updates:,}, into {config.output_dir}"
+            if step < updates
+            else f"{config.output_dir} has all {updates:,} updates: nothing left to train"
         )
     )
     return RunLog(
         config.output_dir,
         first_step=step,
-        max_steps=config.max_steps,
-        tokens_per_update=config.total_batch_size,
+        max_steps=updates,
+        tokens_at=lambda step: schedule.first(step) * config.sequence_length,
         flops_per_token=flops,
         flops_per_second=peak and peak * accelerator.num_processes,
         enabled=accelerator.is_main_process,
+    )
+
+
+def describe_batch(
+    config: TrainConfig, accelerator: Accelerator, loader: TrainLoader, schedule: BatchSchedule
+) -> str:
+    """How the tokens of a full update are spread."""
+    size, count = loader.micro_batches(schedule.full)
+    ramp = ""
+    if config.ramp_tokens:
+        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
+    return (
+        f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
+        f"{accelerator.num_processes} processes x {size} sequences x {config.sequence_length} tokens{ramp}"
     )
 
 
@@ -363,7 +310,7 @@ def describe_training(config: TrainConfig, accelerator: Accelerator, log: RunLog
     if device == "cuda":
         device = torch.cuda.get_device_name(accelerator.device)
     manifest = read_manifest(config.data_dir)
-    tokens = log.step * config.total_batch_size
+    tokens = log.tokens_at(log.step)
     return Training(
         settings=asdict(config),
         data=f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
@@ -376,17 +323,22 @@ def describe_training(config: TrainConfig, accelerator: Accelerator, log: RunLog
 
 
 def accumulate_gradients(
-    accelerator: Accelerator, model: torch.nn.Module, loader: TrainLoader, step: int
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    loader: TrainLoader,
+    first: int,
+    sequences: int,
 ) -> torch.Tensor:
-    """Backward over this rank's micro-batches of one update; returns their mean loss, a scalar.
+    """Backward over this rank's micro-batches of the update that has `sequences` sequences from position
+    `first` on; returns their mean loss, a scalar.
 
     Ranks exchange gradients in the last backward only.
     """
+    _, count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
-    for number, (input_ids, targets) in enumerate(loader.update(step), start=1):
-        last = number == loader.micro_batches
-        with nullcontext() if last else accelerator.no_sync(model):
-            loss = model(input_ids, targets) / loader.micro_batches
+    for number, (input_ids, targets) in enumerate(loader.update(first, sequences), start=1):
+        with nullcontext() if number == count else accelerator.no_sync(model):
+            loss = model(input_ids, targets) / count
             accelerator.backward(loss)
         total += loss.detach()
     return total
@@ -399,8 +351,8 @@ def write_samples(
     tokenizer: PreTrainedTokenizerBase,
     log: RunLog,
 ) -> None:
-    """Continues each of the run's prompts; on the main process only."""
-    if accelerator.is_main_process:
+    """Continues each of the run's prompts; on the main process only, unless the model is sharded."""
+    if accelerator.is_main_process or is_sharded(accelerator):
         for prompt in config.sample_prompts:
             plain = unwrap(accelerator, model)
             [text] = complete(

@@ -78,7 +78,7 @@ def test_neighbours_in_the_order_are_far_apart_and_reads_stay_within_a_group():
 
 
 def loader(data_dir, **changes):
-    settings = {"sequence_length": 16, "micro_batch_size": 2, "sequences_per_update": 8, "seed": 1}
+    settings = {"sequence_length": 16, "micro_batch_size": 2, "seed": 1}
     return TrainLoader(open_split(data_dir, "train"), **{**settings, **changes})
 
 
@@ -87,7 +87,7 @@ def rows(batches):
 
 
 def test_targets_are_the_inputs_shifted(data_dir):
-    for input_ids, targets in loader(data_dir).update(0):
+    for input_ids, targets in loader(data_dir).update(0, 8):
         assert input_ids.shape == targets.shape == (2, 16)
         assert torch.equal(input_ids[:, 1:], targets[:, :-1])
 
@@ -101,19 +101,19 @@ def test_every_split_of_an_update_reads_the_same_sequences(data_dir, world_size,
             list(
                 loader(
                     data_dir, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
-                ).update(step)
+                ).update(8 * step, 8)
             )
             for rank in range(world_size)
         ]
         got = rows(batch for part in parts for batch in part).tolist()
-        expected = rows(loader(data_dir).update(step)).tolist()
+        expected = rows(loader(data_dir).update(8 * step, 8)).tolist()
         assert sorted(got) == sorted(expected)
 
 
 def test_an_epoch_reads_every_window_once(data_dir):
-    one = loader(data_dir, micro_batch_size=1, sequences_per_update=1)
+    one = loader(data_dir, micro_batch_size=1)
     stream = TokenStream(data_dir, "train")
-    epoch = [rows(one.update(step))[0].tolist() for step in range(one.windows)]
+    epoch = [rows(one.update(step, 1))[0].tolist() for step in range(one.windows)]
     every = [stream.read(i * 16, 16).tolist() for i in range(one.windows)]
     assert sorted(epoch) == sorted(every)
     assert epoch != every
@@ -245,7 +245,7 @@ def test_a_token_beyond_the_vocabulary_is_named(copied):
     entry["shards"] = [write_shard(copied / "train_000000.bin", [300] * entry["tokens"])]
     (copied / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"train_000000.bin holds the token id 300.*257"):
-        list(loader(copied).update(0))
+        list(loader(copied).update(0, 8))
 
 
 def test_a_missing_split_manifest_or_shard_is_named(copied):

@@ -9,7 +9,10 @@ ALLOWED = {
     "__init__": {"convert", "model"},
     "files": set(),
     "guard": set(),
+    "build": {"config", "convert", "data/loader", "data/shards", "model", "optim", "tokenizer"},
     "launch": set(),
+    "dry_run": {"build", "config", "data/shards", "launch", "metrics", "model"},
+    "fit": {"config", "dry_run", "launch", "model"},
     "stopping": set(),
     "cli": set(),
     "model": set(),
@@ -31,11 +34,11 @@ ALLOWED = {
     "neighbours": {"convert", "model", "weights"},
     "weights": set(),
     "generate": {"model", "tokenizer"},
-    "checkpoint": {"convert", "files", "hub", "model"},
+    "checkpoint": {"convert", "files", "hub", "launch", "model"},
     "evals/__init__": set(),
     "evals/validation": {"data/loader"},
 }
-KNOW_ACCELERATE = {"train", "launch", "checkpoint", "evals/validation"}
+KNOW_ACCELERATE = {"train", "build", "dry_run", "fit", "launch", "checkpoint", "evals/validation"}
 
 
 def imports(path):

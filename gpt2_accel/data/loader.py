@@ -1,9 +1,9 @@
 """Which tokens each update trains on, as a function of the seed and the step.
 
 A sample is a window of `sequence_length` tokens and the one that follows. Its place in the training
-order is computed, not remembered: no shuffle buffer, no index in memory, no state to save. Update
-`step` reads positions [step·S, (step+1)·S) of the order, S being the sequences of one update over all
-ranks, whatever the number of ranks and the micro-batch size.
+order is computed, not remembered: no shuffle buffer, no index in memory, no state to save. One update
+after another reads the next positions of the order, over all ranks, whatever the number of ranks and the
+micro-batch size.
 
 Of a mixture of data sets each has an order of its own; which of them stands at a position is a function
 too, that of the weights (`Mixture`).
@@ -178,11 +178,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class TrainLoader:
-    """The batches of one rank, by step; `parts` are data sets with their shares (`open_split`).
+    """The batches of one rank; `parts` are data sets with their shares (`open_split`).
 
-    `micro_batch_size` and `sequences_per_update` count sequences: the former per rank and backward,
-    the latter over all ranks and micro-batches of one update. `micro_batches` is how many of them a
-        Raises `ValueError` if the split is shorter than one sequence.
+    `micro_batch_size` counts the sequences of a rank and a backward. `windows` is how many sequences there
+    are, before any comes again.
+
+    Raises `ValueError` if the split is shorter than one sequence.
     """
 
     def __init__(
@@ -191,37 +192,46 @@ class TrainLoader:
         *,
         sequence_length: int,
         micro_batch_size: int,
-        sequences_per_update: int,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.micro_batches, rest = divmod(sequences_per_update, micro_batch_size * world_size)
-        assert self.micro_batches and not rest, (sequences_per_update, micro_batch_size, world_size)
         self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
         self.mixture = Mixture([share for _, share in parts], seed)
-        self.micro_batch_size, self.sequences_per_update = micro_batch_size, sequences_per_update
+        self.micro_batch_size = micro_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device = torch.device(device)
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.windows = sum(self.set_windows)
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
-    def update(self, step: int) -> Iterator[Batch]:
-        """The micro-batches of update `step`: `(input_ids, targets)`, each (micro_batch_size,
-        sequence_length) int64 on the loader's device."""
-        for number in range(self.micro_batches):
-            slot = number * self.world_size + self.rank
-            first = step * self.sequences_per_update + slot * self.micro_batch_size
-            samples = self.order(np.arange(first, first + self.micro_batch_size))
+    def micro_batches(self, sequences: int) -> tuple[int, int]:
+        """How one rank's part of `sequences` falls into micro-batches: their size and number.
+
+        The size is `micro_batch_size`, halved until it fits, so that compiled code sees few shapes.
+        """
+        own, rest = divmod(sequences, self.world_size)
+        assert own and not rest, (sequences, self.world_size)
+        size = self.micro_batch_size
+        while own % size:
+            size = max(size // 2, 1)
+        return size, own // size
+
+    def update(self, first: int, sequences: int) -> Iterator[Batch]:
+        """The micro-batches of an update on `sequences` sequences, over all ranks, from the position `first`
+        of the order on: `(input_ids, targets)`, each (micro-batch, sequence_length) int64 on the loader's
+        device."""
+        size, count = self.micro_batches(sequences)
+        for number in range(count):
+            begin = first + (number * self.world_size + self.rank) * size
+            samples = self.order(np.arange(begin, begin + size))
             yield to_device(read_windows(self.streams, samples, self.sequence_length), self.device)
 
-    def samples(self, step: int) -> list[int] | list[list[int]]:
-        """The numbers of the windows that update `step` trains on, over all ranks; of a mixture each as
-        [number of the data set, of the window]."""
-        first = step * self.sequences_per_update
-        samples = self.order(np.arange(first, first + self.sequences_per_update))
+    def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
+        """The numbers of the windows of such an update; of a mixture each as [number of the data set, of
+        the window]."""
+        samples = self.order(np.arange(first, first + sequences))
         return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
 
     def order(self, positions: np.ndarray) -> np.ndarray:

@@ -1,0 +1,35 @@
+"""Train GPT-2 774M from nothing: `pretrain_124m.py` in another size, where all is explained.
+
+    python recipes/prepare_data.py fineweb-edu --config sample-100BT --data_dir data/fineweb_edu_100bt
+    accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_774m.py
+
+Batch: 8 sequences x 1,024 tokens x 8 GPUs x 8 micro-batches = 524,288 tokens per update; 57,220 updates,
+30.0B tokens. Settings: the GPT-3 paper's for its large model, peak learning rate 2.5e-4.
+Expected: to near OpenAI's 774M, HellaSwag .4320 per token (measured by llm.c). Not run in full here.
+"""
+
+from dataclasses import dataclass
+
+from pretrain_124m import Pretrain124M, main
+
+from gpt2_accel import cli
+
+
+@dataclass
+class Pretrain774M(Pretrain124M):
+    data_dir: str = "data/fineweb_edu_100bt"
+    output_dir: str = "runs/pretrain_774m"
+
+    n_layer: int = 36
+    n_head: int = 20
+    n_embd: int = 1280
+
+    micro_batch_size: int = 8
+    total_batch_size: int = 524_288
+    max_steps: int = 57_220
+
+    learning_rate: float = 2.5e-4
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(Pretrain774M))
