@@ -9,6 +9,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, local_directory
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
+from gpt2_accel.launch import is_sharded
 from gpt2_accel.model import GPT, GPTConfig
 from gpt2_accel.optim import BatchSchedule
 from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
@@ -79,6 +80,15 @@ def document_separator(data_dir: str) -> int:
             "no <|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
         )
     return separator
+
+
+def check_optimizer(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises `ValueError` if the optimizer cannot work on the shards of a model."""
+    if config.optimizer == "muon" and is_sharded(accelerator):
+        raise ValueError(
+            "muon works on whole matrices, and FSDP2 leaves each process a part of them: use --optimizer "
+            "adamw, or a config without FSDP"
+        )
 
 
 def build_batch_schedule(config: TrainConfig, accelerator: Accelerator) -> BatchSchedule:

@@ -34,11 +34,9 @@ def required(help: str) -> Any:
 AUTO = 0
 
 
-class BatchSize(int):
-    """The type of `micro_batch_size`: a number, or `auto`, which is 0."""
-
-    def __new__(cls, text: str | int) -> int:
-        return int(AUTO if text == "auto" else text)
+def batch_size(text: str) -> int:
+    """The value of `micro_batch_size` on a command line: a number, or `auto`, which is 0."""
+    return AUTO if text == "auto" else int(text)
 
 
 @dataclass
@@ -66,7 +64,7 @@ class TrainConfig:
     dropout: float = setting(0.0, "dropout of embeddings, attention and residuals")
 
     sequence_length: int | None = setting(None, "tokens per training sequence; default n_positions")
-    micro_batch_size: BatchSize = setting(
+    micro_batch_size: int = setting(
         8, "sequences per device and backward pass; 'auto' (or 0) takes as many as fit in memory"
     )
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
@@ -186,6 +184,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
     parser = HfArgumentParser(config_class, parents=[file_option], allow_abbrev=False)
     parser.error = raise_value_error
+    for action in parser._actions:
+        if action.dest == "micro_batch_size":
+            action.type = batch_size
     hints = get_type_hints(config_class)
     path = file_option.parse_known_args(args)[0].config
     if path is not None:

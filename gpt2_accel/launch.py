@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 
 
 def build_accelerator(deterministic: bool = False) -> Accelerator:
@@ -48,6 +48,12 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
     return accelerator
+
+
+def processes() -> PartialState:
+    """Accelerate's view of the processes, for what a recipe does before it trains, such as
+    `with processes().main_process_first():`. `PartialState()` alone would not see those of a CPU."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 def check_exchange(accelerator: Accelerator) -> None:

@@ -16,6 +16,7 @@ from gpt2_accel.build import (
     build_model,
     build_tokenizer,
     check_data,
+    check_optimizer,
     document_separator,
 )
 from gpt2_accel.checkpoint import (
@@ -60,6 +61,7 @@ def train(config: TrainConfig) -> bool:
     if config.dry_run:
         accelerator.print(describe_run(config, accelerator))
         return False
+    check_optimizer(config, accelerator)
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
     tokenizer = build_tokenizer(config)
@@ -187,7 +189,8 @@ def train(config: TrainConfig) -> bool:
             if accelerator.is_main_process:
                 training = describe_training(config, accelerator, log)
                 save_pretrained(plain, run_dir, tokenizer, training=training)
-                uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
+                newest = (list_checkpoints(run_dir) or [checkpoint])[-1]
+                uploads.push(run_dir, newest, final=True)
     close(accelerator)
     return finished
 

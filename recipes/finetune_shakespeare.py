@@ -17,14 +17,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import PartialState
-
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.convert import local_directory
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
 from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.launch import processes
 from gpt2_accel.tokenizer import load_tokenizer
 from gpt2_accel.train import train
 
@@ -36,11 +35,11 @@ class FinetuneShakespeare(TrainConfig):
     data_dir: str = "data/shakespeare"
     output_dir: str = "runs/finetune_shakespeare"
     init_from: str | None = setting(
-        "openai-community/gpt2-xl", "HF GPT-2 directory or Hub id to start from; gpt2 is the smallest"
+        "openai-community/gpt2-xl",
+        "HF GPT-2 directory or Hub id to start from; gpt2 is the smallest",
     )
     dropout: float = 0.1
 
-    sequence_length: int | None = setting(None, "tokens per training sequence; default the model's")
     micro_batch_size: int = 1
     total_batch_size: int = 32 * 1024
     max_steps: int = 100
@@ -66,15 +65,20 @@ def prepare_text(config: FinetuneShakespeare) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     tokenizer = load_tokenizer(local_directory(config.init_from))
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    prepare(splits, tokenizer, config.data_dir, source=f"{config.input or 'tiny Shakespeare'}, SHA-256 {digest}")
+    prepare(
+        splits,
+        tokenizer,
+        config.data_dir,
+        source=f"{config.input or 'tiny Shakespeare'}, SHA-256 {digest}",
+    )
 
 
 def main() -> None:
     config = parse_config(FinetuneShakespeare)
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         prepare_text(config)
     if train(config):
-        PartialState().print(f"\nThe model of lowest validation loss is in {config.output_dir}/best")
+        processes().print(f"\nThe model of lowest validation loss is in {config.output_dir}/best")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import PartialState
-
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.convert import local_directory
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
 from gpt2_accel.data.sources import held_out, read_text, text_files
+from gpt2_accel.launch import processes
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 
@@ -76,13 +75,13 @@ def prepare_corpus(config: Quickstart) -> None:
 
 def main() -> None:
     config = parse_config(Quickstart)
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         if not (Path(config.data_dir) / MANIFEST).exists():
             prepare_corpus(config)
     if not train(config):
         return
     python = os.path.relpath(sys.executable)
-    PartialState().print(
+    processes().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
         f"  {python} recipes/sample.py --model {config.output_dir} --prompt 'def '\n"
         f'  {python} -c "from transformers import pipeline; '

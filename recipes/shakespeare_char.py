@@ -13,13 +13,12 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import PartialState
-
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.launch import processes
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
@@ -88,7 +87,7 @@ def main() -> None:
     config = parse_config(ShakespeareChar)
     if config.cpu_settings:
         config = parse_config(ShakespeareCharOnCPU)
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         prepare_text(config)
     train(config)
 

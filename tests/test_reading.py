@@ -317,10 +317,10 @@ def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     speeds = []
-    for repeat in range(4):  # the first touches the pages
+    for _ in range(4):  # the first touches the pages
         begun = time.process_time()
         for step in range(32):
-            for _ in loader.update(256 * step, 256):
+            for _batch in loader.update(256 * step, 256):
                 pass
         speeds.append(32 * 256 * 1024 / (time.process_time() - begun))
     torch.set_num_threads(threads)

@@ -261,9 +261,9 @@ class TrainLoader:
 class EvalLoader:
     """The windows of a split in order, each on exactly one rank, as full batches of one shape.
 
-    Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`. The
-    last batch is filled up with copies whose targets are -100, so that compiled code sees one shape.
-    `rounds` is the number of batches of the rank that has most.
+    Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`: `rounds`
+    of them on every rank, since a sharded model takes all ranks to run. What is missing is filled up with
+    windows whose targets are -100.
 
     `max_tokens` bounds the windows over all ranks; of a mixture each data set has its share of that. At
     least one window of each is read. `bytes_per_token` is that of the text behind them, None if not known.
@@ -303,8 +303,8 @@ class EvalLoader:
         self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.mine), self.batch_size):
-            samples = self.mine[start : start + self.batch_size]
+        for number in range(self.rounds):
+            samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             filled = np.resize(samples, (self.batch_size, 2))
             input_ids, targets = read_windows(self.streams, filled, self.sequence_length)
             targets[len(samples) :] = -100

@@ -1,6 +1,5 @@
 """Validation loss over a fixed set of windows."""
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -27,14 +26,13 @@ def validation_loss(
     """
     model.eval()
     totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
-    batches = iter(loader)
-    for _ in range(loader.rounds):
+    for input_ids, targets in loader:
         if interrupted():
             model.train()
             return {}
-        for input_ids, targets in itertools.islice(batches, 1):  # none where a rank has fewer
-            tokens = (targets != -100).sum()
-            totals += torch.stack((model(input_ids, targets) * tokens, tokens))
+        tokens = (targets != -100).sum()
+        nats = torch.where(tokens > 0, model(input_ids, targets) * tokens, 0.0)  # without any: NaN
+        totals += torch.stack((nats, tokens))
     model.train()
     nats, tokens = accelerator.reduce(totals, "sum").tolist()
     loss = nats / tokens
