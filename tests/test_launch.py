@@ -298,7 +298,7 @@ def test_finetuning_ends_early_and_keeps_the_best(tmp_path):
     (tmp_path / "play.txt").write_text(make_text(2000, 5))
     flags = f"--input {tmp_path}/play.txt --init_from {tmp_path}/start --data_dir {tmp_path}/data "
     flags += (
-        f"--output_dir {tmp_path}/run --micro_batch_size 4 --total_batch_size 128 --eval_every 2 "
+        f"--output_dir {tmp_path}/run --micro_batch_size 2 --total_batch_size 128 --eval_every 2 "
     )
     flags += "--save_every 2 --sequence_length 32 --learning_rate 0.3 --max_steps 60 --sample_every 0 --eval_tokens 2048"
     done = launch("recipes/finetune_shakespeare.py", *flags.split(), processes=2)
