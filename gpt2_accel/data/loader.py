@@ -176,7 +176,8 @@ class EvalLoader:
 
     Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`. The
     last batch is filled up with copies whose targets are -100, so that compiled code sees one shape.
-    `rounds` is the number of batches of the rank that has most.
+    `windows` counts them over all ranks, `mine` are the numbers of this rank's, and `rounds` is the number
+    of batches of the rank that has most.
 
     `max_tokens` bounds the windows over all ranks; at least one is read. Raises `ValueError` if the
     split is shorter than one sequence.
@@ -195,6 +196,7 @@ class EvalLoader:
     ):
         self.stream, self.sequence_length, self.batch_size = stream, sequence_length, batch_size
         windows = min(count_windows(stream, sequence_length), max(1, max_tokens // sequence_length))
+        self.windows = windows
         self.mine = np.arange(rank, windows, world_size)
         self.rounds = -(-windows // (world_size * batch_size))
         self.device = torch.device(device)

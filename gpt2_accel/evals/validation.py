@@ -1,45 +1,50 @@
 """Validation loss over a fixed set of windows."""
 
 import itertools
-import math
 from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 
 
 @torch.no_grad()
 def validation_loss(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    loader: EvalLoader,
     interrupted: Callable[[], bool] = lambda: False,
+    *,
+    loader: EvalLoader,
+    prefix: str = "val",
 ) -> dict[str, float]:
     """Loss of the prepared `model` on the windows of `loader`. All ranks call it, each with its own.
 
     `interrupted`, asked before each batch and the same on all ranks, ends it without a result.
 
-    `val/loss` is the mean over tokens, in nats; `val/perplexity` its exponential; `val/bits_per_byte`
-    the code length of the tokens, separators included, by the bytes of the text behind them, which
-    compares across tokenizers.
+    `val/loss` is the mean over tokens, in nats; `val/loss_stderr` its standard error, the windows taken
+    as independent; `val/perplexity` its exponential; `val/bits_per_byte` the code length of the tokens,
+    separators included, by the bytes of the text behind them, which compares across tokenizers.
     """
+    was_training = model.training
     model.eval()
-    totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
+    totals = torch.zeros(2, loader.windows, device=accelerator.device)  # nats and tokens of each
     batches = iter(loader)
-    for _ in range(loader.rounds):
+    for number in range(loader.rounds):
         if interrupted():
-            model.train()
+            model.train(was_training)
             return {}
         for input_ids, targets in itertools.islice(batches, 1):  # none where a rank has fewer
-            tokens = (targets != -100).sum()
-            totals += torch.stack((model(input_ids, targets) * tokens, tokens))
-    model.train()
-    nats, tokens = accelerator.reduce(totals, "sum").tolist()
-    loss = nats / tokens
-    return {
-        "val/loss": loss,
-        "val/perplexity": math.exp(loss),
-        "val/bits_per_byte": loss / math.log(2) * loader.stream.tokens / loader.stream.bytes,
-    }
+            nats = model(input_ids, targets, reduction="none").sum(dim=1)
+            start = number * loader.batch_size
+            mine = torch.from_numpy(loader.mine[start : start + loader.batch_size])
+            rows = torch.stack((nats, (targets != -100).sum(dim=1)))[:, : len(mine)]
+            totals[:, mine.to(totals.device)] = rows.to(totals.dtype)
+    model.train(was_training)
+    nats, tokens = accelerator.reduce(totals, "sum").tolist()  # each window is of one rank only
+    results = mean_loss(nats, tokens)
+    text_bytes = sum(tokens) * loader.stream.bytes / loader.stream.tokens
+    results |= perplexity(nats, tokens) | bits_per_byte(nats, text_bytes)
+    order = ("loss", "loss_stderr", "perplexity", "bits_per_byte")
+    return {f"{prefix}/{name}": results[name] for name in order if name in results}

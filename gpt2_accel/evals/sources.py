@@ -1,0 +1,110 @@
+"""Where the items of a benchmark come from: the Hugging Face Hub, or a local file.
+
+From the Hub each is read as the Parquet file that the Hub itself makes of a data set, so that no data
+set's own script is run (`datasets` runs none any more).
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    """A split of a data set on the Hub, and the column that its text is in."""
+
+    repo_id: str
+    config: str
+    split: str
+    column: str | None = None
+
+    @property
+    def url(self) -> str:
+        """The Parquet file of the split; all of those here are small enough to be one."""
+        folder = f"{self.repo_id}@refs/convert/parquet/{self.config}/{self.split}"
+        return f"hf://datasets/{folder}/0000.parquet"
+
+
+SOURCES = {
+    "hellaswag": Source("Rowan/hellaswag", "default", "validation"),
+    # OpenAI's own copy of LAMBADA, which keeps case and punctuation.
+    "lambada": Source("EleutherAI/lambada_openai", "default", "test", "text"),
+    # The files of Salesforce/wikitext, an article a row.
+    "wikitext2": Source("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "test", "page"),
+    "wikitext103": Source(
+        "EleutherAI/wikitext_document_level", "wikitext-103-raw-v1", "test", "page"
+    ),
+    "ptb": Source("ptb-text-only/ptb_text_only", "penn_treebank", "test", "sentence"),
+}
+
+
+def read_items(task: str, data: str | Path | None = None) -> list[dict]:
+    """The items of `task`, one of `SOURCES`: from the Hub, or from the local file `data`.
+
+    A `.jsonl` file has an object a line; of any other file the text is the one item, `{"text": …}`.
+    Raises `FileNotFoundError` if there is no such file, or no Hub, `ValueError` if it holds no items or a
+    line is not a JSON object.
+    """
+    if data is None:
+        items = from_hub(SOURCES[task])
+    elif not Path(data).is_file():
+        raise FileNotFoundError(f"{data} does not exist: give a .jsonl or a text file")
+    else:
+        text = Path(data).read_text(encoding="utf-8")
+        items = [{"text": text}] if text.strip() else []
+        if Path(data).suffix == ".jsonl":
+            items = parse_lines(text, str(data))
+    if not items:
+        raise ValueError(f"{data or SOURCES[task].repo_id} holds no items for {task}")
+    return items
+
+
+def from_hub(source: Source) -> list[dict]:
+    """The rows of a split, downloaded if need be."""
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset("parquet", data_files=source.url, split="train")
+    except Exception as error:  # of the file system, the HTTP client or the Hub's
+        raise FileNotFoundError(
+            f"{source.repo_id} cannot be read from the Hub: connect to it, or give a local file "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    return list(rows)
+
+
+def parse_lines(text: str, name: str) -> list[dict]:
+    """The objects of a JSONL file, blank lines left out; `name` is the file's in errors."""
+    items = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}, is not valid JSON: {error}") from error
+        if not isinstance(item, dict):
+            raise ValueError(f"{name}, line {number}, is not a JSON object: write {{…}} a line")
+        items.append(item)
+    return items
+
+
+def field(item: dict, name: str, kind: type, where: str):
+    """A field of an item. Raises `ValueError`, with the item's place `where`, if it is missing or of another
+    type."""
+    if name not in item:
+        raise ValueError(
+            f"{where} has no field {name!r}: it has {', '.join(map(repr, item)) or 'none'}"
+        )
+    if not isinstance(item[name], kind):
+        raise ValueError(f"{where} has {name} = {item[name]!r}: expected {kind.__name__}")
+    return item[name]
+
+
+def texts(task: str, items: list[dict]) -> list[str]:
+    """The text of each item: its field "text", or the one that the Hub's data set has it in."""
+    column = SOURCES[task].column
+    found = []
+    for number, item in enumerate(items):
+        name = column if column in item else "text"
+        found.append(field(item, name, str, f"item {number} of {task}"))
+    return found
