@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
 from gpt2_accel.data.shards import TokenStream, data_fingerprint, read_manifest, verify_data
+from gpt2_accel.evals.sources import read_items
+from gpt2_accel.evals.tasks import Evaluation, prepare_task
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import exclusive
 from gpt2_accel.generate import complete
@@ -59,6 +62,7 @@ def train(config: TrainConfig) -> bool:
         betas=(config.beta1, config.beta2),
     )
     gpt_config = model.config
+    evaluations = build_evaluations(config, accelerator, gpt_config, tokenizer, val_loader)
     model, optimizer = accelerator.prepare(model, optimizer)
     guard, step = Guard(config.spike_z), 0
     if checkpoint is not None:
@@ -122,12 +126,11 @@ def train(config: TrainConfig) -> bool:
                 diverged = guard.bad_in_a_row == config.max_bad_steps
             elif due(config.log_every, step, config.max_steps):
                 log.training(loss, grad_norm, lr)
-            if due(config.eval_every, step, config.max_steps) and not stopping:
-                results = validation_loss(
-                    accelerator, model, val_loader, lambda: to_stop(accelerator, stop)
-                )
-                stopping = not results
-                log.evaluation(results)
+            for every, evaluate in evaluations:
+                if due(every, step, config.max_steps) and not stopping:
+                    results = evaluate(accelerator, model, lambda: to_stop(accelerator, stop))
+                    stopping = not results
+                    log.evaluation(results)
             if due(config.sample_every, step, config.max_steps) and not stopping:
                 write_samples(config, accelerator, model, tokenizer, log)
             last = stopping or step == config.max_steps
@@ -292,6 +295,26 @@ def build_loaders(
         **share,
     )
     return train_loader, val_loader
+
+
+def build_evaluations(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    gpt_config: GPTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    val_loader: EvalLoader | None,
+) -> list[tuple[int, Evaluation]]:
+    """What is evaluated on the way, each with the updates between. Raises `ValueError` for bad items."""
+    evaluations: list[tuple[int, Evaluation]] = []
+    if val_loader is not None:
+        evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
+    if config.hellaswag_every:
+        with accelerator.main_process_first():
+            items = read_items("hellaswag", config.hellaswag_data)
+        prepared = prepare_task(tokenizer, gpt_config, "hellaswag", items)
+        accelerator.print("\n".join(prepared.notes))
+        evaluations += [(config.hellaswag_every, evaluate) for evaluate in prepared.evaluations]
+    return evaluations
 
 
 def start_log(

@@ -96,13 +96,14 @@ def to_document(tokenizer: PreTrainedTokenizerBase, text: str, words: int, size:
     return Document(ids, words, size)
 
 
-def windows(document: int, tokens: int, n_positions: int, stride: int) -> Iterator[Window]:
-    """The windows of a document of so many tokens, the first of which is only read.
-
-    Raises `ValueError` for a stride that is not between 1 and `n_positions`.
-    """
-    if not 1 <= stride <= n_positions:
+def check_stride(stride: int | None, n_positions: int) -> None:
+    """Raises `ValueError` for a stride that is not between 1 and `n_positions`."""
+    if stride is not None and not 1 <= stride <= n_positions:
         raise ValueError(f"stride must be between 1 and n_positions ({n_positions}), got {stride}")
+
+
+def windows(document: int, tokens: int, n_positions: int, stride: int) -> Iterator[Window]:
+    """The windows of a document of so many tokens, the first of which is only read."""
     first = 1
     while first < tokens:
         end = min(tokens - 1, first + (n_positions if first == 1 else stride) - 1)
@@ -119,6 +120,7 @@ def text_loss(
 ) -> tuple[list[Window], list[float]]:
     """All windows in order, and the nats of each; nothing if it was interrupted."""
     config = unwrap(accelerator, model).config
+    check_stride(stride, config.n_positions)
     todo = [
         window
         for number, document in enumerate(documents)

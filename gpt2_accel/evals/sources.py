@@ -26,6 +26,7 @@ class Source(NamedTuple):
 
 SOURCES = {
     "hellaswag": Source("Rowan/hellaswag", "default", "validation"),
+    "hellaswag_lm_eval": Source("Rowan/hellaswag", "default", "validation"),
     # OpenAI's own copy of LAMBADA, which keeps case and punctuation.
     "lambada": Source("EleutherAI/lambada_openai", "default", "test", "text"),
     # The files of Salesforce/wikitext, an article a row.
@@ -38,7 +39,7 @@ SOURCES = {
 
 
 def read_items(task: str, data: str | Path | None = None) -> list[dict]:
-    """The items of `task`, one of `SOURCES`: from the Hub, or from the local file `data`.
+    """The items of `task`: from the Hub, where `SOURCES` has it, or from the local file `data`.
 
     A `.jsonl` file has an object a line; of any other file the text is the one item, `{"text": …}`.
     Raises `FileNotFoundError` if there is no such file, or no Hub, `ValueError` if it holds no items or a
@@ -54,7 +55,9 @@ def read_items(task: str, data: str | Path | None = None) -> list[dict]:
         if Path(data).suffix == ".jsonl":
             items = parse_lines(text, str(data))
     if not items:
-        raise ValueError(f"{data or SOURCES[task].repo_id} holds no items for {task}")
+        raise ValueError(
+            f"{data or SOURCES[task].repo_id} holds no items for {task}: give one with some"
+        )
     return items
 
 
@@ -102,7 +105,7 @@ def field(item: dict, name: str, kind: type, where: str):
 
 def texts(task: str, items: list[dict]) -> list[str]:
     """The text of each item: its field "text", or the one that the Hub's data set has it in."""
-    column = SOURCES[task].column
+    column = SOURCES[task].column if task in SOURCES else "text"
     found = []
     for number, item in enumerate(items):
         name = column if column in item else "text"
