@@ -4,7 +4,6 @@ The harness gets the model as transformers opens it, in fp32, and its own tokeni
 nothing to the code here.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +29,6 @@ def run_harness(
     `limit` takes the first items of each. Raises `ImportError` if the extra is not installed, `ValueError`
     for an unknown task.
     """
-    # Its metrics come from `evaluate.load`, which needs a network, unless only bundled ones are asked for.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -40,7 +37,9 @@ def run_harness(
         raise ImportError(
             f"lm-evaluation-harness is not installed ({error}): pip install 'gpt2_accel[eval]'"
         ) from error
-    manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
+    manager = TaskManager(include_path=task_folder and str(task_folder), include_defaults=False)
+    if not set(tasks) <= set(manager.all_subtasks):  # to read all of its own takes 10 seconds
+        manager = TaskManager(include_path=task_folder and str(task_folder))
     for name in tasks:
         if not manager.match_tasks([name]):
             raise ValueError(
@@ -57,7 +56,11 @@ def run_harness(
     harness_model._rank = accelerator.process_index
     harness_model._world_size = accelerator.num_processes
     found = simple_evaluate(
-        harness_model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False
+        harness_model,
+        tasks=manager.match_tasks(list(tasks)),
+        task_manager=manager,
+        limit=limit,
+        log_samples=False,
     )
     return {} if found is None else flatten(found["results"])
 

@@ -76,7 +76,7 @@ def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     text before `lm_eval_wikitext`. Raises `ValueError` for a text without words."""
     return [
         to_document(
-            tokenizer, lm_eval_wikitext(text), len(re.split(r"\\s+", text)), len(text.encode())
+            tokenizer, lm_eval_wikitext(text), len(re.split(r"\s+", text)), len(text.encode())
         )
         for text in texts
     ]
