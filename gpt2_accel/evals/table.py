@@ -53,6 +53,8 @@ CONVENTIONS = {
 def convention(metric: str) -> str:
     """In words, how the metric `TASK/NAME` is computed."""
     task, _, name = metric.partition("/")
+    if name.endswith("_stderr"):
+        return "standard error over items, windows or documents"
     if task.startswith("lm_eval:"):
         return "lm-evaluation-harness itself"
     return next((CONVENTIONS[key] for key in (metric, task, name) if key in CONVENTIONS), "")
