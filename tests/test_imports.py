@@ -64,7 +64,15 @@ KNOW_ACCELERATE = {
     "checkpoint",
     *(
         f"evals/{name}"
-        for name in "validation scoring hellaswag lambada perplexity harness tasks".split()
+        for name in [
+            "validation",
+            "scoring",
+            "hellaswag",
+            "lambada",
+            "perplexity",
+            "harness",
+            "tasks",
+        ]
     ),
 }
 

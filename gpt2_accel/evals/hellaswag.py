@@ -28,13 +28,15 @@ STYLES = ("plain", "lm_eval")
 
 @dataclass
 class HellaSwag:
-    """The items, tokenized for one model. `characters` is the length of each ending, `cut` how many of the
-    contexts lost their beginning, since they are longer than the model can read."""
+    """The items, tokenized for one model. `characters` is the length of each ending. Where the text is longer
+    than the model can read, `cut` contexts lost their beginning, and the items `left_out`, by number, are
+    those with an ending that is too long by itself."""
 
     questions: list[Question]
     characters: list[list[int]]
     labels: list[int]
     cut: int
+    left_out: list[int]
 
 
 def load_hellaswag(
@@ -47,21 +49,30 @@ def load_hellaswag(
     `activity_label`, and `ctx_a` and `ctx_b` in place of `ctx` if their text is the original.
 
     Raises `ValueError`, naming the item, for a field that is missing or of the wrong type, an empty ending
-    or context, a label out of range or an ending that is longer than `n_positions`.
+    or context or a label out of range, and if no item has endings that fit into `n_positions`.
     """
     if not items:
         raise ValueError("there are no HellaSwag items: give at least one")
-    questions, characters, labels = [], [], []
+    data = HellaSwag([], [], [], cut=0, left_out=[])
     for number, item in enumerate(items):
         where = f"item {number} of HellaSwag"
         context, endings = STYLE_OF[style](item, where)
-        labels.append(read_label(item, len(endings), where))
+        label = read_label(item, len(endings), where)
         if not context.strip() or not all(ending.strip() for ending in endings):
             raise ValueError(f"{where} has an empty context or ending: take it out")
-        questions.append(encode_question(tokenizer, context, [f" {text}" for text in endings]))
-        characters.append([len(text) for text in endings])
-    _, cut = fit_rows(questions, n_positions)
-    return HellaSwag(questions, characters, labels, len(cut))
+        question = encode_question(tokenizer, context, [f" {text}" for text in endings])
+        if max(map(len, question.continuations)) > n_positions:
+            data.left_out.append(number)
+            continue
+        data.questions.append(question)
+        data.characters.append([len(text) for text in endings])
+        data.labels.append(label)
+    if not data.questions:
+        raise ValueError(
+            f"no HellaSwag item has endings that fit into the model's n_positions ({n_positions})"
+        )
+    data.cut = len(fit_rows(data.questions, n_positions)[1])
+    return data
 
 
 def plain(item: dict, where: str) -> tuple[str, list[str]]:

@@ -56,6 +56,11 @@ def prepare_task(
         style = "lm_eval" if task.endswith("lm_eval") else "plain"
         data = load_hellaswag(items, tokenizer, config.n_positions, style)
         notes += note_of_cut(task, data.cut, len(items), config.n_positions)
+        if data.left_out:
+            notes.append(
+                f"{task}: {len(data.left_out):,} of {len(items):,} items are left out, since they have an "
+                f"ending of more than {config.n_positions:,} tokens: {shorten(data.left_out)}"
+            )
         return Prepared([partial(hellaswag, data=data, prefix=task)], notes)
     found = texts(task, items)
     if task == "lambada":
@@ -84,6 +89,11 @@ def note_of_cut(task: str, cut: int, items: int, n_positions: int) -> list[str]:
         f"{task}: {cut:,} of {items:,} contexts are too long for the model's {n_positions:,} positions and "
         "were cut from the left"
     ]
+
+
+def shorten(numbers: Sequence[int]) -> str:
+    """The first few numbers of a list in words."""
+    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
 
 
 def prepare_loss(
