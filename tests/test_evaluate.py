@@ -2,13 +2,17 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from conftest import launch, make_text, run, tiny_config
+from conftest import ROOT, launch, make_text, run, tiny_config
+from datasets import Dataset
+from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
 from test_evals import hellaswag_items
 from test_recipes import load_recipe, python
@@ -223,6 +227,31 @@ def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
         message="has a tokenizer of 258 tokens",
     )
     mistake("--update_card", "--baselines", message="update_card needs a local --model")
+
+
+def test_items_from_the_hub_are_the_parquet_files_that_it_makes(tmp_path):
+    lines = [{**item, "label": str(item["label"])} for item in hellaswag_items(6)]
+    tables = {
+        "Rowan/hellaswag": ("default/validation", Dataset.from_list(lines)),
+        "ptb-text-only/ptb_text_only": (
+            "penn_treebank/test",
+            Dataset.from_dict({"sentence": ["it 's a cat", "no it is n't"]}),
+        ),
+    }
+    read = "from gpt2_accel.evals.sources import read_items, texts; import json; "
+    read += "print(json.dumps([read_items('hellaswag'), texts('ptb', read_items('ptb'))]))"
+    command = [sys.executable, "-c", read]
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 120}
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN}
+    with Hub() as hub:
+        for name, (folder, table) in tables.items():
+            table.to_parquet(tmp_path / "table.parquet")
+            files = {f"{folder}/0000.parquet": (tmp_path / "table.parquet").read_bytes()}
+            hub.repos[name] = {"private": False, "commits": [("a" * 40, files)]}
+        env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(command, env=env, **options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [lines, ["it 's a cat", "no it is n't"]]
 
 
 def test_the_table_has_what_was_published_beside_what_was_found():

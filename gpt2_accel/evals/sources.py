@@ -8,6 +8,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from huggingface_hub import hf_hub_download
+
+PARQUET_REVISION = "refs/convert/parquet"  # of every data set, made by the Hub
+
 
 class Source(NamedTuple):
     """A split of a data set on the Hub, and the column that its text is in."""
@@ -18,10 +22,9 @@ class Source(NamedTuple):
     column: str | None = None
 
     @property
-    def url(self) -> str:
-        """The Parquet file of the split; all of those here are small enough to be one."""
-        folder = f"{self.repo_id}@refs/convert/parquet/{self.config}/{self.split}"
-        return f"hf://datasets/{folder}/0000.parquet"
+    def file(self) -> str:
+        """Where the Hub keeps the split as Parquet; all of those here are small enough to be one file."""
+        return f"{self.config}/{self.split}/0000.parquet"
 
 
 SOURCES = {
@@ -62,17 +65,19 @@ def read_items(task: str, data: str | Path | None = None) -> list[dict]:
 
 
 def from_hub(source: Source) -> list[dict]:
-    """The rows of a split, downloaded if need be."""
-    from datasets import load_dataset
+    """The rows of a split, downloaded unless they are in the Hub client's cache."""
+    from datasets import Dataset
 
     try:
-        rows = load_dataset("parquet", data_files=source.url, split="train")
-    except Exception as error:  # of the file system, the HTTP client or the Hub's
+        path = hf_hub_download(
+            source.repo_id, source.file, revision=PARQUET_REVISION, repo_type="dataset"
+        )
+    except (OSError, ValueError) as error:  # of the Hub's client or its HTTP library
         raise FileNotFoundError(
             f"{source.repo_id} cannot be read from the Hub: connect to it, or give a local file "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
-    return list(rows)
+    return Dataset.from_parquet(path).to_list()
 
 
 def parse_lines(text: str, name: str) -> list[dict]:
