@@ -180,8 +180,10 @@ def test_a_tokenizer_without_an_end_of_text_reads_the_first_token_only(accelerat
     [document] = load_corpus("text", [text], char_tokenizer(text))
     found = corpus_perplexity(accelerator, model, task="text", documents=[document])
     assert len(document.ids) == 9 and 0.8 < found["text/loss"] < 1.4
-    with pytest.raises(ValueError, match="no token that starts a text"):
-        encode_question(char_tokenizer(text), "", ["a"])
+    with pytest.raises(
+        ValueError, match="item 5 has no context, and the tokenizer no token that starts a text"
+    ):
+        encode_question(char_tokenizer(text), "", ["a"], "item 5")
 
 
 def test_validation_loss_has_a_standard_error_over_windows(accelerator, models, data_dir):
@@ -316,7 +318,9 @@ def test_what_does_not_fit_is_counted_and_named(accelerator, models):
         item["endings"] = ["a" * 70, "b", "c", "d"]
     with pytest.raises(ValueError, match="no HellaSwag item has endings that fit"):
         load_hellaswag(items, byte_tokenizer(), POSITIONS)
-    question = encode_question(byte_tokenizer(), "a", ["b" * 65])
+    question = encode_question(byte_tokenizer(), "a", ["b" * 65], "it")
+    with pytest.raises(ValueError, match="it has a continuation without tokens"):
+        encode_question(byte_tokenizer(), "a", ["b", ""], "it")
     with pytest.raises(ValueError, match="question 0 has a continuation of 65 tokens, more than"):
         score(accelerator, models[0], [question])
 

@@ -60,7 +60,7 @@ def load_hellaswag(
         label = read_label(item, len(endings), where)
         if not context.strip() or not all(ending.strip() for ending in endings):
             raise ValueError(f"{where} has an empty context or ending: take it out")
-        question = encode_question(tokenizer, context, [f" {text}" for text in endings])
+        question = encode_question(tokenizer, context, [f" {text}" for text in endings], where)
         if max(map(len, question.continuations)) > n_positions:
             data.left_out.append(number)
             continue

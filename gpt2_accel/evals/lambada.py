@@ -38,12 +38,11 @@ def load_lambada(
         raise ValueError("there are no LAMBADA passages: give at least one")
     questions = []
     for number, passage in enumerate(passages):
+        where = f"item {number} of LAMBADA"
         context, _, word = passage.rpartition(" ")
         if not context.strip() or not word.strip():
-            raise ValueError(
-                f"item {number} of LAMBADA has no last word after a space: {passage!r}"
-            )
-        questions.append(encode_question(tokenizer, context, [f" {word}"]))
+            raise ValueError(f"{where} has no last word after a space: {passage!r}")
+        questions.append(encode_question(tokenizer, context, [f" {word}"], where))
     _, cut = fit_rows(questions, n_positions)
     return Lambada(questions, len(cut))
 

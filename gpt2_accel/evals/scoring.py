@@ -66,13 +66,13 @@ class Row(NamedTuple):
 
 
 def encode_question(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuations: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, context: str, continuations: Sequence[str], where: str
 ) -> Question:
     """A question from texts, which are tokenized together, so that a word is cut as in running text.
 
     Spaces that end the context go to the continuations, as in lm-evaluation-harness. An empty context is
-    the start of a text. Raises `ValueError` for a continuation without tokens, for an empty context where
-    the tokenizer has no `<|endoftext|>`, and as `encode`.
+    the start of a text. Raises `ValueError`, with the question's place `where`, for a continuation without
+    tokens or an empty context where the tokenizer has no `<|endoftext|>`; and as `encode`.
     """
     stem = context.rstrip()
     rest = context[len(stem) :]
@@ -80,10 +80,12 @@ def encode_question(
     start, *ids = encode(tokenizer, [stem, *whole])
     cut = [text[len(start) :] for text in ids]
     if not all(cut):
-        raise ValueError("a continuation has no tokens: take the question out")
+        raise ValueError(f"{where} has a continuation without tokens: take it out")
     if not start:
         if tokenizer.eos_token_id is None:
-            raise ValueError("this tokenizer has no token that starts a text: give a context")
+            raise ValueError(
+                f"{where} has no context, and the tokenizer no token that starts a text: take it out"
+            )
         start = [tokenizer.eos_token_id]
     return Question(start, cut)
 
