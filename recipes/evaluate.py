@@ -110,11 +110,11 @@ def evaluate(
     notes = [note for part in prepared for note in part.notes]
     if config.limit:
         notes.append(f"--limit {config.limit}: the figures are of the first items only")
-    for run in [run for part in prepared for run in part.evaluations]:
-        results |= run(accelerator, model)
     if config.lm_eval:
         options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
+    for run in [run for part in prepared for run in part.evaluations]:
+        results |= run(accelerator, model)
     for prompt in config.sample_prompts if accelerator.is_main_process else []:
         plain = unwrap(accelerator, model)
         [text] = complete(plain, tokenizer, prompt, 100, temperature=0.8, seed=config.seed)
