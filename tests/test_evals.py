@@ -264,12 +264,12 @@ def test_the_formulas():
     assert scores.perplexity([2e6], [1]) == {"perplexity": math.inf}
     assert scores.bits_per_byte([math.log(2) * 3], 2) == {"bits_per_byte": pytest.approx(1.5)}
     assert scores.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
+    assert scores.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
     for call in (
         lambda: scores.mean_loss([], []),
         lambda: scores.choice_accuracy([], []),
         lambda: scores.choice_accuracy([[1, 2]], [2]),
         lambda: scores.choice_accuracy([[1, 2]], [-1]),
-        lambda: scores.choice_accuracy([[1, math.nan]], [0]),
         lambda: scores.bits_per_byte([1.0], 0),
     ):
         with pytest.raises(ValueError):
@@ -292,6 +292,7 @@ def test_the_formulas():
         ({"label": -1}, "has label = -1"),
         ({"label": ""}, "has label = ''"),
         ({"label": True}, "has label = True"),
+        ({"label": 1.5}, r"has label = 1.5: expected int \| str"),
     ],
 )
 def test_a_bad_item_is_named_before_anything_is_scored(change, message):

@@ -26,7 +26,7 @@ def run_harness(
     takes its share, the first gets the result, the others none.
 
     `tasks` are names that the harness knows; YAML files in `task_folder` add more, such as tasks on local data.
-    `limit` takes the first items of each. Raises `ImportError` if the extra is not installed, `ValueError`
+    `limit` takes the first items of each; each rank needs one at least. Raises `ImportError` if the extra is not installed, `ValueError`
     for an unknown task.
     """
     try:

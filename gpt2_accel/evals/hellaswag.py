@@ -110,7 +110,7 @@ def read_endings(item: dict, where: str) -> list[str]:
 
 def read_label(item: dict, choices: int, where: str) -> int:
     """The number of the right ending; the Hub's data set has it as text, empty in the test split."""
-    label = field(item, "label", (int, str), where)
+    label = field(item, "label", int | str, where)
     if not re.fullmatch(r"\d+", str(label)) or int(label) >= choices:
         raise ValueError(
             f"{where} has label = {label!r}: expected the number of an ending, 0 to {choices - 1}"

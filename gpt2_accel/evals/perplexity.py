@@ -102,8 +102,9 @@ def check_stride(stride: int | None, n_positions: int) -> None:
         raise ValueError(f"stride must be between 1 and n_positions ({n_positions}), got {stride}")
 
 
-def windows(document: int, tokens: int, n_positions: int, stride: int) -> Iterator[Window]:
+def windows(document: int, tokens: int, n_positions: int, stride: int | None) -> Iterator[Window]:
     """The windows of a document of so many tokens, the first of which is only read."""
+    stride = stride or n_positions
     first = 1
     while first < tokens:
         end = min(tokens - 1, first + (n_positions if first == 1 else stride) - 1)
@@ -124,17 +125,14 @@ def text_loss(
     todo = [
         window
         for number, document in enumerate(documents)
-        for window in windows(
-            number, len(document.ids), config.n_positions, stride or config.n_positions
-        )
+        for window in windows(number, len(document.ids), config.n_positions, stride)
     ]
 
     def run(plain: torch.nn.Module, batch: Sequence[Window]) -> list[tuple[Window, float]]:
         return list(zip(batch, window_loss(plain, batch, documents), strict=True))
 
-    in_order = sorted(todo, key=lambda window: (-window.length, window.context, window))
     batches = batched(
-        in_order,
+        sorted(todo, key=lambda window: (-window.length, window.context, window)),
         lambda batch: fits(len(batch), *shape(batch), config.vocab_size),
     )
     found = dict(share_out(accelerator, model, batches, run, interrupted))

@@ -50,18 +50,18 @@ def bits_per_byte(nats: Sequence[float], text_bytes: float) -> dict[str, float]:
 
 def choice_accuracy(scores: Sequence[Sequence[float]], labels: Sequence[int]) -> dict[str, float]:
     """`accuracy`, the share of samples whose choice of highest score is the right one, the first of equals;
-    and `accuracy_stderr`.
+    and `accuracy_stderr`. A sample with a score that is not a number counts as wrong.
 
     scores: (n, choices), where the number of choices may differ; labels: (n,), in [0, choices).
-    Raises `ValueError` if there are none, for a label out of range or a score that is not a number.
+    Raises `ValueError` if there are none, and for a label out of range.
     """
+    right = []
     for i, (row, label) in enumerate(zip(scores, labels, strict=True)):
         if not 0 <= label < len(row):
             raise ValueError(f"sample {i} has the label {label}, but {len(row)} choices")
-        if any(math.isnan(score) for score in row):
-            raise ValueError(f"sample {i} has a score that is not a number: {list(row)}")
-    best = [max(range(len(row)), key=row.__getitem__) for row in scores]
-    return accuracy([choice == label for choice, label in zip(best, labels, strict=True)])
+        best = max(range(len(row)), key=row.__getitem__)
+        right.append(best == label and not any(map(math.isnan, row)))
+    return accuracy(right)
 
 
 def accuracy(right: Sequence[bool]) -> dict[str, float]:

@@ -6,6 +6,7 @@ set's own script is run (`datasets` runs none any more).
 
 import json
 from pathlib import Path
+from types import UnionType
 from typing import NamedTuple
 
 from huggingface_hub import hf_hub_download
@@ -96,7 +97,7 @@ def parse_lines(text: str, name: str) -> list[dict]:
     return items
 
 
-def field(item: dict, name: str, kind: type, where: str):
+def field(item: dict, name: str, kind: type | UnionType, where: str):
     """A field of an item. Raises `ValueError`, with the item's place `where`, if it is missing or of another
     type."""
     if name not in item:
@@ -104,7 +105,8 @@ def field(item: dict, name: str, kind: type, where: str):
             f"{where} has no field {name!r}: it has {', '.join(map(repr, item)) or 'none'}"
         )
     if not isinstance(item[name], kind):
-        raise ValueError(f"{where} has {name} = {item[name]!r}: expected {kind.__name__}")
+        expected = getattr(kind, "__name__", kind)
+        raise ValueError(f"{where} has {name} = {item[name]!r}: expected {expected}")
     return item[name]
 
 
