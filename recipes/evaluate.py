@@ -66,6 +66,11 @@ class Evaluate:
                 raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
         if self.update_card and (self.baselines or not Path(self.model).is_dir()):
             raise ValueError("update_card needs a local --model, whose card it can change")
+        if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():
+            raise ValueError(
+                f"update_card would change {model_directory(self.model)}, and a checkpoint that has changed "
+                "counts as damaged: give the run's folder, when training has ended"
+            )
         if not (self.tasks or self.data_dir or self.lm_eval or self.sample_prompts):
             self.tasks = list(SOURCES)
 

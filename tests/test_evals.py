@@ -349,6 +349,15 @@ def test_other_bad_input(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_items("hellaswag", path)
+    path.write_text('{"text": "a\u2028b"}\r\n', encoding="utf-8")
+    assert read_items("lambada", path) == [{"text": "a\u2028b"}]
+    text = tmp_path / "items.txt"
+    text.write_bytes(b"the cat\n\nsat on\r\n")
+    assert read_items("lambada", text) == [{"text": "the cat"}, {"text": "sat on"}]
+    assert read_items("ptb", text) == [{"text": "the cat\n\nsat on\r\n"}]
+    text.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="items.txt is not UTF-8 text"):
+        read_items("ptb", text)
     with pytest.raises(FileNotFoundError, match="no.jsonl does not exist"):
         read_items("hellaswag", tmp_path / "no.jsonl")
     with pytest.raises(FileNotFoundError, match="Rowan/hellaswag cannot be read from the Hub"):

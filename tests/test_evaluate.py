@@ -226,6 +226,8 @@ def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
         items / "ptb.txt",
         message="has a tokenizer of 258 tokens",
     )
+    newest = sorted(model.glob("checkpoint-*"))[-1]
+    mistake("--model", newest, "--update_card", message="a checkpoint that has changed counts as")
     mistake("--update_card", "--baselines", message="update_card needs a local --model")
 
 

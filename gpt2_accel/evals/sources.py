@@ -5,6 +5,7 @@ set's own script is run (`datasets` runs none any more).
 """
 
 import json
+import re
 from pathlib import Path
 from types import UnionType
 from typing import NamedTuple
@@ -45,19 +46,16 @@ SOURCES = {
 def read_items(task: str, data: str | Path | None = None) -> list[dict]:
     """The items of `task`: from the Hub, where `SOURCES` has it, or from the local file `data`.
 
-    A `.jsonl` file has an object a line; of any other file the text is the one item, `{"text": …}`.
-    Raises `FileNotFoundError` if there is no such file, or no Hub, `ValueError` if it holds no items or a
-    line is not a JSON object.
+    A `.jsonl` file has an object a line; of any other file the text is the one item, `{"text": …}`, and for
+    LAMBADA each line. Raises `FileNotFoundError` if there is no such file, or no Hub, `ValueError` if it holds
+    no items, is not UTF-8 or a line is not a JSON object.
     """
     if data is None:
         items = from_hub(SOURCES[task])
     elif not Path(data).is_file():
         raise FileNotFoundError(f"{data} does not exist: give a .jsonl or a text file")
     else:
-        text = Path(data).read_text(encoding="utf-8")
-        items = [{"text": text}] if text.strip() else []
-        if Path(data).suffix == ".jsonl":
-            items = parse_lines(text, str(data))
+        items = parse_file(Path(data), lines=task == "lambada")
     if not items:
         raise ValueError(
             f"{data or SOURCES[task].repo_id} holds no items for {task}: give one with some"
@@ -81,10 +79,22 @@ def from_hub(source: Source) -> list[dict]:
     return Dataset.from_parquet(path).to_list()
 
 
+def parse_file(path: Path, lines: bool) -> list[dict]:
+    """The items of a local file; of a text that is not JSONL each line is one, or all of it."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it to UTF-8") from error
+    if path.suffix == ".jsonl":
+        return parse_lines(text, str(path))
+    parts = re.split(r"\r?\n", text) if lines else [text]
+    return [{"text": part} for part in parts if part.strip()]
+
+
 def parse_lines(text: str, name: str) -> list[dict]:
     """The objects of a JSONL file, blank lines left out; `name` is the file's in errors."""
     items = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not at U+2028 and the like
         if not line.strip():
             continue
         try:
