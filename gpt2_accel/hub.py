@@ -30,10 +30,7 @@ from gpt2_accel.files import atomic_files
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")
-OWN_SPLITS = {
-    "train": "training",
-    "val": "held-out",
-}  # of a run's own data, which has no name there
+OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
 ATTEMPTS = 4  # of an upload, beside the client's own
 PAUSE = 1.0  # seconds before the second attempt; doubles each time
 LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
@@ -161,13 +158,7 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
     card = ModelCard(text, ignore_metadata_errors=True)
     new = eval_results(results, None) or []
     names = {result.metric_name for result in new}
-    unnamed = {(result.dataset_type, result.metric_type) for result in new}
-    old = [
-        result
-        for result in card.data.eval_results or []
-        if result.metric_name not in names
-        and (result.metric_name or (result.dataset_type, result.metric_type) not in unnamed)
-    ]
+    old = [found for found in card.data.eval_results or [] if found.metric_name not in names]
     card.data.eval_results = [*old, *new]
     card.data.model_name = card.data.model_name or directory.resolve().name
     with atomic_files(directory) as folder:
