@@ -1,5 +1,6 @@
 """What a run is built of: its model and its data, checked against each other."""
 
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -9,6 +10,9 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.convert import from_pretrained, local_directory
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
+from gpt2_accel.evals.sources import read_items
+from gpt2_accel.evals.tasks import Evaluation, prepare_task
+from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.launch import is_sharded
 from gpt2_accel.model import GPT, GPTConfig
 from gpt2_accel.optim import BatchSchedule
@@ -147,3 +151,23 @@ def build_loaders(
         **share,
     )
     return train_loader, val_loader
+
+
+def build_evaluations(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    gpt_config: GPTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    val_loader: EvalLoader | None,
+) -> list[tuple[int, Evaluation]]:
+    """What is evaluated on the way, each with the updates between. Raises `ValueError` for bad items."""
+    evaluations: list[tuple[int, Evaluation]] = []
+    if val_loader is not None:
+        evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
+    if config.hellaswag_every:
+        with accelerator.main_process_first():
+            items = read_items("hellaswag", config.hellaswag_data)
+        prepared = prepare_task(tokenizer, gpt_config, "hellaswag", items)
+        accelerator.print("\n".join(prepared.notes))
+        evaluations += [(config.hellaswag_every, evaluate) for evaluate in prepared.evaluations]
+    return evaluations

@@ -90,6 +90,10 @@ class TrainConfig:
     log_every: int = setting(10, "updates between lines of metrics.jsonl")
     eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
     eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
+    hellaswag_every: int = setting(0, "updates between HellaSwag evaluations; 0 for none at all")
+    hellaswag_data: str | None = setting(
+        None, "JSONL file of HellaSwag items; by default the Hub's validation split"
+    )
     sample_every: int = setting(250, "updates between samples; 0 for none at all")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
     sample_tokens: int = setting(100, "new tokens per sample")
@@ -139,8 +143,8 @@ class TrainConfig:
         )
         not_negative = (
             "learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm "
-            "eval_every sample_every save_every keep_every spike_z seed micro_batch_size patience "
-            "ramp_tokens decay_share profile"
+            "eval_every hellaswag_every sample_every save_every keep_every spike_z seed micro_batch_size "
+            "patience ramp_tokens decay_share profile"
         )
         for name in positive.split():
             if getattr(self, name) < 1:

@@ -66,8 +66,10 @@ class Patience:
         self.limit, self.waited = limit, 0
         self.best: float | None = None
 
-    def exhausted(self, loss: float) -> bool:
-        """Takes note of an evaluation; returns whether it was one too many."""
+    def exhausted(self, loss: float | None) -> bool:
+        """Takes note of an evaluation, unless it gave no loss; returns whether it was one too many."""
+        if loss is None:
+            return False
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:

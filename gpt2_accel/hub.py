@@ -6,6 +6,7 @@ holds what `--resume_from USER/NAME` needs. Tokens are the Hub client's affair (
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -19,13 +20,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+from gpt2_accel.evals.sources import SOURCES
+from gpt2_accel.files import atomic_files
 
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")
+OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
 ATTEMPTS = 4  # of an upload, beside the client's own
 PAUSE = 1.0  # seconds before the second attempt; doubles each time
 LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
@@ -91,7 +96,7 @@ def model_card(name: str, description: str, training: Training | None = None) ->
         license=settings.get("license"),
         base_model=init_from.partition("@")[0] if on_the_hub else None,
         model_name=name.rpartition("/")[2],
-        eval_results=eval_results(training) if training else None,
+        eval_results=eval_results(training.results, training.data) if training else None,
     )
     card = f"""---
 {metadata.to_yaml()}
@@ -111,22 +116,53 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
     return card + (training_section(training) if training else "")
 
 
-def eval_results(training: Training) -> list[EvalResult] | None:
-    """The results in the Hub's own form, None if there are none."""
-    results = []
-    for name, value in training.results.items():
+def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:
+    """Results by `TASK/METRIC` in the Hub's own form, standard errors left out; None if there are none.
+
+    `data` says what the run's own data was, of which train and val are splits.
+    """
+    found = []
+    for name, value in results.items():
         task, _, metric = name.partition("/")
-        dataset = f"held out of {training.data}" if task == "val" else task
-        results.append(
+        if metric.endswith("_stderr") or not math.isfinite(value):
+            continue
+        source = SOURCES.get(task)
+        benchmark = task.removeprefix("lm_eval:")
+        named = {"train": data or "training data", "val": f"held out of {data or 'its data'}"}
+        found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type="held-out" if task == "val" else task,
-                dataset_name=dataset,
+                dataset_type=source.repo_id if source else OWN_SPLITS.get(task, benchmark),
+                dataset_name=named.get(task, benchmark),
+                dataset_config=source and source.config,
+                dataset_split=source and source.split,
                 metric_type=metric,
+                metric_name=name,
                 metric_value=round(value, 6),
             )
         )
-    return results or None
+    return found or None
+
+
+def add_results(directory: Path, results: Mapping[str, float], description: str) -> None:
+    """Puts results into the metadata of a model directory's card, in place of those of the same name.
+
+    A directory without a card gets one; `description` is the model in words.
+    """
+    path = directory / "README.md"
+    text = (
+        path.read_text(encoding="utf-8")
+        if path.exists()
+        else model_card(str(directory), description)
+    )
+    card = ModelCard(text, ignore_metadata_errors=True)
+    new = eval_results(results, None) or []
+    names = {result.metric_name for result in new}
+    old = [found for found in card.data.eval_results or [] if found.metric_name not in names]
+    card.data.eval_results = [*old, *new]
+    card.data.model_name = card.data.model_name or directory.resolve().name
+    with atomic_files(directory) as folder:
+        (folder / path.name).write_text(str(card), encoding="utf-8")
 
 
 def training_section(training: Training) -> str:

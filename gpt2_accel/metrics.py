@@ -182,7 +182,13 @@ class RunLog:
             return
         self._entry |= results
         self.results |= results
-        self.say(", ".join(f"{name} {value:.4f}" for name, value in results.items()))
+        errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
+        shown = (
+            f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
+            for name, value in results.items()
+            if name not in errors
+        )
+        self.say(", ".join(shown))
 
     def sample(self, prompt: str, text: str) -> None:
         """Writes a sample to `samples.jsonl` and prints it."""

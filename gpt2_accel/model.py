@@ -104,8 +104,8 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C). `mask`, (B, 1, T, T) bool, says which positions (last dimension) each
-        position sees; without one, all up to itself."""
+        """x: (B, T, C) -> (B, T, C). `mask`, (B, 1, T, T) bool, says what each position sees, itself included;
+        without one, all up to itself."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
@@ -198,41 +198,57 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         self.wte.weight[self.config.vocab_size :] = 0
 
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
         """Logits, or with `targets` the loss.
 
         input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token that follows each
         position (already shifted, unlike HF's `labels`), -100 where there is nothing to predict.
         Returns the logits (B, T, vocab_size), or the mean cross-entropy in nats per target, a scalar:
         in training the logits stay inside, since Accelerate would copy what leaves a mixed-precision
-        forward to fp32.
+        forward to fp32. With `reduction` "none" the loss is that of each target, (B, T), 0 at -100.
 
-        Raises `ValueError` if T exceeds `n_positions`.
+        Several texts can share a row: position_ids, (B, T) below `n_positions`, then say where in its
+        text each token stands, and attention_mask, (B, 1, T, T) bool, which tokens it sees, itself
+        included. `logits_to_keep` returns the logits of the last so many positions; 0 those of all.
+
+        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
         T = input_ids.shape[1]
-        if T > self.config.n_positions:
-            raise ValueError(
-                f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
-                "shorten it, or use a model with more positions"
-            )
-        positions = torch.arange(T, device=input_ids.device)
-        x = self.wte(input_ids) + self.wpe(positions)  # (B, T, C)
+        if position_ids is None:
+            if T > self.config.n_positions:
+                raise ValueError(
+                    f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
+                    "shorten it, or use a model with more positions"
+                )
+            position_ids = torch.arange(T, device=input_ids.device)
+        x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
-        mask = None if self.separator is None else document_mask(input_ids, self.separator)
+        if attention_mask is None and self.separator is not None:
+            attention_mask = document_mask(input_ids, self.separator)
         for block in self.h:
-            x = block(x, mask)
-        x = self.ln_f(x)
-        return self.logits(x) if targets is None else self.loss(x, targets)
+            x = block(x, attention_mask)
+        x = self.ln_f(x[:, -logits_to_keep:])
+        return self.logits(x) if targets is None else self.loss(x, targets, reduction)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, vocab_size), the pad rows left out."""
         return F.linear(x, self.wte.weight[: self.config.vocab_size])
 
-    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, C), targets: (B, T) -> mean cross-entropy in nats, a scalar."""
+    def loss(self, x: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        """x: (B, T, C), targets: (B, T) -> cross-entropy in nats, the mean or, with "none", (B, T)."""
         # The product runs over all padded rows, the faster shape; a bias of -inf then takes the pad
         # rows out of the softmax without another copy of the logits.
         pad_bias = x.new_zeros(self.config.padded_vocab_size)
         pad_bias[self.config.vocab_size :] = -math.inf
         logits = F.linear(x, self.wte.weight, pad_bias)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss

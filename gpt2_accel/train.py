@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.build import (
     build_batch_schedule,
+    build_evaluations,
     build_loaders,
     build_model,
     build_tokenizer,
@@ -34,7 +35,6 @@ from gpt2_accel.convert import save_pretrained
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.dry_run import describe_run
-from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import exclusive
 from gpt2_accel.fit import fitting_batch_size
 from gpt2_accel.generate import complete
@@ -82,9 +82,10 @@ def train(config: TrainConfig) -> bool:
         config.micro_batch_size = fitting_batch_size(config, accelerator, model)
     schedule = build_batch_schedule(config, accelerator)
     train_loader, val_loader = build_loaders(config, accelerator)
+    evaluations = build_evaluations(config, accelerator, gpt_config, tokenizer, val_loader)
     if config.eval_only:
-        results = validation_loss(accelerator, model, val_loader)
-        accelerator.print(json.dumps(results))
+        for _, evaluate in evaluations:
+            accelerator.print(json.dumps(evaluate(accelerator, model)))
         close(accelerator)
         return False
     guard, patience, step = Guard(config.spike_z), Patience(config.patience), 0
@@ -154,13 +155,12 @@ def train(config: TrainConfig) -> bool:
                 diverged = guard.bad_in_a_row == config.max_bad_steps
             elif due(config.log_every, step, updates):
                 log.training(loss, grad_norm, lr)
-            if due(config.eval_every, step, updates) and not stopping:
-                results = validation_loss(
-                    accelerator, model, val_loader, lambda: to_stop(accelerator, stop)
-                )
-                stopping = not results
-                log.evaluation(results)
-                converged = bool(results) and patience.exhausted(results["val/loss"])
+            for every, evaluate in evaluations:
+                if due(every, step, updates) and not stopping:
+                    results = evaluate(accelerator, model, lambda: to_stop(accelerator, stop))
+                    stopping = not results
+                    log.evaluation(results)
+                    converged = converged or patience.exhausted(results.get("val/loss"))
             if due(config.sample_every, step, updates) and not stopping:
                 write_samples(config, accelerator, model, tokenizer, log)
             last = stopping or converged or step == updates

@@ -205,4 +205,8 @@ ROUTES = [
     (rf"/api/models/{REPO}/revision/([^/]+)", Handler.info),
     (rf"/api/models/{REPO}/tree/([^/]+)", Handler.tree),
     (rf"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
+    (
+        rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)",
+        lambda self, body, repo_id, path: self.resolve(body, repo_id, "main", path),
+    ),
 ]

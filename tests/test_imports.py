@@ -14,6 +14,9 @@ ALLOWED = {
         "convert",
         "data/loader",
         "data/shards",
+        "evals/sources",
+        "evals/tasks",
+        "evals/validation",
         "launch",
         "model",
         "optim",
@@ -28,7 +31,7 @@ ALLOWED = {
     "tokenizer": set(),
     "optim": set(),
     "metrics": {"files"},
-    "hub": set(),
+    "hub": {"evals/sources", "files"},
     "config": {"hub", "optim"},
     "data/__init__": set(),
     "data/foreign": {"tokenizer"},
@@ -45,9 +48,56 @@ ALLOWED = {
     "generate": {"model", "tokenizer"},
     "checkpoint": {"convert", "files", "hub", "launch", "model"},
     "evals/__init__": set(),
-    "evals/validation": {"data/loader"},
+    "evals/sources": set(),
+    "evals/scores": set(),
+    "evals/metrics": {"evals/scores"},
+    "evals/detokenize": set(),
+    "evals/harness": set(),
+    "evals/table": set(),
+    "evals/scoring": {"checkpoint", "tokenizer"},
+    "evals/validation": {"data/loader", "evals/scores"},
+    "evals/hellaswag": {"evals/scores", "evals/scoring", "evals/sources"},
+    "evals/lambada": {"evals/scores", "evals/scoring"},
+    "evals/perplexity": {
+        "checkpoint",
+        "evals/detokenize",
+        "evals/scores",
+        "evals/scoring",
+        "tokenizer",
+    },
+    "evals/tasks": {
+        "data/loader",
+        "data/shards",
+        "evals/hellaswag",
+        "evals/lambada",
+        "evals/perplexity",
+        "evals/scoring",
+        "evals/sources",
+        "evals/validation",
+        "model",
+        "tokenizer",
+    },
 }
-KNOW_ACCELERATE = {"train", "build", "dry_run", "fit", "launch", "checkpoint", "evals/validation"}
+KNOW_ACCELERATE = {
+    "train",
+    "build",
+    "dry_run",
+    "fit",
+    "launch",
+    "checkpoint",
+    *(
+        f"evals/{name}"
+        for name in [
+            "validation",
+            "scoring",
+            "hellaswag",
+            "lambada",
+            "perplexity",
+            "harness",
+            "tasks",
+        ]
+    ),
+}
 
 
 def imports(path):

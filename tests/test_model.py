@@ -113,3 +113,29 @@ def test_a_sequence_longer_than_the_positions_is_refused():
 def test_an_unknown_size_is_refused():
     with pytest.raises(ValueError, match="gpt2-medium"):
         GPTConfig.from_name("gpt3")
+
+
+def test_texts_that_share_a_row_do_not_see_each_other():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16)).eval()
+    first, second = torch.randint(0, 50, (1, 5)), torch.randint(0, 50, (1, 7))
+    row = torch.cat((first, second), dim=1)
+    text = torch.tensor([0] * 5 + [1] * 7)
+    mask = (text[:, None] == text[None, :]) & torch.ones(12, 12, dtype=torch.bool).tril()
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    together = model(row, position_ids=positions, attention_mask=mask[None, None])
+    torch.testing.assert_close(together[:, :5], model(first), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(together[:, 5:], model(second), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="longer than n_positions"):
+        model(row)
+    assert torch.equal(model(first, logits_to_keep=2), model(first)[:, -2:])
+
+
+def test_the_loss_of_each_target_has_the_mean_loss():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16))
+    input_ids, targets = torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (2, 8))
+    targets[0, :3] = -100
+    each = model(input_ids, targets, reduction="none")
+    assert each.shape == (2, 8) and each[0, :3].eq(0).all()
+    assert each.sum().item() / 13 == pytest.approx(model(input_ids, targets).item(), rel=1e-6)

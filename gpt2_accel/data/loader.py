@@ -263,7 +263,7 @@ class EvalLoader:
 
     Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`: `rounds`
     of them on every rank, since a sharded model takes all ranks to run. What is missing is filled up with
-    windows whose targets are -100.
+    windows whose targets are -100. `windows` counts them over all ranks, `numbers` are those of this rank's.
 
     `max_tokens` bounds the windows over all ranks; of a mixture each data set has its share of that. At
     least one window of each is read. `bytes_per_token` is that of the text behind them, None if not known.
@@ -294,8 +294,10 @@ class EvalLoader:
         samples = np.concatenate(
             [np.stack((np.full(n, i), np.arange(n)), axis=1) for i, n in enumerate(counts)]
         )
-        self.mine = samples[rank::world_size]
-        self.rounds = -(-len(samples) // (world_size * batch_size))
+        self.windows = len(samples)
+        self.numbers = np.arange(rank, self.windows, world_size)
+        self.mine = samples[self.numbers]
+        self.rounds = -(-self.windows // (world_size * batch_size))
         self.bytes_per_token = None
         if all(stream.bytes for stream in self.streams):
             text = [n * s.bytes / s.tokens for n, s in zip(counts, self.streams, strict=True)]

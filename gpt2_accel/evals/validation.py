@@ -1,42 +1,48 @@
 """Validation loss over a fixed set of windows."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 
 
 @torch.no_grad()
 def validation_loss(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    loader: EvalLoader,
     interrupted: Callable[[], bool] = lambda: False,
+    *,
+    loader: EvalLoader,
+    prefix: str = "val",
 ) -> dict[str, float]:
     """Loss of the prepared `model` on the windows of `loader`. All ranks call it, each with its own.
 
     `interrupted`, asked before each batch and the same on all ranks, ends it without a result.
 
-    `val/loss` is the mean over tokens, in nats; `val/perplexity` its exponential; `val/bits_per_byte`
-    the code length of the tokens, separators included, by the bytes of the text behind them, which
-    compares across tokenizers; it is left out where the bytes are not known.
+    `val/loss` is the mean over tokens, in nats; `val/loss_stderr` its standard error, the windows taken
+    as independent; `val/perplexity` its exponential; `val/bits_per_byte` the code length of the tokens,
+    separators included, by the bytes of the text behind them, which compares across tokenizers; it is left
+    out where the bytes are not known.
     """
+    was_training = model.training
     model.eval()
-    totals = torch.zeros(2, device=accelerator.device)  # nats, tokens
-    for input_ids, targets in loader:
+    totals = torch.zeros(2, loader.windows, device=accelerator.device)  # nats and tokens of each
+    for number, (input_ids, targets) in enumerate(loader):
         if interrupted():
-            model.train()
+            model.train(was_training)
             return {}
-        tokens = (targets != -100).sum()
-        nats = torch.where(tokens > 0, model(input_ids, targets) * tokens, 0.0)  # without any: NaN
-        totals += torch.stack((nats, tokens))
-    model.train()
-    nats, tokens = accelerator.reduce(totals, "sum").tolist()
-    loss = nats / tokens
-    results = {"val/loss": loss, "val/perplexity": math.exp(loss)}
+        nats = model(input_ids, targets, reduction="none").sum(dim=1)
+        start = number * loader.batch_size
+        mine = torch.from_numpy(loader.numbers[start : start + loader.batch_size])
+        rows = torch.stack((nats, (targets != -100).sum(dim=1)))[:, : len(mine)]
+        totals[:, mine.to(totals.device)] = rows.to(totals.dtype)
+    model.train(was_training)
+    nats, tokens = accelerator.reduce(totals, "sum").tolist()  # each window is of one rank only
+    results = mean_loss(nats, tokens) | perplexity(nats, tokens)
     if loader.bytes_per_token:
-        results["val/bits_per_byte"] = loss / math.log(2) / loader.bytes_per_token
-    return results
+        results |= bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)
+    order = ("loss", "loss_stderr", "perplexity", "bits_per_byte")
+    return {f"{prefix}/{name}": results[name] for name in order if name in results}

@@ -1,0 +1,217 @@
+"""How well a model predicts a text.
+
+Two conventions. The GPT-2 paper's takes a corpus as one long text; the loss of its tokens is divided by the
+words that the corpus had before `detokenize`. lm-evaluation-harness's takes each document by itself, after
+`lm_eval_wikitext`, and divides by the document's words as it counts them.
+
+Each text is preceded by `<|endoftext|>` and read in windows: the first predicts `n_positions` tokens, each
+further one the next `stride`, with as much before them as the model can read. Every token is predicted
+once. With a stride of `n_positions`, the default and lm-evaluation-harness's, windows do not overlap,
+except that the last reaches back; a short one costs more and gives each token more to go by.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.checkpoint import unwrap
+from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
+from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
+from gpt2_accel.evals.scoring import batched, fits, share_out
+from gpt2_accel.tokenizer import encode
+
+CORPUS_OF = {
+    "wikitext2": "wikitext",
+    "wikitext103": "wikitext",
+    "ptb": "ptb",
+}  # how it is tokenized
+
+
+@dataclass
+class Document:
+    """A text as token ids, the first of which is only read; `words` and `bytes` are what its loss is divided
+    by."""
+
+    ids: list[int]
+    words: int
+    bytes: int
+
+
+class Window(NamedTuple):
+    """The tokens [start, end) of a document are read, those from `first` to `end`, inclusive, predicted."""
+
+    document: int
+    start: int
+    first: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that are read."""
+        return self.end - self.start
+
+    @property
+    def context(self) -> int:
+        """How many of them come before the one that predicts `first`."""
+        return self.first - 1 - self.start
+
+
+def load_corpus(
+    task: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[Document]:
+    """All texts as one document, in the GPT-2 paper's convention; of a task that is not in `CORPUS_OF` as it
+    is. `bytes` are those of the text that the model reads. Raises `ValueError` if it has no words."""
+    text = "\n".join(text.removesuffix("\n") for text in texts)
+    written = detokenize(text, CORPUS_OF[task]) if task in CORPUS_OF else text
+    return [to_document(tokenizer, written, count_words(text), len(written.encode()))]
+
+
+def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """Each text a document, in lm-evaluation-harness's convention, which counts the words and bytes of the
+    text before `lm_eval_wikitext`. Raises `ValueError` for a text without words."""
+    return [
+        to_document(
+            tokenizer, lm_eval_wikitext(text), len(re.split(r"\s+", text)), len(text.encode())
+        )
+        for text in texts
+    ]
+
+
+def to_document(tokenizer: PreTrainedTokenizerBase, text: str, words: int, size: int) -> Document:
+    """A tokenized text after its `<|endoftext|>`; where the tokenizer has none, its first token is only read.
+
+    Raises `ValueError` if nothing is left to predict.
+    """
+    start = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = start + encode(tokenizer, [text])[0]
+    if len(ids) < 2:
+        raise ValueError(
+            f"there is nothing to predict in the text {text[:40]!r}: give a longer one"
+        )
+    return Document(ids, words, size)
+
+
+def check_stride(stride: int | None, n_positions: int) -> None:
+    """Raises `ValueError` for a stride that is not between 1 and `n_positions`."""
+    if stride is not None and not 1 <= stride <= n_positions:
+        raise ValueError(f"stride must be between 1 and n_positions ({n_positions}), got {stride}")
+
+
+def windows(document: int, tokens: int, n_positions: int, stride: int | None) -> Iterator[Window]:
+    """The windows of a document of so many tokens, the first of which is only read."""
+    stride = stride or n_positions
+    first = 1
+    while first < tokens:
+        end = min(tokens - 1, first + (n_positions if first == 1 else stride) - 1)
+        yield Window(document, max(0, end - n_positions), first, end)
+        first = end + 1
+
+
+def text_loss(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    documents: Sequence[Document],
+    stride: int | None,
+    interrupted: Callable[[], bool],
+) -> tuple[list[Window], list[float]]:
+    """All windows in order, and the nats of each; nothing if it was interrupted."""
+    config = unwrap(accelerator, model).config
+    check_stride(stride, config.n_positions)
+    todo = [
+        window
+        for number, document in enumerate(documents)
+        for window in windows(number, len(document.ids), config.n_positions, stride)
+    ]
+
+    def run(plain: torch.nn.Module, batch: Sequence[Window]) -> list[tuple[Window, float]]:
+        return list(zip(batch, window_loss(plain, batch, documents), strict=True))
+
+    batches = batched(
+        sorted(todo, key=lambda window: (-window.length, window.context, window)),
+        lambda batch: fits(len(batch), *shape(batch), config.vocab_size),
+    )
+    found = dict(share_out(accelerator, model, batches, run, interrupted))
+    return (todo, [found[window] for window in todo]) if found else ([], [])
+
+
+def shape(batch: Sequence[Window]) -> tuple[int, int]:
+    """The positions of a batch, and how many of them, the last, have logits."""
+    width = max(window.length for window in batch)
+    return width, width - min(window.context for window in batch)
+
+
+def window_loss(
+    model: torch.nn.Module, batch: Sequence[Window], documents: Sequence[Document]
+) -> list[float]:
+    """The nats of each window's predicted tokens."""
+    width, kept = shape(batch)
+    input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    targets = torch.full_like(input_ids, -100)
+    for i, window in enumerate(batch):
+        ids = torch.tensor(documents[window.document].ids[window.start : window.end + 1])
+        input_ids[i, : window.length] = ids[:-1]
+        targets[i, window.context : window.length] = ids[window.context + 1 :]
+    device = model.wte.weight.device
+    loss = model(
+        input_ids.to(device),
+        targets[:, -kept:].to(device),
+        reduction="none",
+        logits_to_keep=kept,
+    )
+    return loss.double().sum(dim=1).tolist()
+
+
+def corpus_perplexity(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    interrupted: Callable[[], bool] = lambda: False,
+    *,
+    task: str,
+    documents: Sequence[Document],
+    stride: int | None = None,
+) -> dict[str, float]:
+    """`loss` per token with its standard error over windows, `perplexity_per_token`, `perplexity_per_word`
+    and `bits_per_byte` of the documents. All ranks call it, each reads its share.
+
+    A `stride` of None is `n_positions`. `interrupted` ends it without a result, as in `share_out`.
+    """
+    found, nats = text_loss(accelerator, model, documents, stride, interrupted)
+    if not found:
+        return {}
+    tokens = [window.end - window.first + 1 for window in found]
+    words = sum(document.words for document in documents)
+    results = mean_loss(nats, tokens)
+    results["perplexity_per_token"] = perplexity(nats, tokens)["perplexity"]
+    results["perplexity_per_word"] = perplexity([sum(nats)], [words])["perplexity"]
+    results |= bits_per_byte(nats, sum(document.bytes for document in documents))
+    return {f"{task}/{name}": value for name, value in results.items()}
+
+
+def page_perplexity(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    interrupted: Callable[[], bool] = lambda: False,
+    *,
+    task: str,
+    documents: Sequence[Document],
+    stride: int | None = None,
+) -> dict[str, float]:
+    """`word_perplexity`, with its standard error over documents, `byte_perplexity` and `bits_per_byte` of
+    documents, as lm-evaluation-harness names them, after `lm_eval_`; else as `corpus_perplexity`."""
+    found, nats = text_loss(accelerator, model, documents, stride, interrupted)
+    if not found:
+        return {}
+    of_document = [0.0] * len(documents)
+    for window, value in zip(found, nats, strict=True):
+        of_document[window.document] += value
+    sizes = [document.bytes for document in documents]
+    words = perplexity(of_document, [document.words for document in documents])
+    results = {f"word_{name}": value for name, value in words.items()}
+    results["byte_perplexity"] = perplexity(of_document, sizes)["perplexity"]
+    results |= bits_per_byte(of_document, sum(sizes))
+    return {f"{task}/lm_eval_{name}": value for name, value in results.items()}

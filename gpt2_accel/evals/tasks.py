@@ -1,0 +1,131 @@
+"""The benchmarks by name: items are checked and tokenized first, all of them, and then scored."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.data.loader import EvalLoader, open_split
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
+from gpt2_accel.evals.lambada import lambada, load_lambada
+from gpt2_accel.evals.perplexity import (
+    check_stride,
+    corpus_perplexity,
+    load_corpus,
+    load_pages,
+    page_perplexity,
+)
+from gpt2_accel.evals.scoring import LOGIT_VALUES
+from gpt2_accel.evals.sources import texts
+from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.model import GPTConfig
+from gpt2_accel.tokenizer import fingerprint
+
+TASKS = ("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text")
+
+
+# (accelerator, model, interrupted) -> figures by name, `TASK/METRIC`; none if it was interrupted.
+Evaluation = Callable[..., dict[str, float]]
+
+
+@dataclass
+class Prepared:
+    """What is to be run, and remarks on what it runs over."""
+
+    evaluations: list[Evaluation]
+    notes: list[str]
+
+
+def prepare_task(
+    tokenizer: PreTrainedTokenizerBase,
+    config: GPTConfig,
+    task: str,
+    items: Sequence[dict],
+    stride: int | None = None,
+) -> Prepared:
+    """The evaluation of a model of this config on the items of `task`, one of `TASKS`.
+
+    `stride` is that of a corpus's windows. Raises `ValueError` for items that cannot be scored.
+    """
+    notes = [f"{task}: {len(items):,} item{'s' * (len(items) != 1)}"]
+    if task.startswith("hellaswag"):
+        style = "lm_eval" if task.endswith("lm_eval") else "plain"
+        data = load_hellaswag(items, tokenizer, config.n_positions, style)
+        notes += note_of_cut(task, data.cut, len(items), config.n_positions)
+        if data.left_out:
+            notes.append(
+                f"{task}: {len(data.left_out):,} of {len(items):,} items are left out, since they have an "
+                f"ending of more than {config.n_positions:,} tokens: {shorten(data.left_out)}"
+            )
+        return Prepared([partial(hellaswag, data=data, prefix=task)], notes)
+    found = texts(task, items)
+    if task == "lambada":
+        passages = load_lambada(found, tokenizer, config.n_positions)
+        notes += note_of_cut(task, passages.cut, len(items), config.n_positions)
+        return Prepared([partial(lambada, data=passages)], notes)
+    check_stride(stride, config.n_positions)
+    shared = {"task": task, "stride": stride}
+    corpus = load_corpus(task, found, tokenizer)
+    evaluations = [partial(corpus_perplexity, documents=corpus, **shared)]
+    if task.startswith("wikitext"):
+        pages = load_pages(found, tokenizer)
+        evaluations.append(partial(page_perplexity, documents=pages, **shared))
+    notes.append(
+        f"{task}: {corpus[0].words:,} words, {len(corpus[0].ids) - 1:,} tokens, read with a stride of "
+        f"{stride or config.n_positions:,}"
+    )
+    return Prepared(evaluations, notes)
+
+
+def note_of_cut(task: str, cut: int, items: int, n_positions: int) -> list[str]:
+    """What to say of contexts that are too long, if there are any."""
+    if not cut:
+        return []
+    return [
+        f"{task}: {cut:,} of {items:,} contexts are too long for the model's {n_positions:,} positions and "
+        "were cut from the left"
+    ]
+
+
+def shorten(numbers: Sequence[int]) -> str:
+    """The first few numbers of a list in words."""
+    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
+
+
+def prepare_loss(
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GPTConfig,
+    data_dir: str | Path,
+    max_tokens: int,
+) -> Prepared:
+    """`train/loss`, `val/loss` and what goes with them, of prepared data, at most `max_tokens` of a split.
+
+    Raises `ValueError` if the data was made with another tokenizer than the model's.
+    """
+    if read_manifest(data_dir)["tokenizer"]["fingerprint"] != fingerprint(tokenizer):
+        raise ValueError(
+            f"{data_dir} was tokenized with another tokenizer than the model's: prepare the text with the "
+            "model's tokenizer, in another --data_dir"
+        )
+    evaluations, notes = [], []
+    for split in ("train", "val"):
+        loader = EvalLoader(
+            open_split(data_dir, split),
+            sequence_length=config.n_positions,
+            batch_size=max(1, LOGIT_VALUES // (config.n_positions * config.vocab_size)),
+            max_tokens=max_tokens,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            device=accelerator.device,
+        )
+        evaluations.append(partial(validation_loss, loader=loader, prefix=split))
+        notes.append(
+            f"{split}: the first {loader.windows * config.n_positions:,} of {sum(s.tokens for s in loader.streams):,} tokens "
+            f"of {data_dir}, in windows of {config.n_positions:,}"
+        )
+    return Prepared(evaluations, notes)

@@ -1,0 +1,172 @@
+"""How good is a model, and how good beside GPT-2?
+
+    python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
+    python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag lambada
+    python recipes/evaluate.py --model runs/mine --tasks hellaswag --data my_items.jsonl
+    accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
+
+`--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id; `--baselines` takes OpenAI's four.
+Prints a table with GPT-2's published figures beside it, and each convention. Items come from the Hub, or by
+`--data TASK=FILE` from a JSONL or text file: HellaSwag's fields are `ctx`, `endings` and `label`, LAMBADA's
+and the corpora's `text`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install 'gpt2_accel[eval]'`).
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from gpt2_accel import cli, from_pretrained
+from gpt2_accel.checkpoint import model_directory, unwrap
+from gpt2_accel.config import parse_config, setting
+from gpt2_accel.convert import describe, local_directory, read_config
+from gpt2_accel.evals.harness import run_harness
+from gpt2_accel.evals.sources import SOURCES, read_items
+from gpt2_accel.evals.table import BASELINES, convention, markdown_table
+from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
+from gpt2_accel.files import write_json
+from gpt2_accel.generate import complete
+from gpt2_accel.hub import add_results
+from gpt2_accel.launch import build_accelerator
+from gpt2_accel.tokenizer import load_tokenizer
+
+
+@dataclass
+class Evaluate:
+    model: str = setting("runs/quickstart", "run's folder, HF GPT-2 directory or Hub id")
+    baselines: bool = setting(False, "OpenAI's four checkpoints in place of --model")
+    tasks: list[str] = setting(
+        [], f"of {', '.join(TASKS)}; if nothing else is asked for, all that the Hub has data for"
+    )
+    data: list[str] = setting([], "local items: TASK=FILE, or FILE where there is one task")
+    limit: int | None = setting(None, "the first so many items of each task")
+    stride: int | None = setting(None, "tokens between a corpus's windows; default n_positions")
+    data_dir: str | None = setting(
+        None, "prepared data, to get the loss of its train and val splits"
+    )
+    eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
+    lm_eval: list[str] = setting([], "tasks of lm-evaluation-harness, by its names")
+    lm_eval_tasks: str | None = setting(
+        None, "folder of YAML files that add tasks to the harness's"
+    )
+    sample_prompts: list[str] = setting([], "prompts to continue")
+    seed: int = setting(1337, "of the samples")
+    output: str | None = setting(
+        None, "JSON file to write; default evaluation.json of a local --model"
+    )
+    update_card: bool = setting(False, "add the results to the model card of a local --model")
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "eval_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
+        if self.update_card and (self.baselines or not Path(self.model).is_dir()):
+            raise ValueError("update_card needs a local --model, whose card it can change")
+        if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():
+            raise ValueError(
+                f"update_card would change {model_directory(self.model)}, and a checkpoint that has changed "
+                "counts as damaged: give the run's folder, when training has ended"
+            )
+        if not (self.tasks or self.data_dir or self.lm_eval or self.sample_prompts):
+            self.tasks = list(SOURCES)
+
+
+def local_files(config: Evaluate) -> dict[str, str]:
+    """The local file of each task that has one."""
+    found = {}
+    for entry in config.data:
+        task, equals, path = entry.partition("=")
+        if not equals and len(config.tasks) == 1:
+            task, path = config.tasks[0], entry
+        if task not in config.tasks:
+            raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
+        found[task] = path
+    if "text" in config.tasks and "text" not in found:
+        raise ValueError("the task text has no data on the Hub: give --data text=FILE")
+    return found
+
+
+def evaluate(
+    config: Evaluate, accelerator: Accelerator, name: str, items: dict[str, list[dict]]
+) -> tuple[dict[str, float], list[str]]:
+    """The figures of one model, and remarks on them."""
+    directory = local_directory(model_directory(name))
+    tokenizer = load_tokenizer(directory)
+    model = from_pretrained(directory)
+    shape = model.config
+    if len(tokenizer) > shape.vocab_size:
+        raise ValueError(
+            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {shape.vocab_size}: put "
+            "the tokenizer there that the model was trained with"
+        )
+    prepared = [
+        prepare_task(tokenizer, shape, task, items[task], config.stride) for task in config.tasks
+    ]
+    if config.data_dir:
+        prepared.append(
+            prepare_loss(accelerator, tokenizer, shape, config.data_dir, config.eval_tokens)
+        )
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    results: dict[str, float] = {}
+    notes = [note for part in prepared for note in part.notes]
+    if config.limit:
+        notes.append(f"--limit {config.limit}: the figures are of the first items only")
+    if config.lm_eval:
+        options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
+        results |= run_harness(accelerator, directory, config.lm_eval, **options)
+    for run in [run for part in prepared for run in part.evaluations]:
+        results |= run(accelerator, model)
+    for prompt in config.sample_prompts if accelerator.is_main_process else []:
+        plain = unwrap(accelerator, model)
+        [text] = complete(plain, tokenizer, prompt, 100, temperature=0.8, seed=config.seed)
+        notes.append(f"sample: {text}")
+    return results, notes
+
+
+def save(config: Evaluate, accelerator: Accelerator, found: dict[str, tuple]) -> None:
+    """Writes the results as JSON and, if asked for, into the model's card."""
+    directory = Path(model_directory(config.model))
+    output = config.output
+    if output is None and not config.baselines and directory.is_dir():
+        output = directory / "evaluation.json"
+    if output is not None:
+        record = {
+            name: {
+                "precision": accelerator.mixed_precision,
+                "results": {key: x if math.isfinite(x) else None for key, x in results.items()},
+                "conventions": {key: convention(key) for key in results},
+                "notes": notes,
+            }
+            for name, (results, notes) in found.items()
+        }
+        write_json(output, record)
+        print(f"\nThe results are in {output}.")
+    if config.update_card:
+        add_results(directory, found[config.model][0], describe(read_config(directory)))
+        print(f"The card {directory / 'README.md'} has them too.")
+
+
+def main() -> None:
+    config = parse_config(Evaluate)
+    files = local_files(config)
+    accelerator = build_accelerator()
+    with accelerator.main_process_first():
+        items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
+    found = {
+        name: evaluate(config, accelerator, name, items)
+        for name in (BASELINES if config.baselines else (config.model,))
+    }
+    if accelerator.is_main_process:
+        for name, (_, notes) in found.items():
+            print("", *(f"{name}: {note}" for note in notes), sep="\n")
+        print("", markdown_table({name: results for name, (results, _) in found.items()}), sep="\n")
+        save(config, accelerator, found)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,103 @@
+"""The metrics of the `evaluate` library, used as one uses that library, without the rest of the package."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from gpt2_accel.evals import scores
+from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
+
+NATS, TOKENS, BYTES = [3.5, 0.25, 7.0, 1.0, 2.0], [2, 1, 9, 1, 3], [5, 1, 20, 2, 9]
+CHOICES, LABELS = (
+    [[-1.0, -2.0], [-3.0, -1.0, -2.0], [0.5, 0.25], [1.0, 2.0], [4.0, 3.0]],
+    [0, 1, 1, 1, 1],
+)
+
+ONE_OF_TWO = """
+import json, sys
+from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
+
+rank, folder, samples = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+for metric in (TokenLoss, Perplexity, BitsPerByte, ChoiceAccuracy):
+    metric = metric(num_process=2, process_id=rank, experiment_id="test", cache_dir=folder)
+    for columns in samples[metric.name][rank]:  # batch by batch
+        metric.add_batch(**columns)
+    print(json.dumps(metric.compute()))
+"""
+
+
+def expected() -> list[dict]:
+    return [
+        scores.mean_loss(NATS, TOKENS),
+        scores.perplexity(NATS, TOKENS),
+        scores.bits_per_byte(NATS, sum(BYTES)),
+        scores.choice_accuracy(CHOICES, LABELS),
+    ]
+
+
+def test_batch_by_batch_or_at_once_the_result_is_that_of_all_samples(tmp_path):
+    loss = TokenLoss(cache_dir=str(tmp_path))
+    loss.add_batch(nats=NATS[:1], tokens=TOKENS[:1])
+    loss.add_batch(nats=NATS[1:], tokens=TOKENS[1:])
+    found = [
+        loss.compute(),
+        Perplexity(cache_dir=str(tmp_path)).compute(nats=NATS, tokens=TOKENS),
+        BitsPerByte(cache_dir=str(tmp_path)).compute(nats=NATS, bytes=BYTES),
+        ChoiceAccuracy(keep_in_memory=True).compute(predictions=CHOICES, references=LABELS),
+    ]
+    assert found == expected()
+    assert (
+        found[0]["loss"]
+        == sum(NATS) / sum(TOKENS)
+        != sum(map(lambda n, t: n / t, NATS, TOKENS)) / 5
+    )
+    assert found[1]["perplexity"] == pytest.approx(math.exp(13.75 / 16))
+    assert found[3]["accuracy"] == 3 / 5
+    assert "nats" in loss.inputs_description and "Mean loss per token" in loss.description
+
+
+def test_two_processes_count_as_one(tmp_path):
+    columns = {
+        "token_loss": {"nats": NATS, "tokens": TOKENS},
+        "perplexity": {"nats": NATS, "tokens": TOKENS},
+        "bits_per_byte": {"nats": NATS, "bytes": BYTES},
+        "choice_accuracy": {"predictions": CHOICES, "references": LABELS},
+    }
+
+    def batch(of: dict, *rows: int) -> dict:
+        return {name: [values[row] for row in rows] for name, values in of.items()}
+
+    # Ranks of four samples in two batches, and of one.
+    samples = {
+        name: [[batch(of, 0, 2), batch(of, 3, 4)], [batch(of, 1)]] for name, of in columns.items()
+    }
+    command = [sys.executable, "-c", ONE_OF_TWO]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), json.dumps(samples)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in processes]
+    first, second = ([json.loads(line) for line in out.splitlines()] for out, _ in results)
+    assert second == [None] * 4, results[1][1]
+    for found, whole in zip(first, expected(), strict=True):
+        assert found == pytest.approx(whole), results[0][1]
+
+
+def test_bad_samples():
+    metric = ChoiceAccuracy(keep_in_memory=True)
+    with pytest.raises(ValueError, match="sample 1 has the label 2, but 2 choices"):
+        metric.compute(predictions=CHOICES[2:], references=[0, 2, 1])
+    with pytest.raises(ValueError, match="at least one"):
+        TokenLoss(keep_in_memory=True).compute(nats=[], tokens=[])
+    with pytest.raises(ValueError, match="nothing to take the mean of"):
+        Perplexity(keep_in_memory=True).compute(nats=[0.0], tokens=[0])

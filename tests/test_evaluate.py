@@ -1,0 +1,276 @@
+"""recipes/evaluate.py as a user runs it, and lm-evaluation-harness on the same file where it is installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from conftest import ROOT, launch, make_text, run, tiny_config
+from datasets import Dataset
+from hub_server import TOKEN, Hub
+from huggingface_hub import ModelCard
+from test_evals import hellaswag_items
+from test_recipes import load_recipe, python
+
+from gpt2_accel.evals.table import BASELINES, markdown_table
+
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+
+
+@pytest.fixture(scope="module")
+def model(data_dir, tmp_path_factory):
+    """A run's folder."""
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    run(
+        tiny_config(
+            data_dir, folder, n_positions=64, total_batch_size=256, max_steps=100, eval_every=100
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory):
+    """Local files: HellaSwag's with the original's fields and markup, LAMBADA's, WikiText's pages."""
+    folder = tmp_path_factory.mktemp("items")
+    lines = hellaswag_items(30)
+    for i, item in enumerate(lines):
+        first, _, second = item["ctx"].partition(" ")
+        item |= {
+            "ctx_a": f"[header] {first} [title] x",
+            "ctx_b": second,
+            "label": str(item["label"]),
+        }
+        item["endings"][i % 4] += " [step] Then  on"
+    write_lines(folder / "hellaswag.jsonl", lines)
+    write_lines(folder / "lambada.jsonl", [{"text": make_text(9, i)[:-2]} for i in range(20)])
+    pages = [f' = A =\n \n {make_text(60, i)} @-@ ( b ) , \'s " c " \n' for i in range(3)]
+    write_lines(folder / "wikitext2.jsonl", [{"page": page} for page in pages])
+    (folder / "ptb.txt").write_text("it 's the cat 's N % mat\n" * 9)
+    return folder
+
+
+def write_lines(path: Path, entries: list[dict]) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def evaluate(monkeypatch, *flags: str) -> None:
+    """The recipe's main, in this process."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, flags)])
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    load_recipe("evaluate").main()
+
+
+TASKS = ["hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "ptb", "text"]
+
+
+def flags_of(model, items, data_dir) -> list[str]:
+    files = {
+        "hellaswag": "hellaswag.jsonl",
+        "hellaswag_lm_eval": "hellaswag.jsonl",
+        "lambada": "lambada.jsonl",
+        "wikitext2": "wikitext2.jsonl",
+        "ptb": "ptb.txt",
+        "text": "ptb.txt",
+    }
+    data = [f"{task}={items / files[task]}" for task in TASKS]
+    return ["--model", str(model), "--tasks", *TASKS, "--data", *data, "--data_dir", str(data_dir)]
+
+
+def test_everything_on_one_process_and_the_same_on_two(
+    model, items, data_dir, tmp_path, monkeypatch, capsys
+):
+    flags = flags_of(model, items, data_dir)
+    before = ModelCard.load(model / "README.md").data.eval_results
+    evaluate(monkeypatch, *flags, "--sample_prompts", "the ", "--update_card")
+    said = capsys.readouterr().out
+    [[name, one]] = json.loads((model / "evaluation.json").read_text()).items()
+    assert name == str(model)
+    assert {key.partition("/")[0] for key in one["results"]} == {*TASKS, "train", "val"}
+    assert all(one["conventions"].values()), "each metric says how it is computed"
+    assert "| 0.2945" in said and f"{one['results']['hellaswag/acc']:.4f} ± " in said
+    assert "of 30 contexts are too long for the model's 64 positions and were cut" in said
+    assert "sample: the " in said
+    logged = [json.loads(line) for line in (model / "metrics.jsonl").open()][-1]
+    assert one["results"]["val/loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
+
+    card = ModelCard.load(model / "README.md")
+    found = {result.metric_name: result for result in card.data.eval_results}
+    assert found["hellaswag/acc"].dataset_type == "Rowan/hellaswag"
+    assert found["hellaswag/acc"].metric_value == round(one["results"]["hellaswag/acc"], 6)
+    assert not any(name.endswith("_stderr") for name in found)
+    assert {result.metric_name for result in before} < set(found) and "```yaml" in card.text
+    assert len(found) == len(card.data.eval_results)
+
+    extra = []
+    if HARNESS:
+        extra = ["--lm_eval", "local_hellaswag", "--lm_eval_tasks", harness_tasks(items, tmp_path)]
+    done = launch(
+        "recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), *extra, processes=2
+    )
+    assert done.returncode == 0, done.stderr
+    [two] = json.loads((tmp_path / "two.json").read_text()).values()
+    ours = {key: value for key, value in two["results"].items() if not key.startswith("lm_eval:")}
+    assert ours == pytest.approx(one["results"], rel=1e-6)
+    if HARNESS:
+        assert_equal_to_harness(two["results"])
+
+
+def harness_tasks(items: Path, folder: Path) -> str:
+    """Tasks that are the harness's own HellaSwag and WikiText, on the local files."""
+    import lm_eval.tasks
+
+    built_in = Path(lm_eval.tasks.__file__).parent
+    for name, split in (("hellaswag", "validation"), ("wikitext", "test")):
+        file = next(items.glob(f"{name}*.jsonl"))
+        task = {
+            "include": str(built_in / name / f"{name}.yaml"),
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {split: str(file)}},
+            "training_split": None,
+            "validation_split": split if split == "validation" else None,
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return str(folder)
+
+
+def assert_equal_to_harness(results: dict[str, float]) -> None:
+    """HellaSwag's figures are the harness's."""
+    theirs = "lm_eval:local_hellaswag"
+    for name, theirs_name in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
+        for error in ("", "_stderr"):
+            ours = results[f"hellaswag_lm_eval/{name}{error}"]
+            assert ours == pytest.approx(results[f"{theirs}/{theirs_name}{error}"], abs=1e-12)
+
+
+@pytest.mark.skipif(not HARNESS, reason="needs the extra: pip install 'gpt2_accel[eval]'")
+def test_the_harness_finds_the_same(model, items, data_dir, tmp_path, monkeypatch):
+    from accelerate import Accelerator
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    from gpt2_accel.evals.detokenize import lm_eval_wikitext
+    from gpt2_accel.evals.harness import run_harness
+
+    output = tmp_path / "out.json"
+    tasks = harness_tasks(items, tmp_path)
+    evaluate(
+        monkeypatch, *flags_of(model, items, data_dir), "--output", output,
+        "--lm_eval", "local_hellaswag", "local_wikitext", "--lm_eval_tasks", tasks,
+    )  # fmt: skip
+    [found] = json.loads(output.read_text()).values()
+    results = found["results"]
+    assert_equal_to_harness(results)
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        theirs = results[f"lm_eval:local_wikitext/{name}"]
+        assert results[f"wikitext2/lm_eval_{name}"] == pytest.approx(theirs, rel=1e-4)
+    for page in [
+        " ".join(words) for words in zip(*[iter(make_text(40, 1).split())] * 4, strict=False)
+    ]:
+        page = f"( {page} ) @,@ 's \" {page} \" ' {page} ' ; = = {page} = = \n"
+        assert lm_eval_wikitext(page) == wikitext_detokenizer({"page": page})
+    with pytest.raises(ValueError, match="knows no task 'no_such_task'"):
+        run_harness(Accelerator(cpu=True), model, ["no_such_task"])
+
+
+@pytest.mark.skipif(HARNESS, reason="the extra is installed")
+def test_without_the_extra_the_error_says_how_to_get_it(model):
+    done = python("recipes/evaluate.py", "--model", str(model), "--lm_eval", "arc_easy")
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("evaluate.py: ")]
+    assert "pip install 'gpt2_accel[eval]'" in line and "Traceback" not in done.stderr
+
+
+def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
+    def mistake(*flags, message):
+        with pytest.raises((ValueError, OSError), match=message):
+            evaluate(monkeypatch, "--model", model, *flags)
+
+    mistake("--tasks", "hellaswg", message="there is no task 'hellaswg': choose of hellaswag")
+    mistake("--tasks", "text", message="give --data text=FILE")
+    mistake("--tasks", "ptb", "--data", "lambada=x", message="is for none of the --tasks")
+    mistake("--tasks", "ptb", "--data", "x.txt", message="x.txt does not exist")
+    mistake("--limit", "0", message="limit must be at least 1")
+    mistake("--tasks", "hellaswag", message="Rowan/hellaswag cannot be read from the Hub")
+    file = f"hellaswag={items / 'lambada.jsonl'}"
+    mistake(
+        "--tasks", "hellaswag", "--data", file, message="item 0 of HellaSwag has no field 'ctx'"
+    )
+    # All items are looked at before the first is scored.
+    scored = []
+    monkeypatch.setattr("gpt2_accel.evals.hellaswag.score", lambda *_: scored.append(0))
+    files = [f"hellaswag={items / 'hellaswag.jsonl'}", f"lambada={items / 'hellaswag.jsonl'}"]
+    both = ["--tasks", "hellaswag", "lambada", "--data", *files]
+    mistake(*both, message="item 0 of lambada has no field 'text'")
+    assert scored == []
+
+    other = tmp_path / "other"
+    run(tiny_config(data_dir, other, max_steps=1))
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["added_tokens"].append(
+        {**vocabulary["added_tokens"][0], "id": 257, "content": "<|extra|>"}
+    )
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    mistake(
+        "--model",
+        other,
+        "--tasks",
+        "ptb",
+        "--data",
+        items / "ptb.txt",
+        message="has a tokenizer of 258 tokens",
+    )
+    newest = sorted(model.glob("checkpoint-*"))[-1]
+    mistake("--model", newest, "--update_card", message="a checkpoint that has changed counts as")
+    mistake("--update_card", "--baselines", message="update_card needs a local --model")
+
+
+def test_items_from_the_hub_are_the_parquet_files_that_it_makes(tmp_path):
+    lines = [{**item, "label": str(item["label"])} for item in hellaswag_items(6)]
+    tables = {
+        "Rowan/hellaswag": ("default/validation", Dataset.from_list(lines)),
+        "ptb-text-only/ptb_text_only": (
+            "penn_treebank/test",
+            Dataset.from_dict({"sentence": ["it 's a cat", "no it is n't"]}),
+        ),
+    }
+    read = "from gpt2_accel.evals.sources import read_items, texts; import json; "
+    read += "print(json.dumps([read_items('hellaswag'), texts('ptb', read_items('ptb'))]))"
+    command = [sys.executable, "-c", read]
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 120}
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN}
+    with Hub() as hub:
+        for name, (folder, table) in tables.items():
+            table.to_parquet(tmp_path / "table.parquet")
+            files = {f"{folder}/0000.parquet": (tmp_path / "table.parquet").read_bytes()}
+            hub.repos[name] = {"private": False, "commits": [("a" * 40, files)]}
+        env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(command, env=env, **options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [lines, ["it 's a cat", "no it is n't"]]
+
+
+def test_the_table_has_what_was_published_beside_what_was_found():
+    found = {
+        "runs/mine": {
+            "hellaswag/acc_norm_per_token": 0.25,
+            "hellaswag/acc_norm_per_token_stderr": 0.01,
+        }
+    }
+    header, _, row = markdown_table(found).splitlines()
+    assert header.split("|")[2].strip() == "runs/mine" and "gpt2-xl, published" in header
+    assert [cell.strip() for cell in row.split("|")][1:7] == [
+        "hellaswag/acc_norm_per_token", "0.2500 ± 0.0100", "0.2945", "0.3752", "0.432", "0.4889",
+    ]  # fmt: skip
+    baselines = {
+        name: {"val/loss": 3.0 + i, "val/loss_stderr": 0.1} for i, name in enumerate(BASELINES)
+    }
+    header, _, row = markdown_table(baselines).splitlines()
+    assert "published" not in header
+    assert "4.0000 ± 0.1000 (2.84)" in row and "nanoGPT, on OpenWebText" in row
