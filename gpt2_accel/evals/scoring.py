@@ -221,7 +221,7 @@ def score(
     """
     config = unwrap(accelerator, model).config
     rows, _ = fit_rows(questions, config.n_positions)
-    rows.sort(key=lambda row: (-row.answers, -len(row.context), row.question, row.places))
+    rows.sort(key=lambda row: (-(row.answers // 8), -len(row.context), row.question, row.places))
     batches = batched(rows, lambda batch: fits(len(batch), *shape(batch), config.vocab_size))
     scored = share_out(accelerator, model, batches, score_batch, interrupted)
     results: list[list[Score]] = [[] for _ in questions]
