@@ -23,7 +23,7 @@ from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
 from gpt2_accel.data.shards import TokenStream, data_fingerprint, read_manifest, verify_data
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import exclusive
-from gpt2_accel.generate import complete
+from gpt2_accel.generate import Sampling, complete
 from gpt2_accel.guard import Guard
 from gpt2_accel.hub import Training, Uploads, check_repo_id
 from gpt2_accel.launch import build_accelerator
@@ -387,14 +387,12 @@ def write_samples(
     tokenizer: PreTrainedTokenizerBase,
     log: RunLog,
 ) -> None:
-    """Continues each of the run's prompts; on the main process only."""
+    """Continues each of the run's prompts; on the main process only, uncompiled, in fp32."""
     if accelerator.is_main_process:
-        for prompt in config.sample_prompts:
-            plain = unwrap(accelerator, model)
-            [text] = complete(
-                plain, tokenizer, prompt, config.sample_tokens, temperature=0.8, seed=config.seed
-            )
-            log.sample(prompt, text)
+        sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+        plain = unwrap(accelerator, model)
+        for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
+            log.sample(sample.prompt, sample.prompt + sample.text)
 
 
 def due(every: int, step: int, max_steps: int) -> bool:
