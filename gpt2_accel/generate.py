@@ -1,4 +1,7 @@
-"""Text from a model: `complete` gives it whole, `stream` as it is being written, `tokens` only the ids."""
+"""Text from a model: `complete` gives it whole, `stream` as it is being written, `tokens` only the ids.
+
+`load` finds the model and the tokenizer that they take.
+"""
 
 import math
 from collections import deque
@@ -9,16 +12,34 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel.checkpoint import model_directory
 from gpt2_accel.config import setting
+from gpt2_accel.convert import from_pretrained
 from gpt2_accel.kv_cache import KVCache
 from gpt2_accel.model import GPT
-from gpt2_accel.tokenizer import encode
+from gpt2_accel.tokenizer import encode, load_tokenizer
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVERFLOW = ("slide", "error")
 NOT_FINITE = (
     "the model's logits are not finite: its weights are damaged, or its training diverged; take an "
     "earlier checkpoint"
 )
+
+
+def load(name: str, dtype: str = "float32") -> tuple[GPT, PreTrainedTokenizerBase]:
+    """A model to write with, and its tokenizer: in evaluation mode, on the GPU if there is one.
+
+    `name` is a run's folder, for its newest weights, an HF GPT-2 directory or a Hub id; `dtype`, of the
+    weights, a name in `DTYPES`. Raises `ValueError` for another, and what `from_pretrained` and
+    `load_tokenizer` raise.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    directory = model_directory(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = from_pretrained(directory).to(device, DTYPES[dtype]).eval()
+    return model, load_tokenizer(directory)
 
 
 @dataclass
@@ -268,21 +289,18 @@ def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def likeliest(
     model: GPT, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int = 10
-) -> list[tuple[str, float]]:
-    """The `count` likeliest next tokens after a prompt, as text, with their probabilities.
+) -> list[tuple[int, float]]:
+    """The `count` likeliest next tokens after a prompt, by id, with their probabilities.
 
     Of a prompt that is too long it sees the last `n_positions` tokens. Raises what `complete` raises.
     """
     ids = encode_prompt(tokenizer, prompt)[-model.config.n_positions :]
     with evaluating(model):
-        logits = KVCache(model, [ids], len(ids)).logits.float()
+        logits = KVCache(model, [ids], len(ids)).logits[0].float()
     if not logits.isfinite().all():
         raise ValueError(NOT_FINITE)
-    probabilities, best = logits[0].softmax(dim=-1).topk(min(count, logits.shape[1]))
-    return [
-        (tokenizer.decode([token]), probability)
-        for token, probability in zip(best.tolist(), probabilities.tolist(), strict=True)
-    ]
+    probabilities, best = logits.softmax(dim=-1).topk(min(count, len(logits)))
+    return list(zip(best.tolist(), probabilities.tolist(), strict=True))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from gpt2_accel.launch import has_cpp_compiler
 from gpt2_accel.model import GPT, CausalSelfAttention
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]  # of each block, keys and values: (B, H, S, C/H)
@@ -129,5 +130,7 @@ def attend(
 
 @functools.cache
 def compiled() -> Callable[..., torch.Tensor]:
-    """`forward`, compiled for any length."""
+    """`forward`, compiled for any length. Raises `ValueError` where there is nothing to compile with."""
+    if not torch.cuda.is_available() and not has_cpp_compiler():
+        raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
     return torch.compile(forward, dynamic=True)

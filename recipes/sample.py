@@ -10,16 +10,9 @@ A single sample appears as it is being written. `--dtype bfloat16` halves what i
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint import model_directory
+from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.generate import Completion, Sampling, stream
-from gpt2_accel.launch import has_cpp_compiler
-from gpt2_accel.tokenizer import load_tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from gpt2_accel.generate import Completion, Sampling, load, stream
 
 
 @dataclass
@@ -33,21 +26,10 @@ class Sample(Sampling):
     )
     logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
-        if self.compile and not torch.cuda.is_available() and not has_cpp_compiler():
-            raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave it out")
-
 
 def main() -> None:
     config = parse_config(Sample)
-    directory = model_directory(config.model)
-    tokenizer = load_tokenizer(directory)
-    model = from_pretrained(directory).to(DTYPES[config.dtype])
-    if torch.cuda.is_available():
-        model.cuda()
+    model, tokenizer = load(config.model, config.dtype)
     written = stream(
         model,
         tokenizer,
