@@ -109,7 +109,11 @@ def build_page(gr, speakers: list[Speaker], compile: bool):
                             for i in range(MAX_SAMPLES)
                         ]
                     outputs.append(
-                        gr.Label(label="Likeliest next tokens after the prompt", num_top_classes=10)
+                        gr.Label(
+                            label="Likeliest next tokens after the prompt",
+                            num_top_classes=10,
+                            show_heading=False,
+                        )
                     )
 
         def talk(*values) -> Iterator[list]:
@@ -129,8 +133,8 @@ def settings_row(gr) -> list:
     with gr.Row():
         return [
             gr.Slider(0, 2, default.temperature, step=0.05, label="Temperature", info="0: greedy"),
-            gr.Number(default.top_k, label="Top-k", precision=0, info="0 keeps all tokens"),
-            gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all tokens"),
+            gr.Number(default.top_k, label="Top-k", precision=0, info="0 keeps all"),
+            gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all"),
             gr.Number(default.max_new_tokens, label="Length", precision=0, info="new tokens"),
             gr.Number(default.seed, label="Seed", precision=0, info="same seed, same text"),
             gr.Slider(1, MAX_SAMPLES, 1, step=1, label="Samples", info="side by side"),

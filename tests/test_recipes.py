@@ -36,7 +36,7 @@ def one_sentence(done):
     [line] = [
         line
         for line in done.stderr.splitlines()
-        if line.startswith(("shakespeare", "sample", "prep", "import"))
+        if line.startswith(("shakespeare", "sample", "prep", "import", "demo"))
     ]
     return line
 
