@@ -20,6 +20,11 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+try:
+    import gradio as gr
+except ImportError:  # said in `main`
+    gr = None
+
 import gpt2_accel
 from gpt2_accel import GPT, cli, save_pretrained
 from gpt2_accel.config import parse_config, setting
@@ -72,30 +77,28 @@ def main() -> None:
     settings = Path(__file__).with_name(SPACE_SETTINGS)
     in_space = len(sys.argv) == 1 and settings.exists()
     config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
-    try:
-        import gradio as gr
-    except ImportError as error:
-        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'") from error
+    if gr is None:
+        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'")
     if config.write_space is not None:
-        write_space(config, Path(config.write_space), gr.__version__)
+        write_space(config, Path(config.write_space))
         return
     speakers = [Speaker(name, *load(name, config.dtype)) for name in config.model]
     for speaker in speakers if config.compile else []:
         complete(speaker.model, speaker.tokenizer, ["a"], Sampling(3), compile=True)
-    page = build_page(gr, speakers, config.compile)
+    page = build_page(speakers, config.compile)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page.queue(max_size=QUEUE).launch(theme=theme)
 
 
-def build_page(gr, speakers: list[Speaker], compile: bool):
+def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
     """The Gradio page: settings above, a column for each model below."""
     with gr.Blocks(title="Talk to a GPT-2", analytics_enabled=False) as page:
         prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
         with gr.Row():
             write = gr.Button("Write", variant="primary")
             stop = gr.Button("Stop", variant="stop")
-        inputs = [prompt, *settings_row(gr)]
+        inputs = [prompt, *settings_row()]
         outputs = []
         with gr.Row():
             for speaker in speakers:
@@ -118,7 +121,7 @@ def build_page(gr, speakers: list[Speaker], compile: bool):
 
         def talk(*values) -> Iterator[list]:
             try:
-                yield from write_all(gr, speakers, compile, *values)
+                yield from write_all(speakers, compile, *values)
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
@@ -127,7 +130,7 @@ def build_page(gr, speakers: list[Speaker], compile: bool):
     return page
 
 
-def settings_row(gr) -> list:
+def settings_row() -> list:
     """The inputs that are settings, in the order in which `write_all` takes them."""
     default = Sampling(max_new_tokens=100)
     with gr.Row():
@@ -142,7 +145,6 @@ def settings_row(gr) -> list:
 
 
 def write_all(
-    gr,
     speakers: list[Speaker],
     compile: bool,
     prompt: str,
@@ -161,7 +163,14 @@ def write_all(
         raise ValueError("a setting is empty: give a number")
     if length > MAX_NEW_TOKENS:
         raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
-    sampling = Sampling(length, temperature, top_k, top_p, num_samples, seed)
+    sampling = Sampling(
+        max_new_tokens=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        num_samples=int(num_samples),
+        seed=seed,
+    )
     prompt = prompt or ""
     for speaker in speakers:
         tokens, n_positions = (
@@ -187,7 +196,7 @@ def write_all(
         yield outputs
 
 
-def write_space(config: Demo, folder: Path, gradio_version: str) -> None:
+def write_space(config: Demo, folder: Path) -> None:
     """Writes a folder that runs as a Hugging Face Space as it is: the page as `app.py`, its settings,
     this package, the models that are directories here, README metadata and requirements.
 
@@ -212,10 +221,10 @@ def write_space(config: Demo, folder: Path, gradio_version: str) -> None:
             "colorFrom": "blue",
             "colorTo": "gray",
             "sdk": "gradio",
-            "sdk_version": gradio_version,
+            "sdk_version": gr.__version__,
             "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
             "app_file": "app.py",
-            "models": [name for name in names if not name.startswith("models/")],
+            "models": [name.split("@")[0] for name in config.model if not Path(name).is_dir()],
         }
         header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
         (space / "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")

@@ -222,7 +222,7 @@ def test_weights_that_are_not_finite_are_a_message(models):
     model, tokenizer = demo.load(models[0])
     with torch.no_grad():
         model.wpe.weight[0] = float("nan")
-    page = demo.build_page(gradio, [demo.Speaker("broken", model, tokenizer)], compile=False)
+    page = demo.build_page([demo.Speaker("broken", model, tokenizer)], compile=False)
     [talk] = [function.fn for function in page.fns.values() if function.fn is not None]
     with pytest.raises(gradio.Error, match="not finite"):
         next(talk("x", 1.0, 50, 1.0, 5, 1, 1))
@@ -241,9 +241,9 @@ def test_a_mistake_ends_in_one_sentence(models):
 def test_the_space_that_it_writes_runs_by_itself(models, tmp_path):
     demo, space = load_recipe("demo"), tmp_path / "space"
     config = demo.Demo(model=models, write_space=str(space))
-    demo.write_space(config, space, gradio.__version__)
+    demo.write_space(config, space)
     with pytest.raises(FileExistsError, match="space exists already"):
-        demo.write_space(config, space, gradio.__version__)
+        demo.write_space(config, space)
     header = yaml.safe_load((space / "README.md").read_text().split("---\n")[1])
     assert (header["sdk"], header["app_file"]) == ("gradio", "app.py")
     assert header["sdk_version"] == gradio.__version__
