@@ -48,7 +48,7 @@ class Demo:
         ["runs/quickstart"], "run's folder, HF GPT-2 directory or Hub id; two to compare them"
     )
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
-    compile: bool = setting(False, "compile the forward of one token: slower to start, faster then")
+    compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
     write_space: str | None = setting(None, "write a Hugging Face Space to this new folder instead")
 
     def __post_init__(self) -> None:
@@ -119,9 +119,9 @@ def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
                         )
                     )
 
-        def talk(*values) -> Iterator[list]:
+        def talk(prompt: str | None, *values: float | None) -> Iterator[list]:
             try:
-                yield from write_all(speakers, compile, *values)
+                yield from write_all(speakers, compile, prompt or "", read_settings(*values))
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
@@ -131,7 +131,7 @@ def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
 
 
 def settings_row() -> list:
-    """The inputs that are settings, in the order in which `write_all` takes them."""
+    """The inputs that are settings, in the order in which `read_settings` takes them."""
     default = Sampling(max_new_tokens=100)
     with gr.Row():
         return [
@@ -144,26 +144,20 @@ def settings_row() -> list:
         ]
 
 
-def write_all(
-    speakers: list[Speaker],
-    compile: bool,
-    prompt: str,
+def read_settings(
     temperature: float | None,
     top_k: int | None,
     top_p: float | None,
     length: int | None,
     seed: int | None,
     num_samples: int | None,
-) -> Iterator[list]:
-    """The page's outputs, again and again while all models write, a token of each in turn.
-
-    Raises `ValueError` for a setting that cannot be.
-    """
+) -> Sampling:
+    """The values of `settings_row`, None where a visitor left one empty; raises `ValueError` then too."""
     if None in (temperature, top_k, top_p, length, seed, num_samples):
         raise ValueError("a setting is empty: give a number")
     if length > MAX_NEW_TOKENS:
         raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
-    sampling = Sampling(
+    return Sampling(
         max_new_tokens=length,
         temperature=temperature,
         top_k=top_k,
@@ -171,14 +165,16 @@ def write_all(
         num_samples=int(num_samples),
         seed=seed,
     )
-    prompt = prompt or ""
+
+
+def write_all(
+    speakers: list[Speaker], compile: bool, prompt: str, sampling: Sampling
+) -> Iterator[list]:
+    """The page's outputs, again and again while all models write, a token of each in turn."""
     for speaker in speakers:
-        tokens, n_positions = (
-            len(encode_prompt(speaker.tokenizer, prompt)),
-            speaker.model.config.n_positions,
-        )
-        if tokens > n_positions:
-            gr.Info(f"{speaker.name} reads the last {n_positions} of the prompt's {tokens} tokens.")
+        tokens = len(encode_prompt(speaker.tokenizer, prompt))
+        if tokens > (read := speaker.model.config.n_positions):
+            gr.Info(f"{speaker.name} reads the last {read} of the prompt's {tokens} tokens.")
     tables = [speaker.next_tokens(prompt) for speaker in speakers]
     streams = [
         stream(speaker.model, speaker.tokenizer, [prompt], sampling, compile=compile)
@@ -215,25 +211,32 @@ def write_space(config: Demo, folder: Path) -> None:
             names.append(name)
         settings = {"model": names, "dtype": config.dtype, "compile": config.compile}
         (space / SPACE_SETTINGS).write_text(yaml.safe_dump(settings), encoding="utf-8")
-        metadata = {
-            "title": "Talk to a GPT-2",
-            "emoji": "💬",
-            "colorFrom": "blue",
-            "colorTo": "gray",
-            "sdk": "gradio",
-            "sdk_version": gr.__version__,
-            "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
-            "app_file": "app.py",
-            "models": [name.split("@")[0] for name in config.model if not Path(name).is_dir()],
-        }
-        header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+        header = yaml.safe_dump(space_metadata(config), sort_keys=False, allow_unicode=True)
         (space / "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")
         pins = (f"{name}=={version(name).split('+')[0]}\n" for name in REQUIREMENTS.split())
         (space / "requirements.txt").write_text("".join(pins), encoding="utf-8")
     print(
-        f"The Space is in {folder}. Try it with\n  python {folder}/app.py\nand upload it with\n"
+        f"The Space is in {folder}. Try it with\n  cd {folder} && python app.py\nand upload it with\n"
         f"  hf upload USER/NAME {folder} --repo-type space"
     )
+
+
+def space_metadata(config: Demo) -> dict:
+    """What the Hub reads at the top of a Space's README.
+
+    Fields: https://huggingface.co/docs/hub/spaces-config-reference.
+    """
+    return {
+        "title": "Talk to a GPT-2",
+        "emoji": "💬",
+        "colorFrom": "blue",
+        "colorTo": "gray",
+        "sdk": "gradio",
+        "sdk_version": gr.__version__,
+        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "app_file": "app.py",
+        "models": [name.split("@")[0] for name in config.model if not Path(name).is_dir()],
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Sample(Sampling):
     num_samples: int = setting(3, "how many continuations")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
     compile: bool = setting(
-        False, "compile the forward of one token: 15 seconds first, faster then"
+        False, "compile the forward of one token: some 20 seconds first, faster then"
     )
     logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
 
