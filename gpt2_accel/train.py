@@ -37,7 +37,7 @@ from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.dry_run import describe_run
 from gpt2_accel.files import exclusive
 from gpt2_accel.fit import fitting_batch_size
-from gpt2_accel.generate import complete
+from gpt2_accel.generate import Sampling, complete
 from gpt2_accel.guard import Guard, Patience
 from gpt2_accel.hub import Training, Uploads, check_repo_id
 from gpt2_accel.launch import build_accelerator, close, is_sharded, profiler
@@ -354,14 +354,13 @@ def write_samples(
     tokenizer: PreTrainedTokenizerBase,
     log: RunLog,
 ) -> None:
-    """Continues each of the run's prompts; on the main process only, unless the model is sharded."""
-    if accelerator.is_main_process or is_sharded(accelerator):
-        for prompt in config.sample_prompts:
-            plain = unwrap(accelerator, model)
-            [text] = complete(
-                plain, tokenizer, prompt, config.sample_tokens, temperature=0.8, seed=config.seed
-            )
-            log.sample(prompt, text)
+    """Continues each of the run's prompts; on the main process only, uncompiled, in fp32."""
+    sharded = is_sharded(accelerator)
+    plain = full_model(accelerator, model) if sharded else unwrap(accelerator, model)
+    if accelerator.is_main_process:
+        sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+        for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
+            log.sample(sample.prompt, sample.prompt + sample.text)
 
 
 def due(every: int, step: int, max_steps: int) -> bool:

@@ -3,50 +3,59 @@
     python recipes/sample.py --model runs/quickstart --prompt 'def '
 
 `--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id such as openai-community/gpt2.
+A single sample appears as it is being written. `--dtype bfloat16` halves what is read for each token,
+`--compile true` pays from some thousand tokens on.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint import model_directory
+from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.generate import complete
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.generate import Completion, Sampling, load, stream
 
 
 @dataclass
-class Sample:
+class Sample(Sampling):
     model: str = setting("runs/quickstart", "run's folder, HF GPT-2 directory or Hub id")
     prompt: str = setting("", "text to continue; empty for the start of a text")
     num_samples: int = setting(3, "how many continuations")
-    max_new_tokens: int = setting(200, "length of each, in tokens")
-    temperature: float = setting(0.8, "below 1 safer, above 1 wilder, 0 always the likeliest token")
-    top_k: int | None = setting(50, "keep the k likeliest tokens")
-    top_p: float = setting(1.0, "keep the likeliest tokens that together reach this probability")
-    seed: int = setting(1337, "same seed, same text")
+    dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
+    compile: bool = setting(
+        False, "compile the forward of one token: some 20 seconds first, faster then"
+    )
+    logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
 
 
 def main() -> None:
     config = parse_config(Sample)
-    directory = model_directory(config.model)
-    tokenizer = load_tokenizer(directory)
-    model = from_pretrained(directory)
-    if torch.cuda.is_available():
-        model.cuda()
-    texts = complete(
+    model, tokenizer = load(config.model, config.dtype)
+    written = stream(
         model,
         tokenizer,
-        config.prompt,
-        config.max_new_tokens,
-        num_samples=config.num_samples,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
+        [config.prompt],
+        config,
+        logprobs=config.logprobs,
+        compile=config.compile,
     )
-    print("\n---------------\n".join(texts))
+    samples = show(written, live=config.num_samples == 1)
+    for sample in samples if config.logprobs else []:
+        print(f"log-probability per token: {sum(sample.logprobs) / len(sample.ids):.4f} nats")
+
+
+def show(written: Iterator[list[Completion]], live: bool) -> list[Completion]:
+    """Prints the samples, a single one as it is being written; returns them."""
+    shown = 0
+    for samples in written:
+        if live:
+            text = samples[0].prompt + samples[0].text
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    if live:
+        print()
+    else:
+        print("\n---------------\n".join(sample.prompt + sample.text for sample in samples))
+    return samples
 
 
 if __name__ == "__main__":

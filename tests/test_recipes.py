@@ -36,7 +36,7 @@ def one_sentence(done):
     [line] = [
         line
         for line in done.stderr.splitlines()
-        if line.startswith(("shakespeare", "sample", "prep", "import"))
+        if line.startswith(("shakespeare", "sample", "prep", "import", "demo"))
     ]
     return line
 
@@ -109,6 +109,20 @@ def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
     first, again = python(*arguments), python(*arguments)
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout and first.stdout.count("the ") >= 3
+    options = [
+        "--num_samples",
+        "1",
+        "--dtype",
+        "bfloat16",
+        "--stop",
+        "sat",
+        "dog",
+        "--logprobs",
+        "true",
+    ]
+    one = python(*arguments, *options)  # appears as it is written
+    assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
+    assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
 
     text.write_text(make_text(3000, 1))

@@ -1,0 +1,128 @@
+"""Tokens per second of generation: a loop without a cache, HF's `generate`, and this toolkit's.
+
+    python benchmarks/generate.py --batch_sizes 1 16 --dtypes float32 bfloat16
+
+Random weights of GPT-2 124M's shape, the same in all; a prompt of 16 tokens, 200 new ones, sampled
+greedily. In each round every contestant runs once, so that all meet the same machine; a figure is the
+median over the rounds, and the ratio to HF the median of the rounds' ratios. The prompt's forward and
+all of the sampling count, compilation does not: it is given apart. The loop without a cache is as
+nanoGPT's: a forward over everything so far for each token. It runs for `--no_cache_tokens` tokens in the
+middle of the text, where its cost is that of the mean, and only in batches up to `--no_cache_batch`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import GPT2LMHeadModel
+
+from gpt2_accel import GPT, GPTConfig, cli
+from gpt2_accel.config import parse_config, setting
+from gpt2_accel.convert import hf_config, to_hf
+from gpt2_accel.generate import DTYPES, Sampling, tokens
+
+
+@dataclass
+class Benchmark:
+    size: str = setting("gpt2", "gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+    batch_sizes: list[int] = setting([1, 16], "rows at once")
+    dtypes: list[str] = setting(["float32", "bfloat16"], "of the weights")
+    prompt_tokens: int = setting(16, "length of the prompt")
+    new_tokens: int = setting(200, "length of the continuation")
+    rounds: int = setting(5, "times that each contestant runs")
+    no_cache_tokens: int = setting(
+        20, "tokens that the loop without a cache writes; 0 leaves it out"
+    )
+    no_cache_batch: int = setting(1, "largest batch that it is given")
+    threads: int = setting(0, "torch's threads on a CPU; 0 leaves it to torch")
+
+
+def main() -> None:
+    config = parse_config(Benchmark)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    )
+    print(f"{config.size} on {device} ({name}), torch {torch.__version__}")
+    print(
+        "| dtype | batch | generation | tokens/s | x HF | fastest round |\n|---|---|---|---|---|---|"
+    )
+    for dtype in config.dtypes:
+        model, hf = build_models(config.size, DTYPES[dtype], device)
+        for batch_size in config.batch_sizes:
+            compete(config, dtype, batch_size, contestants(config, model, hf, batch_size))
+
+
+def build_models(size: str, dtype: torch.dtype, device: str) -> tuple[GPT, GPT2LMHeadModel]:
+    """A model and the same in `transformers`."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.from_name(size)).eval()
+    hf = GPT2LMHeadModel(hf_config(model.config, end_of_text=None))
+    hf.load_state_dict(to_hf(model), strict=False)  # the head is tied
+    return model.to(device, dtype), hf.to(device, dtype).eval()
+
+
+def contestants(
+    config: Benchmark, model: GPT, hf: GPT2LMHeadModel, batch_size: int
+) -> dict[str, Callable[[], int]]:
+    """By name, what writes once; each returns how many tokens a row it wrote."""
+    device = model.wte.weight.device
+    prompt = torch.randint(50257, (batch_size, config.prompt_tokens), device=device)
+    sampling = Sampling(config.new_tokens, temperature=0)
+
+    @torch.no_grad()
+    def without_cache() -> int:
+        before = (config.new_tokens - config.no_cache_tokens) // 2
+        input_ids = torch.cat((prompt, prompt.new_zeros(batch_size, before)), dim=1)
+        for _ in range(config.no_cache_tokens):
+            x = model(input_ids)[:, -1]
+            input_ids = torch.cat((input_ids, x.argmax(-1, keepdim=True)), dim=1)
+        return config.no_cache_tokens
+
+    def theirs() -> int:
+        mask = torch.ones_like(prompt)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        hf.generate(prompt, attention_mask=mask, max_new_tokens=config.new_tokens, **options)
+        return config.new_tokens
+
+    def ours(compile: bool) -> int:
+        return sum(1 for _ in tokens(model, prompt.tolist(), sampling, compile=compile))
+
+    found = {
+        "HF generate": theirs,
+        "gpt2_accel": lambda: ours(compile=False),
+        "gpt2_accel, compiled": lambda: ours(compile=True),
+    }
+    if config.no_cache_tokens and batch_size <= config.no_cache_batch:
+        found = {"no cache": without_cache, **found}
+    return found
+
+
+def compete(
+    config: Benchmark, dtype: str, batch_size: int, runs: dict[str, Callable[[], int]]
+) -> None:
+    """Lets all run in turn, and prints a row for each."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for round in range(config.rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            written = run()
+            took = time.perf_counter() - start
+            if round:  # the one before warms up, and compiles
+                seconds[name].append(took / written)
+    for name, each in seconds.items():
+        speed = batch_size / statistics.median(each)
+        ratios = [hf / own for hf, own in zip(seconds["HF generate"], each, strict=True)]
+        print(
+            f"| {dtype} | {batch_size} | {name} | {speed:.1f} | {statistics.median(ratios):.2f} | "
+            f"{batch_size / min(each):.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,243 @@
+"""A page on which people try a checkpoint, or compare two: type a prompt, and the text streams in.
+
+    pip install 'gpt2_accel[demo]'
+    python recipes/demo.py --model runs/quickstart
+    python recipes/demo.py --model runs/quickstart/checkpoint-500 runs/quickstart
+
+Gradio's own variables say where it listens: GRADIO_SERVER_NAME (0.0.0.0 for the whole network) and
+GRADIO_SERVER_PORT. Visitors take turns: while one text is written, the others see their place in the
+queue. `--write_space FOLDER` writes the page as a Hugging Face Space, complete with what it needs.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import zip_longest
+from pathlib import Path
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+try:
+    import gradio as gr
+except ImportError:  # said in `main`
+    gr = None
+
+import gpt2_accel
+from gpt2_accel import GPT, cli, save_pretrained
+from gpt2_accel.config import parse_config, setting
+from gpt2_accel.convert import describe
+from gpt2_accel.files import atomic_directory
+from gpt2_accel.generate import Sampling, complete, encode_prompt, likeliest, load, stream
+
+MAX_SAMPLES = 4
+MAX_NEW_TOKENS = 1000  # of one visit: the others wait
+QUEUE = 32  # visitors who may wait
+# What the page imports, for a Space's requirements.txt; Gradio itself is the Space's SDK.
+REQUIREMENTS = (
+    "accelerate huggingface_hub numpy PyYAML safetensors tokenizers torch tqdm transformers"
+)
+SPACE_SETTINGS = "demo.yaml"
+
+
+@dataclass
+class Demo:
+    model: list[str] = setting(
+        ["runs/quickstart"], "run's folder, HF GPT-2 directory or Hub id; two to compare them"
+    )
+    dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
+    compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
+    write_space: str | None = setting(None, "write a Hugging Face Space to this new folder instead")
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.model) <= 2:
+            raise ValueError(f"model takes one or two models, got {len(self.model)}")
+
+
+@dataclass
+class Speaker:
+    """A model with its tokenizer, under the name that the page shows."""
+
+    name: str
+    model: GPT
+    tokenizer: PreTrainedTokenizerBase
+
+    def next_tokens(self, prompt: str) -> dict[str, float]:
+        """The likeliest next tokens, made visible, with their probabilities."""
+        visible = str.maketrans({"Ġ": "␣", " ": "␣", "Ċ": "↵", "\n": "↵"})
+        return {
+            self.tokenizer.convert_ids_to_tokens(token).translate(visible): probability
+            for token, probability in likeliest(self.model, self.tokenizer, prompt)
+        }
+
+
+def main() -> None:
+    settings = Path(__file__).with_name(SPACE_SETTINGS)
+    in_space = len(sys.argv) == 1 and settings.exists()
+    config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
+    if gr is None:
+        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'")
+    if config.write_space is not None:
+        write_space(config, Path(config.write_space))
+        return
+    speakers = [Speaker(name, *load(name, config.dtype)) for name in config.model]
+    for speaker in speakers if config.compile else []:
+        complete(speaker.model, speaker.tokenizer, ["a"], Sampling(3), compile=True)
+    page = build_page(speakers, config.compile)
+    # Fonts of the visitor's system: the page works without a network.
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    page.queue(max_size=QUEUE).launch(theme=theme)
+
+
+def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
+    """The Gradio page: settings above, a column for each model below."""
+    with gr.Blocks(title="Talk to a GPT-2", analytics_enabled=False) as page:
+        prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
+        with gr.Row():
+            write = gr.Button("Write", variant="primary")
+            stop = gr.Button("Stop", variant="stop")
+        inputs = [prompt, *settings_row()]
+        outputs = []
+        with gr.Row():
+            for speaker in speakers:
+                with gr.Column():
+                    gr.Markdown(f"### {speaker.name}\n{describe(speaker.model.config)}")
+                    with gr.Row():
+                        outputs += [
+                            gr.Textbox(
+                                label=f"Sample {i + 1}", lines=8, visible=i == 0, min_width=240
+                            )
+                            for i in range(MAX_SAMPLES)
+                        ]
+                    outputs.append(
+                        gr.Label(
+                            label="Likeliest next tokens after the prompt",
+                            num_top_classes=10,
+                            show_heading=False,
+                        )
+                    )
+
+        def talk(prompt: str | None, *values: float | None) -> Iterator[list]:
+            try:
+                yield from write_all(speakers, compile, prompt or "", read_settings(*values))
+            except ValueError as error:
+                raise gr.Error(str(error), print_exception=False) from error
+
+        writing = gr.on([write.click, prompt.submit], talk, inputs, outputs)
+        stop.click(None, cancels=[writing])
+    return page
+
+
+def settings_row() -> list:
+    """The inputs that are settings, in the order in which `read_settings` takes them."""
+    default = Sampling(max_new_tokens=100)
+    with gr.Row():
+        return [
+            gr.Slider(0, 2, default.temperature, step=0.05, label="Temperature", info="0: greedy"),
+            gr.Number(default.top_k, label="Top-k", precision=0, info="0 keeps all"),
+            gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all"),
+            gr.Number(default.max_new_tokens, label="Length", precision=0, info="new tokens"),
+            gr.Number(default.seed, label="Seed", precision=0, info="same seed, same text"),
+            gr.Slider(1, MAX_SAMPLES, 1, step=1, label="Samples", info="side by side"),
+        ]
+
+
+def read_settings(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    length: int | None,
+    seed: int | None,
+    num_samples: int | None,
+) -> Sampling:
+    """The values of `settings_row`, None where a visitor left one empty; raises `ValueError` then too."""
+    if None in (temperature, top_k, top_p, length, seed, num_samples):
+        raise ValueError("a setting is empty: give a number")
+    if length > MAX_NEW_TOKENS:
+        raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
+    return Sampling(
+        max_new_tokens=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        num_samples=int(num_samples),
+        seed=seed,
+    )
+
+
+def write_all(
+    speakers: list[Speaker], compile: bool, prompt: str, sampling: Sampling
+) -> Iterator[list]:
+    """The page's outputs, again and again while all models write, a token of each in turn."""
+    for speaker in speakers:
+        tokens = len(encode_prompt(speaker.tokenizer, prompt))
+        if tokens > (read := speaker.model.config.n_positions):
+            gr.Info(f"{speaker.name} reads the last {read} of the prompt's {tokens} tokens.")
+    tables = [speaker.next_tokens(prompt) for speaker in speakers]
+    streams = [
+        stream(speaker.model, speaker.tokenizer, [prompt], sampling, compile=compile)
+        for speaker in speakers
+    ]
+    written = [[] for _ in speakers]
+    for step in zip_longest(*streams):
+        written = [new or old for new, old in zip(step, written, strict=True)]
+        outputs = []
+        for samples, table in zip(written, tables, strict=True):
+            texts = [prompt + sample.text for sample in samples]
+            outputs += [gr.Textbox(text, visible=True) for text in texts]
+            outputs += [gr.Textbox("", visible=False)] * (MAX_SAMPLES - len(texts))
+            outputs.append(table)
+        yield outputs
+
+
+def write_space(config: Demo, folder: Path) -> None:
+    """Writes a folder that runs as a Hugging Face Space as it is: the page as `app.py`, its settings,
+    this package, the models that are directories here, README metadata and requirements.
+
+    Raises `FileExistsError` if the folder is there already.
+    """
+    with atomic_directory(folder) as space:
+        shutil.copy(__file__, space / "app.py")
+        package = Path(gpt2_accel.__file__).parent
+        shutil.copytree(package, space / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        names = []
+        for number, name in enumerate(config.model, start=1):
+            if Path(name).is_dir():
+                model, tokenizer = load(name)
+                name = f"models/{number}-{Path(name).resolve().name}"
+                save_pretrained(model, space / name, tokenizer)
+            names.append(name)
+        settings = {"model": names, "dtype": config.dtype, "compile": config.compile}
+        (space / SPACE_SETTINGS).write_text(yaml.safe_dump(settings), encoding="utf-8")
+        header = yaml.safe_dump(space_metadata(config), sort_keys=False, allow_unicode=True)
+        (space / "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")
+        pins = (f"{name}=={version(name).split('+')[0]}\n" for name in REQUIREMENTS.split())
+        (space / "requirements.txt").write_text("".join(pins), encoding="utf-8")
+    print(
+        f"The Space is in {folder}. Try it with\n  cd {folder} && python app.py\nand upload it with\n"
+        f"  hf upload USER/NAME {folder} --repo-type space"
+    )
+
+
+def space_metadata(config: Demo) -> dict:
+    """What the Hub reads at the top of a Space's README.
+
+    Fields: https://huggingface.co/docs/hub/spaces-config-reference.
+    """
+    return {
+        "title": "Talk to a GPT-2",
+        "emoji": "💬",
+        "colorFrom": "blue",
+        "colorTo": "gray",
+        "sdk": "gradio",
+        "sdk_version": gr.__version__,
+        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "app_file": "app.py",
+        "models": [name.split("@")[0] for name in config.model if not Path(name).is_dir()],
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,256 @@
+"""The page of recipes/demo.py in a real browser, and as a Space."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, free_port
+from test_recipes import load_recipe, one_sentence, python
+
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.tokenizer import byte_tokenizer
+
+gradio = pytest.importorskip("gradio", reason="needs the extra: pip install 'gpt2_accel[demo]'")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two small models whose texts differ: of 64 and of 2000 positions."""
+    path = tmp_path_factory.mktemp("models")
+    for seed, positions in ((1, 64), (2, 2000)):
+        torch.manual_seed(seed)
+        model = GPT(
+            GPTConfig(vocab_size=257, n_positions=positions, n_layer=2, n_head=2, n_embd=32)
+        )
+        with torch.no_grad():
+            model.wte.weight[127:] = 0  # it writes ASCII
+            for parameter in model.parameters():
+                parameter.mul_(5)
+        save_pretrained(model, path / f"model{seed}", byte_tokenizer())
+    return [str(path / "model1"), str(path / "model2")]
+
+
+class Server:
+    """A page that runs in a process of its own."""
+
+    def __init__(self, *command, cwd=ROOT, **env):
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            env={**os.environ, "GRADIO_SERVER_PORT": port, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(600):
+            if self.process.poll() is not None:
+                raise RuntimeError(self.process.stdout.read())
+            try:
+                urllib.request.urlopen(self.url).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise TimeoutError(f"no page at {self.url}")
+
+    def stop(self):
+        """Ends it by Ctrl-C; returns what it printed."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.communicate(timeout=10)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    server = Server("recipes/demo.py", "--model", *models)
+    yield server
+    printed = server.stop()
+    assert "Traceback" not in printed, printed
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
+    with api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        found = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
+        if not os.path.exists(found):
+            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser.new_context(viewport={"width": 1300, "height": 1000})
+        browser.close()
+
+
+class Visitor:
+    """A tab on the page; it notes what the console calls an error and what is asked of other hosts."""
+
+    def __init__(self, browser, url):
+        self.errors = []
+        self.page = browser.new_page()
+        self.page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.note_host(request.url, url))
+        self.page.goto(url)
+        self.prompt = self.page.get_by_label("Prompt")
+        self.prompt.wait_for()
+
+    def note_host(self, asked, own):
+        if not asked.startswith((own, "data:", "blob:")):
+            self.errors.append(asked)
+
+    def write(self, prompt, **settings):
+        """Types the settings and the prompt, and clicks."""
+        for label, value in settings.items():
+            field = self.page.locator(f"input[type=number][aria-label$='{label}']")
+            field.fill(str(value))
+            field.press("Tab")
+        self.prompt.fill(prompt)
+        self.page.get_by_role("button", name="Write").click()
+
+    def texts(self):
+        """The samples that are on the page, from left to right."""
+        return self.page.eval_on_selector_all("textarea[disabled]", "all => all.map(t => t.value)")
+
+    def lengths(self):
+        return [len(text) for text in self.texts()]
+
+    def wait_for(self, condition, seconds=30):
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.texts()}, {self.errors}, {self.messages()}")
+            self.page.wait_for_timeout(50)
+
+    def wait_for_texts(self, prompt, length):
+        """Until each model has one text of `length` bytes after the prompt."""
+        done = [len(prompt) + length] * 2
+        self.wait_for(lambda: self.lengths() == done and self.texts()[0].startswith(prompt))
+
+    def wait_for_message(self, message):
+        self.wait_for(lambda: any(message in text for text in self.messages()))
+
+    def messages(self):
+        return self.page.locator(".toast-body").all_inner_texts()
+
+    def close(self):
+        assert self.errors == []
+        self.page.close()
+
+
+@pytest.fixture
+def visitor(browser, server):
+    visitor = Visitor(browser, server.url)
+    yield visitor
+    if folder := os.environ.get("SCREENSHOTS"):  # to be looked at by eye
+        visitor.page.screenshot(path=f"{folder}/{time.time():.0f}.png", full_page=True)
+    visitor.close()
+
+
+def test_text_streams_in_from_both_models_and_the_seed_decides_it(visitor):
+    visitor.write("hello ", Length=300)
+    seen = set()
+    visitor.wait_for(lambda: seen.add(tuple(visitor.texts())) or visitor.lengths() == [306, 306])
+    left, right = visitor.texts()
+    assert left.startswith("hello ") and right.startswith("hello ") and left != right
+    assert any(6 < len(text) < 306 for texts in seen for text in texts)  # it came in pieces
+    # The likeliest next tokens of each model, with their probabilities.
+    assert visitor.page.locator("meter").count() == 20
+
+    visitor.write("hello ", Length=30, Samples=3)
+    visitor.wait_for(lambda: visitor.lengths() == [36] * 6)
+    assert visitor.texts()[0] == left[:36] and visitor.texts()[3] == right[:36]
+    assert len({*visitor.texts()}) == 6
+    visitor.write("hello ", Seed=1338, Samples=1)
+    visitor.wait_for(lambda: visitor.lengths() == [36, 36] and visitor.texts()[0] != left[:36])
+
+
+def test_the_stop_button_stops(visitor):
+    visitor.write("once ", Length=1000)
+    visitor.wait_for(lambda: max(visitor.lengths()) > 20)
+    visitor.page.get_by_role("button", name="Stop").click()
+    visitor.page.wait_for_timeout(700)
+    stopped = visitor.texts()
+    visitor.page.wait_for_timeout(700)
+    assert visitor.texts() == stopped and len(stopped[0]) < 1000
+    visitor.write("again ", Length=10)
+    visitor.wait_for_texts("again ", 10)
+
+
+def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
+    good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0}
+    for label, value, message in (
+        ("Top-k", -1, "top_k must be at least 1, or 0 to keep all, got -1"),
+        ("Length", 0, "max_new_tokens must be at least 1"),
+        ("Length", 100000, "at most 1000 tokens"),
+        ("Seed", -5, "seed must be at least 0"),
+        ("Seed", "", "a setting is empty"),
+    ):
+        visitor.write("x", **{**good, label: value})
+        visitor.wait_for_message(message)
+    visitor.write("", **good, **{"Top-p": 1})
+    visitor.wait_for_texts("", 7)
+    # The slider itself brings it back to 0, and a vocabulary of 257 has all of its tokens kept.
+    visitor.write("y", **{"Top-k": 99999, "Temperature": -1})
+    visitor.wait_for_texts("y", 7)
+    visitor.write("z" * 300)
+    visitor.wait_for_texts("z" * 300, 7)
+    visitor.wait_for_message("reads the last 64 of the prompt's 300 tokens")
+
+
+def test_ten_visitors_at_once_all_get_their_text(browser, server):
+    visitors = [Visitor(browser, server.url) for _ in range(10)]
+    for number, visitor in enumerate(visitors):
+        visitor.write(f"{number} ", Length=40)
+    for number, visitor in enumerate(visitors):
+        visitor.wait_for_texts(f"{number} ", 40)
+        visitor.close()
+
+
+def test_weights_that_are_not_finite_are_a_message(models):
+    demo = load_recipe("demo")
+    model, tokenizer = demo.load(models[0])
+    with torch.no_grad():
+        model.wpe.weight[0] = float("nan")
+    page = demo.build_page([demo.Speaker("broken", model, tokenizer)], compile=False)
+    [talk] = [function.fn for function in page.fns.values() if function.fn is not None]
+    with pytest.raises(gradio.Error, match="not finite"):
+        next(talk("x", 1.0, 50, 1.0, 5, 1, 1))
+
+
+def test_a_mistake_ends_in_one_sentence(models):
+    done = python("recipes/demo.py", "--model", "recipes")
+    assert "recipes is not a Hugging Face model" in one_sentence(done)
+    assert "Traceback" not in done.stderr
+    with pytest.raises(ValueError, match="one or two models, got 3"):
+        load_recipe("demo").Demo(model=["a", "b", "c"])
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16"):
+        load_recipe("demo").load(models[0], "int8")
+
+
+def test_the_space_that_it_writes_runs_by_itself(models, tmp_path):
+    demo, space = load_recipe("demo"), tmp_path / "space"
+    config = demo.Demo(model=models, write_space=str(space))
+    demo.write_space(config, space)
+    with pytest.raises(FileExistsError, match="space exists already"):
+        demo.write_space(config, space)
+    header = yaml.safe_load((space / "README.md").read_text().split("---\n")[1])
+    assert (header["sdk"], header["app_file"]) == ("gradio", "app.py")
+    assert header["sdk_version"] == gradio.__version__
+    pinned = {line.split("==")[0] for line in (space / "requirements.txt").read_text().split()}
+    assert {"torch", "transformers", "accelerate"} <= pinned
+    # Nothing of this checkout is in reach but what the Space holds.
+    moved = shutil.move(space, tmp_path / "elsewhere")
+    server = Server("app.py", cwd=moved, PYTHONPATH="")
+    assert b"gradio" in urllib.request.urlopen(server.url).read()
+    assert "Traceback" not in server.stop()
