@@ -3,7 +3,7 @@
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
         training_state/optimizer.safetensors                   its tensors, by parameter name
-        training_state/state.json                              step, optimizer, scaler, guard, data
+        training_state/state.json                              step, optimizer, scaler, guard, data, run id
         training_state/manifest.json                           size and SHA-256 of every file above
 
 There is little to keep: the order of the data, the learning rate and the random seeds are functions
@@ -194,12 +194,13 @@ class CheckpointWriter:
         guard: dict,
         data: str,
         val_loss: float | None,
+        run_id: str,
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
         `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
-        the data; `val_loss` the validation loss at this step, if it was evaluated. Waits for the write
-        before, if that is still going on. All ranks call it.
+        the data; `val_loss` the validation loss at this step, if it was evaluated; `run_id` the run's name
+        with the trackers. Waits for the write before, if that is still going on. All ranks call it.
         """
         if not accelerator.is_main_process:
             return
@@ -217,6 +218,7 @@ class CheckpointWriter:
                 "guard": guard,
                 "data": data,
                 "val_loss": val_loss,
+                "run_id": run_id,
             },
             training,
         )
@@ -295,9 +297,9 @@ def read_state(checkpoint: Path) -> dict:
     """A checkpoint's `state.json`; raises `ValueError` if that is not one of this release."""
     path = checkpoint / STATE / "state.json"
     kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
-    kinds |= {"scaler": dict | None, "val_loss": float | None}
+    kinds |= {"scaler": dict | None, "val_loss": float | None, "run_id": str | None}
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = {"run_id": None, **json.loads(path.read_text(encoding="utf-8"))}  # older: without
         wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: resume from another checkpoint") from error

@@ -73,6 +73,7 @@ class TrainConfig:
     log_every: int = setting(10, "updates between lines of metrics.jsonl")
     eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
     eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
+    report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
     sample_every: int = setting(250, "updates between samples; 0 for none at all")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
     sample_tokens: int = setting(100, "new tokens per sample")

@@ -22,16 +22,18 @@ from gpt2_accel.convert import from_pretrained, local_directory, save_pretrained
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, hash64
 from gpt2_accel.data.shards import TokenStream, data_fingerprint, read_manifest, verify_data
 from gpt2_accel.evals.validation import validation_loss
-from gpt2_accel.files import exclusive
+from gpt2_accel.files import exclusive, write_json
 from gpt2_accel.generate import complete
 from gpt2_accel.guard import Guard
-from gpt2_accel.hub import Training, Uploads, check_repo_id
+from gpt2_accel.hub import Uploads, check_repo_id
 from gpt2_accel.launch import build_accelerator
 from gpt2_accel.metrics import RunLog, peak_flops
-from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
+from gpt2_accel.model import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 from gpt2_accel.stopping import StopRequest
+from gpt2_accel.summary import Facts, closing, describe_run, describe_training, opening
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
+from gpt2_accel.trackers import Trackers, check_trackers, run_identity
 
 
 def train(config: TrainConfig) -> bool:
@@ -44,6 +46,7 @@ def train(config: TrainConfig) -> bool:
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
+    check_trackers(config.report_to)
     accelerator = build_accelerator(config.deterministic)
     run_dir = Path(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
@@ -60,18 +63,21 @@ def train(config: TrainConfig) -> bool:
     )
     gpt_config = model.config
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard, step = Guard(config.spike_z), 0
+    guard, step, run_id = Guard(config.spike_z), 0, None
     if checkpoint is not None:
         state = load_training_state(checkpoint, accelerator, optimizer)
         check_data(config, state["data"], checkpoint)
         guard.load(state["guard"])
-        step = state["step"]
+        step, run_id = state["step"], state["run_id"]
+    run_id = run_identity(config, checkpoint, run_id)
+    facts = describe_run(config, gpt_config, accelerator, train_loader, run_id)
     model.train()
 
     with (
         hold_folder(run_dir, accelerator),
         StopRequest(config.max_hours) as stop,
-        start_log(config, gpt_config, accelerator, train_loader, step) as log,
+        start_log(config, facts, accelerator, step) as log,
+        Trackers(config, facts, accelerator, log),
         start_uploads(config, accelerator, log) as uploads,
     ):
         writer = start_writer(config, tokenizer, log, uploads)
@@ -88,6 +94,7 @@ def train(config: TrainConfig) -> bool:
                 guard=guard.state(),
                 data=data_fingerprint(config.data_dir),
                 val_loss=log.at_this_step("val/loss"),
+                run_id=run_id,
             )
 
         stopping = diverged = False
@@ -145,6 +152,7 @@ def train(config: TrainConfig) -> bool:
                 f"the samples that {run_dir / 'metrics.jsonl'} names"
             )
         writer.wait()
+        log.say(closing(log))
         if step < config.max_steps:
             log.stopped(stop.reason or "a signal to another process", stop.requeue)
         elif accelerator.is_main_process:
@@ -294,42 +302,25 @@ def build_loaders(
     return train_loader, val_loader
 
 
-def start_log(
-    config: TrainConfig,
-    gpt_config: GPTConfig,
-    accelerator: Accelerator,
-    loader: TrainLoader,
-    step: int,
-) -> RunLog:
-    """Creates the run's folder, writes its settings there and says what is about to run."""
-    flops = flops_per_token(gpt_config, config.sequence_length)
-    peak = None
-    if accelerator.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+def start_log(config: TrainConfig, facts: Facts, accelerator: Accelerator, step: int) -> RunLog:
+    """Creates the run's folder, writes there what the run is and says what is about to run."""
     if accelerator.is_main_process:
         run_dir = Path(config.output_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         config.save(run_dir / "config.yaml")
-    accelerator.print(
-        f"{parameter_count(gpt_config):,} parameters on {accelerator.num_processes} x "
-        f"{accelerator.device.type}, precision {accelerator.mixed_precision}, compile backend "
-        f"{accelerator.state.dynamo_plugin.backend.value.lower()}\n"
-        f"{config.total_batch_size:,} tokens per update = {loader.micro_batches} micro-batches x "
-        f"{accelerator.num_processes} processes x {config.micro_batch_size} sequences x "
-        f"{config.sequence_length} tokens; {loader.windows:,} sequences per epoch\n"
-        + (
-            f"updates {step:,} to {config.max_steps:,}, into {config.output_dir}"
-            if step < config.max_steps
-            else f"{config.output_dir} has all {config.max_steps:,} updates: nothing left to train"
-        )
-    )
+        write_json(run_dir / "run.json", asdict(facts))
+        print(opening(config, facts, accelerator, step), flush=True)
+    device, peak = accelerator.device, None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device))
     return RunLog(
         config.output_dir,
         first_step=step,
         max_steps=config.max_steps,
         tokens_per_update=config.total_batch_size,
-        flops_per_token=flops,
+        flops_per_token=facts.flops_per_token,
         flops_per_second=peak and peak * accelerator.num_processes,
+        device_type=device.type,
         enabled=accelerator.is_main_process,
     )
 
@@ -342,24 +333,6 @@ def start_uploads(config: TrainConfig, accelerator: Accelerator, log: RunLog) ->
         log.say,
         strategy=config.hub_strategy,
         private=config.hub_private_repo,
-    )
-
-
-def describe_training(config: TrainConfig, accelerator: Accelerator, log: RunLog) -> Training:
-    """What the model card says of the run so far."""
-    device = accelerator.device.type
-    if device == "cuda":
-        device = torch.cuda.get_device_name(accelerator.device)
-    manifest = read_manifest(config.data_dir)
-    tokens = log.step * config.total_batch_size
-    return Training(
-        settings=asdict(config),
-        data=f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
-        tokens=tokens,
-        hours=log.seconds / 3600,
-        flops=tokens * log.flops_per_token,
-        hardware=f"{accelerator.num_processes} x {device}, precision {accelerator.mixed_precision}",
-        results=log.results,
     )
 
 
