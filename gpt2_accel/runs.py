@@ -20,7 +20,6 @@ GPT2_LINES = (
     ("hellaswag/acc_norm", "", 0.2945, "build-nanogpt"),
 )
 GPT2_VOCABULARY = 50257
-MENTIONED = ("train/", "step", "tokens", "skipped", "samples")
 
 
 @dataclass
@@ -47,7 +46,8 @@ class Run:
         return list(dict.fromkeys(names))
 
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over `tokens`, `hours` of training or `flops`; empty where one is unknown."""
+        """(x, y) of a metric over `tokens`, `minutes` or `hours` of training, or `flops`; empty where one is
+        unknown."""
         points = [
             (x, line[name])
             for x, line in zip(self._axis(axis), self.lines, strict=True)
@@ -75,8 +75,8 @@ class Run:
         if axis == "flops":
             each = self.facts.get("flops_per_token")
             return [each and "tokens" in line and line["tokens"] * each for line in self.lines]
-        assert axis == "hours", axis
-        return training_hours(self.lines)
+        scale = {"hours": 1, "minutes": 60}[axis]
+        return [hours and hours * scale for hours in training_hours(self.lines)]
 
 
 def is_evaluation(name: str) -> bool:
@@ -153,7 +153,9 @@ def find_facts(run: Run) -> None:
         try:
             saved = json.loads((Path(model_directory(run.folder)) / "config.json").read_text())
             names = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-            config = GPTConfig(**{name: saved[name] for name in names}, bias=saved.get("bias", True))
+            config = GPTConfig(
+                **{name: saved[name] for name in names}, bias=saved.get("bias", True)
+            )
             length = run.settings.get("sequence_length") or config.n_positions
             run.facts["parameters"] = parameter_count(config)
             run.facts["vocab_size"] = config.vocab_size

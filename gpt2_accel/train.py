@@ -30,6 +30,7 @@ from gpt2_accel.launch import build_accelerator
 from gpt2_accel.metrics import RunLog, peak_flops
 from gpt2_accel.model import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.pictures import draw_loss
 from gpt2_accel.stopping import StopRequest
 from gpt2_accel.summary import Facts, closing, describe_run, describe_training, opening
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
@@ -158,6 +159,8 @@ def train(config: TrainConfig) -> bool:
         elif accelerator.is_main_process:
             training = describe_training(config, accelerator, log)
             save_pretrained(unwrap(accelerator, model), run_dir, tokenizer, training=training)
+            if config.push_to_hub:
+                draw_loss(run_dir, run_dir)
             uploads.push(run_dir, list_checkpoints(run_dir)[-1], final=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()  # an open process group can abort the interpreter as it exits

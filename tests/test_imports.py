@@ -15,7 +15,13 @@ ALLOWED = {
     "model": set(),
     "tokenizer": set(),
     "optim": set(),
-    "metrics": {"files"},
+    "progress": set(),
+    "metrics": {"files", "progress"},
+    "summary": {"config", "data/loader", "data/shards", "hub", "metrics", "model", "progress"},
+    "trackers": {"config", "hub", "metrics", "summary"},
+    "runs": {"checkpoint", "data/shards", "metrics", "model"},
+    "pictures": {"hub", "model", "runs"},
+    "report": {"checkpoint", "convert", "files", "pictures", "progress", "runs", "tokenizer"},
     "hub": set(),
     "config": {"hub", "optim"},
     "data/__init__": set(),
@@ -30,7 +36,7 @@ ALLOWED = {
     "evals/__init__": set(),
     "evals/validation": {"data/loader"},
 }
-KNOW_ACCELERATE = {"train", "launch", "checkpoint", "evals/validation"}
+KNOW_ACCELERATE = {"train", "launch", "checkpoint", "evals/validation", "summary", "trackers"}
 
 
 def imports(path):

@@ -1,0 +1,279 @@
+"""The report of one run or several: one HTML file that needs no network, and its pictures as PNGs."""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+import torch
+
+from gpt2_accel import pictures
+from gpt2_accel.checkpoint import model_directory
+from gpt2_accel.convert import from_pretrained
+from gpt2_accel.files import atomic_files
+from gpt2_accel.pictures import AXES
+from gpt2_accel.progress import duration
+from gpt2_accel.runs import Run, has_model
+from gpt2_accel.tokenizer import encode, load_tokenizer
+
+TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
+MOST_TOKENS = 32  # of the text whose attention is drawn
+MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+@dataclass
+class Page:
+    """The report while it is put together: sections of HTML, and pictures by the name of their file."""
+
+    sections: list[str] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+
+    def picture(self, name: str, figure: object, caption: str = "") -> str:
+        """Notes a figure as `<name>.png`; returns it as HTML."""
+        self.figures[name] = figure
+        text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+        return f"<figure>{pictures.themed_svg(figure)}{text}</figure>"
+
+    def section(self, title: str, *parts: str) -> None:
+        """Adds a section, unless it has nothing to show."""
+        if any(parts):
+            self.sections.append(
+                f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
+            )
+
+
+def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -> Path:
+    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file.
+
+    `text` is what the attention is drawn for, by default the beginning of the run's newest sample. Draws
+    what is there, and says in the report, as in `Run.problems`, what is not. Raises `ValueError` if
+    matplotlib is missing.
+    """
+    pictures.require_matplotlib()
+    page = Page()
+    page.section("Runs", table_of_runs(runs))
+    add_curves(page, runs)
+    page.section("Samples", *(samples(run) for run in runs if run.samples))
+    for run in runs:
+        add_weights(page, run, text)
+    page.section("Left out", problems(runs))
+    title = " and ".join(run.name for run in runs)
+    document = Template(PAGE).substitute(title=html.escape(title), body="\n".join(page.sections))
+    with atomic_files(folder) as scratch:
+        (scratch / "report.html").write_text(document, encoding="utf-8")
+        for name, figure in page.figures.items():
+            figure.savefig(scratch / f"{name}.png", facecolor="white")
+    return Path(folder) / "report.html"
+
+
+def table_of_runs(runs: list[Run]) -> str:
+    """What each run is and how far it came, a run a column."""
+    rows: dict[str, Callable[[Run], str]] = {
+        "state": lambda run: state_of(run),
+        "parameters": lambda run: number(run.facts.get("parameters")),
+        "data": lambda run: run.facts.get("data"),
+        "tokens": lambda run: number(run.last("tokens")),
+        "training": lambda run: time_of(run),
+        "FLOPs": lambda run: compute_of(run),
+        "hardware": lambda run: run.facts.get("hardware"),
+        "git commit": lambda run: short_commit(run.facts.get("git_commit")),
+    }
+    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+        rows[name] = lambda run, name=name: decimals(run.last(name))
+    head = "".join(
+        f'<th scope="col"><i style="background:{colour}"></i>{html.escape(run.name)}</th>'
+        for run, colour in zip(runs, pictures.cycle(len(runs)), strict=True)
+    )
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(title)}</th>'
+        + "".join(f"<td>{html.escape(str(value(run) or '-'))}</td>" for run in runs)
+        + "</tr>"
+        for title, value in rows.items()
+    )
+    return f'<div class="wide"><table><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def state_of(run: Run) -> str:
+    """Such as `stopped at update 120 of 2,000: SIGTERM`."""
+    if not run.status:
+        return ""
+    of = f" of {run.settings['max_steps']:,}" if "max_steps" in run.settings else ""
+    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
+    return f"{run.status.get('state')} at update {run.status.get('step', 0):,}{of}{reason}"
+
+
+def number(value: float | None) -> str:
+    """1,234,567."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def decimals(value: float | None) -> str:
+    """3.4742."""
+    return f"{value:.4f}" if isinstance(value, (int, float)) else ""
+
+
+def short_commit(commit: str | None) -> str:
+    """The first characters of a commit, and whether it was changed."""
+    name, _, dirty = (commit or "").partition("-")
+    return name[:12] + (" with changes" if dirty else "")
+
+
+def time_of(run: Run) -> str:
+    """How long the run has trained."""
+    hours, _ = run.curve("step", "hours")
+    return duration(hours[-1] * 3600) if hours else ""
+
+
+def compute_of(run: Run) -> str:
+    """The FLOPs spent so far."""
+    flops, _ = run.curve("step", "flops")
+    return f"{flops[-1]:.3g}" if flops else ""
+
+
+def add_curves(page: Page, runs: list[Run]) -> None:
+    """The sections with the loss, other evaluations and the figures of training."""
+    drawn = [run for run in runs if run.lines]
+    if not drawn:
+        return
+    others = [name for run in drawn for name in run.evaluations]
+    others = [name for name in dict.fromkeys(others) if name not in ("val/loss", "val/perplexity")]
+    training = [f"train/{name}" for name in TRAINING]
+    training = [name for name in training if any(run.last(name) is not None for run in drawn)]
+    page.section("Loss", tabs(page, "loss", drawn, pictures.loss_figure))
+    if others:
+        draw = lambda runs, axis: pictures.metrics_figure(runs, others, axis)  # noqa: E731
+        page.section("Evaluations", tabs(page, "evaluations", drawn, draw))
+    if training:
+        draw = lambda runs, axis: pictures.metrics_figure(runs, training, axis)  # noqa: E731
+        page.section("Training", tabs(page, "training", drawn, draw))
+
+
+def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str], object]) -> str:
+    """One picture over each of `AXES` that some run knows, to switch between."""
+    longest = max((max(run.curve("step", "hours")[0], default=0) for run in runs), default=0)
+    unused = "minutes" if longest > 2 else "hours"
+    known = [a for a in AXES if a != unused and any(run.curve("step", a)[0] for run in runs)]
+    parts = []
+    for axis in known:
+        checked = " checked" if axis == known[0] else ""
+        file = name if axis == known[0] else f"{name}-over-{axis}"
+        parts.append(
+            f'<input type="radio" name="{name}" id="{file}"{checked}><label for="{file}">'
+            f"{AXES[axis]}</label>{page.picture(file, draw(runs, axis))}"
+        )
+    return f'<div class="tabs">{"".join(parts)}</div>'
+
+
+def samples(run: Run) -> str:
+    """What a run wrote, by prompt, the newest first."""
+    parts = []
+    for prompt in dict.fromkeys(str(sample.get("prompt", "")) for sample in run.samples):
+        own = [sample for sample in run.samples if str(sample.get("prompt", "")) == prompt]
+        every = -(-len(own) // MOST_SAMPLES)
+        for number, sample in enumerate(own[::-every]):
+            text, shown = str(sample.get("text", "")), " open" if number == 0 else ""
+            parts.append(
+                f"<details{shown}><summary>update {sample['step']:,}</summary><pre><b>"
+                f"{html.escape(prompt)}</b>{html.escape(text.removeprefix(prompt))}</pre></details>"
+            )
+        title = f"<h3>{html.escape(run.name)}, from {html.escape(repr(prompt))}</h3>"
+        parts.insert(len(parts) - len(own[::-every]), title)
+    return "".join(parts)
+
+
+def add_weights(page: Page, run: Run, text: str | None) -> None:
+    """The section with the pictures of a run's newest weights."""
+    if not has_model(run.folder):
+        run.problems.append("no weights yet: no pictures of them")
+        return
+    directory = model_directory(run.folder)
+    try:
+        model, tokenizer = from_pretrained(directory), load_tokenizer(directory)
+        text = text or (str(run.samples[-1].get("text")) if run.samples else TEXT)
+        ids = encode(tokenizer, [text])[0][: min(MOST_TOKENS, model.config.n_positions)]
+    except (OSError, ValueError) as error:
+        run.problems.append(f"its weights cannot be read: {error}")
+        return
+    parts = [page.picture(f"{run.name}-positions", pictures.position_figure(model))]
+    if len(ids) < 2:
+        run.problems.append("the text for the attention has fewer than two tokens")
+    else:
+        weights = pictures.attention_weights(model, torch.tensor([ids]))
+        tokens = [visible(tokenizer.decode([i])) for i in ids]
+        caption = "Each row is a token, and shows how much it looks at each token before it and at itself."
+        heads = pictures.heads_figure(weights, tokens)
+        parts.append(page.picture(f"{run.name}-heads", heads, caption))
+        grid = pictures.attention_figure(weights)
+        parts.append(page.picture(f"{run.name}-attention", grid, "The same for all heads."))
+    page.section(f"Weights of {run.name}", *parts)
+
+
+def visible(token: str) -> str:
+    """A token as a short label in which spaces and ends of lines show."""
+    label = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    return label if len(label) <= 10 else label[:9] + "…"
+
+
+def problems(runs: list[Run]) -> str:
+    """What could not be drawn, and why."""
+    lines = [f"{run.folder}: {problem}" for run in runs for problem in dict.fromkeys(run.problems)]
+    return (
+        "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
+        if lines
+        else ""
+    )
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --ink: #202124; --faint: #d5d7db; --soft: #5f6368; --page: #fff;
+  --panel: #f6f7f8; --accent: #0077bb }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e3e5e8; --faint: #3c4045; --soft: #9aa0a6; --page: #17181a; --panel: #202225; --accent: #56a4e9 }
+}
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.25rem 5rem; background: var(--page);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.6rem; font-weight: 600; margin: 0 }
+h2 { font-size: 1.1rem; font-weight: 600; margin: 3rem 0 .75rem; padding-top: .75rem;
+  border-top: 1px solid var(--faint) }
+h3 { font-size: .95rem; font-weight: 600; margin: 1.5rem 0 .5rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
+th, td { text-align: left; vertical-align: top; padding: .25rem 1.5rem .25rem 0; font-weight: 400;
+  overflow-wrap: anywhere }
+th[scope=row] { color: var(--soft); white-space: nowrap }
+th[scope=col] { font-weight: 600; min-width: 12rem }
+th i { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .5rem }
+figure { margin: 0 0 1.5rem }
+figcaption { color: var(--soft); font-size: .875rem }
+svg { display: block; width: 100%; height: auto }
+svg text { font-family: inherit !important }
+svg image { image-rendering: pixelated }
+.tabs { display: flex; flex-wrap: wrap; gap: .25rem }
+.tabs input { position: absolute; opacity: 0 }
+.tabs label { order: 1; padding: .15rem .75rem; border: 1px solid var(--faint); border-radius: 1rem;
+  color: var(--soft); font-size: .8rem; cursor: pointer }
+.tabs figure { order: 2; width: 100%; margin-top: .75rem; display: none }
+.tabs input:checked + label { color: var(--page); background: var(--accent); border-color: var(--accent) }
+.tabs input:focus-visible + label { outline: 2px solid var(--accent); outline-offset: 2px }
+.tabs input:checked + label + figure { display: block }
+details { margin-bottom: .4rem }
+summary { cursor: pointer; color: var(--soft); font-size: .875rem; font-variant-numeric: tabular-nums }
+pre { margin: .4rem 0 1rem; padding: .9rem 1rem; background: var(--panel); border-radius: .4rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: .8rem/1.5 ui-monospace, monospace }
+pre b { color: var(--accent); font-weight: 600 }
+li { font-size: .875rem }
+@media print { .tabs label { display: none } }
+</style>
+<h1>$title</h1>
+$body
+</html>
+"""
