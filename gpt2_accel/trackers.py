@@ -11,13 +11,18 @@ import os
 import secrets
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
 
 import yaml
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.tracking import (
+    GeneralTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+    get_available_trackers,
+)
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.hub import first_line
@@ -35,10 +40,11 @@ MENDS = {
 
 def check_trackers(names: list[str]) -> None:
     """Raises `ValueError` for a name that is not one of `TRACKERS`, or one that is not installed."""
+    installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in TRACKERS:
             raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}")
-        if find_spec(name) is None:
+        if name not in installed:  # Accelerate would drop it without a word
             raise ValueError(
                 f"--report_to {name}: {name} is not installed: pip install 'gpt2_accel[trackers]'"
             )
