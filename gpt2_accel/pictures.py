@@ -120,6 +120,8 @@ def metrics_figure(runs: list[Run], names: list[str], axis: str = "tokens") -> "
             ax.plot(x, y, color=colour, linewidth=1.3, marker=marker, markersize=3)
         draw_gpt2_line(ax, runs, name)
         finish_axes(ax, axis, TITLES.get(name, name))
+        if name.startswith("train/"):
+            ax.set_ylim(bottom=0)
     return figure
 
 
@@ -132,11 +134,8 @@ def finish_axes(ax: "Axes", axis: str, title: str) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     if axis == "tokens":
         ax.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    low, high = ax.get_ylim()
-    if high >= 10_000:
+    if ax.get_ylim()[1] >= 10_000:
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if low > 0 and low < 0.3 * high:
-        ax.set_ylim(bottom=0)
 
 
 def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> None:
@@ -189,7 +188,8 @@ def smoothed(y: list[float]) -> list[float]:
 def position_figure(model: GPT) -> "Figure":
     """The position embeddings: all as an image, and single channels as curves over the position.
 
-    The channels are the three that vary most, among them the waves that training makes of noise.
+    The channels are the three that vary most, by the distance of their 10% and 90% quantiles: what stands
+    out at the first position alone does not count.
     """
     weight = model.wpe.weight.detach().float().cpu().numpy()  # (n_positions, n_embd)
     figure, [[image, curves]] = new_figure(8, 3.4, 1, 2)
@@ -197,7 +197,8 @@ def position_figure(model: GPT) -> "Figure":
     draw_signed(image, weight / limit)
     image.set(xlabel="channel", ylabel="position")
     set_title(image, "position embeddings: blue above 0, orange below")
-    channels = np.sort(np.argsort(weight.var(axis=0))[::-1][:3])
+    low, high = np.quantile(weight, (0.1, 0.9), axis=0)
+    channels = np.sort(np.argsort(high - low)[::-1][:3])
     for channel, colour in zip(channels, COLOURS, strict=False):
         curves.plot(weight[:, channel], color=colour, linewidth=1, label=f"channel {channel}")
     set_title(curves, "the three channels that vary most")

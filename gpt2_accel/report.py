@@ -146,8 +146,8 @@ def add_curves(page: Page, runs: list[Run]) -> None:
         draw = lambda runs, axis: pictures.metrics_figure(runs, others, axis)  # noqa: E731
         page.section("Evaluations", tabs(page, "evaluations", drawn, draw))
     if training:
-        draw = lambda runs, axis: pictures.metrics_figure(runs, training, axis)  # noqa: E731
-        page.section("Training", tabs(page, "training", drawn, draw))
+        figure = pictures.metrics_figure(drawn, training, "tokens")
+        page.section("Training", page.picture("training", figure))
 
 
 def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str], object]) -> str:

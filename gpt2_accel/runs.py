@@ -139,7 +139,7 @@ def read_part(run: Run, name: str) -> dict:
 def note_lost_lines(run: Run, name: str, whole: int) -> None:
     """Says how many lines of a log could not be read, and whether steps stand in it twice."""
     path = run.folder / name
-    written = len(path.read_bytes().splitlines()) if path.exists() else 0
+    written = sum(map(bool, path.read_bytes().split(b"\n"))) if path.exists() else 0
     if lost := written - whole:
         run.problems.append(f"{name}: {lost} line(s) cut short or damaged, left out")
     steps = [entry["step"] for entry in run.lines] if name == "metrics.jsonl" else []

@@ -108,15 +108,15 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     config = tiny_config(
         data_dir,
         tmp_path / "run",
-        max_steps=400,
-        save_every=100,
+        max_steps=160,
+        save_every=50,
         report_to=list(TRACKERS),
         resume_from="latest",
     )
-    kill_after(config, 250)
+    kill_after(config, 80)
     [before] = wandb_folders(tmp_path / "run")
     metrics = run(config)
-    steps, tokens = list(range(1, 401)), [step * 128 for step in range(1, 401)]
+    steps, tokens = list(range(1, 161)), [step * 128 for step in range(1, 161)]
     assert [entry["step"] for entry in metrics] == steps
 
     # wandb: a second folder of the same run, which holds all of it.
