@@ -128,8 +128,8 @@ def opening(config: TrainConfig, facts: Facts, accelerator: Accelerator, step: i
         f"{config.sequence_length} tokens\n"
         f"updates {step:,} to {config.max_steps:,}: {config.max_steps * facts.tokens_per_update:,} tokens, "
         f"{facts.epochs:.3g} epochs, {facts.flops:.2g} FLOPs, into {config.output_dir}\n"
-        f"expected: about {duration(seconds)} and, beside torch itself, "
-        f"{facts.expected_gb:.2g} GB per device"
+        f"expected: about {duration(seconds)}, at {TYPICAL_SHARE:.0%} of the speed of a matrix product here; "
+        f"about {facts.expected_gb:.2g} GB per device, beside torch itself"
     )
 
 
