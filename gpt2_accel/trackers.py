@@ -134,7 +134,7 @@ class Trackers:
             if tracker.name == "wandb":
                 run.define_metric("tokens")
                 run.define_metric("*", step_metric="tokens")
-                self._newest[tracker] = run.step - 1
+                self._newest[tracker] = run.starting_step - 1
             elif tracker.name == "trackio":
                 self._newest[tracker] = run._next_step - 1
             elif not isinstance(tracker, TokensTensorBoard):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, as_flags, losses, run, tiny_config
+from wandb_server import WandbServer
 
 from gpt2_accel import trackers
 from gpt2_accel.metrics import read_json_lines
@@ -35,6 +36,7 @@ def offline(trackio_dir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(trackio_dir))
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # left by another test's run
 
 
 def wandb_history(path: Path) -> list[dict]:
@@ -137,6 +139,42 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     rows = trackio_rows(trackio_dir, tmp_path / "run")
     assert [step for step, _ in rows] == steps
     assert [values["tokens"] for _, values in rows] == tokens
+
+
+def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
+    data_dir, tmp_path, monkeypatch
+):
+    config = tiny_config(
+        data_dir,
+        tmp_path / "run",
+        max_steps=160,
+        save_every=50,
+        report_to=["wandb"],
+        resume_from="latest",
+    )
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)
+        kill_after(config, 80)
+        # It had sent ten updates more than the checkpoint has.
+        sent = read_json_lines(tmp_path / "run/metrics.jsonl")[:60]
+        server.history = [{"_step": line["step"], **line} for line in sent]
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *as_flags(config)],
+            cwd=ROOT,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert server.names == {facts(tmp_path / "run")["run_id"]}
+    steps = [row["_step"] for row in server.history]
+    assert steps == list(range(1, 161))
+    metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
+    assert [row["train/loss"] for row in server.history] == pytest.approx(losses(metrics))
 
 
 @needs_all
