@@ -6,9 +6,8 @@
         training_state/state.json                              step, optimizer, scaler, guard, data, run id
         training_state/manifest.json                           size and SHA-256 of every file above
 
-There is little to keep: the order of the data, the learning rate and the random seeds are functions
-of the step. A checkpoint is copied to host memory, then written in the background: aside, synced,
-checksummed, renamed, and only then are older ones removed.
+There is little to keep: data order, learning rate and random seeds are functions of the step. A checkpoint
+is copied to host memory, then written behind the loop: aside, synced, checksummed, renamed.
 """
 
 import json
@@ -199,8 +198,8 @@ class CheckpointWriter:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
         `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
-        the data; `val_loss` the validation loss at this step, if it was evaluated; `run_id` the run's name
-        with the trackers. Waits for the write before, if that is still going on. All ranks call it.
+        the data; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
+        run. Waits for the write before, if that is still going on. All ranks call it.
         """
         if not accelerator.is_main_process:
             return
@@ -229,9 +228,8 @@ class CheckpointWriter:
         """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
         self._join()
         if self._error is not None:
-            raise OSError(
-                f"the last checkpoint could not be written: {self._error}"
-            ) from self._error
+            message = f"the last checkpoint could not be written: {self._error}"
+            raise OSError(message) from self._error
 
     def _join(self) -> None:
         if self._thread is not None:

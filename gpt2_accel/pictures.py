@@ -7,6 +7,7 @@ colours from the page around it.
 import io
 import math
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,11 +83,12 @@ def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
     for run, colour in zip(runs, cycle(len(runs)), strict=True):
         x, y = thinned(*run.curve("train/loss", axis))
         ax.plot(x, y, color=colour, linewidth=0.7, alpha=0.35)
-        ax.plot(x, smoothed(y), color=colour, linewidth=1)
+        ax.plot(x, smoothed(y), color=colour, linewidth=1, gid=f"{run.name}, training")
         highest += y[len(y) // 20 :]
         x, y = run.curve("val/loss", axis)
         marker = "o" if len(x) <= 60 else None
-        ax.plot(x, y, color=colour, linewidth=2.2, marker=marker, markersize=4, label=run.name)
+        style = {"linewidth": 2.2, "marker": marker, "markersize": 4, "label": run.name}
+        ax.plot(x, y, color=colour, gid=f"{run.name}, validation", **style)
         highest += y
     draw_gpt2_line(ax, runs, "val/loss")
     finish_axes(ax, axis, "loss in nats per token: training thin, validation bold")
@@ -117,7 +119,8 @@ def metrics_figure(runs: list[Run], names: list[str], axis: str = "tokens") -> "
         for run, colour in zip(runs, cycle(len(runs)), strict=True):
             x, y = thinned(*run.curve(name, axis))
             marker = "o" if len(x) <= 60 and not name.startswith("train/") else None
-            ax.plot(x, y, color=colour, linewidth=1.3, marker=marker, markersize=3)
+            style = {"marker": marker, "markersize": 3, "gid": run.name}
+            ax.plot(x, y, color=colour, linewidth=1.3, **style)
         draw_gpt2_line(ax, runs, name)
         finish_axes(ax, axis, TITLES.get(name, name))
         if name.startswith("train/"):
@@ -200,7 +203,8 @@ def position_figure(model: GPT) -> "Figure":
     low, high = np.quantile(weight, (0.1, 0.9), axis=0)
     channels = np.sort(np.argsort(high - low)[::-1][:3])
     for channel, colour in zip(channels, COLOURS, strict=False):
-        curves.plot(weight[:, channel], color=colour, linewidth=1, label=f"channel {channel}")
+        name = f"channel {channel}"
+        curves.plot(weight[:, channel], color=colour, linewidth=1, label=name, gid=name)
     set_title(curves, "the three channels that vary most")
     curves.set_xlabel("position")
     curves.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=3, loc="upper center")
@@ -296,6 +300,38 @@ def draw_rgba(ax: "Axes", first: np.ndarray, strength: np.ndarray) -> None:
     ax.imshow(np.dstack((rgb, strength)), aspect="auto", interpolation="none")
     ax.grid(False)
     ax.spines[:].set_visible(False)
+
+
+def chart_data(figure: "Figure") -> list[dict]:
+    """Where the axes of a drawn figure with curves lie, in shares of its size from the upper left, and their
+    curves: what the report shows under the pointer."""
+    charts = []
+    for ax in figure.axes:
+        lines = [
+            {
+                "name": line.get_gid(),
+                "colour": line.get_color(),
+                "x": rounded(line.get_xdata()),
+                "y": rounded(line.get_ydata()),
+            }
+            for line in ax.get_lines()
+            if line.get_gid() and len(line.get_xdata())
+        ]
+        if lines:
+            place, (low, high) = ax.get_position(), ax.get_xlim()
+            edges = {
+                "left": place.x0,
+                "right": place.x1,
+                "top": 1 - place.y1,
+                "bottom": 1 - place.y0,
+            }
+            charts.append({**edges, "from": low, "to": high, "lines": lines})
+    return charts
+
+
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """To five digits; what is not finite, which JSON does not have, is None."""
+    return [float(f"{v:.5g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
 def themed_svg(figure: "Figure") -> str:

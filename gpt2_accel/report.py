@@ -1,6 +1,7 @@
 """The report of one run or several: one HTML file that needs no network, and its pictures as PNGs."""
 
 import html
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,9 @@ class Page:
         """Notes a figure as `<name>.png`; returns it as HTML."""
         self.figures[name] = figure
         text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-        return f"<figure>{pictures.themed_svg(figure)}{text}</figure>"
+        svg = pictures.themed_svg(figure)
+        charts = html.escape(json.dumps(pictures.chart_data(figure)))
+        return f'<figure data-charts="{charts}">{svg}{text}</figure>'
 
     def section(self, title: str, *parts: str) -> None:
         """Adds a section, unless it has nothing to show."""
@@ -60,7 +63,8 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
         add_weights(page, run, text)
     page.section("Left out", problems(runs))
     title = " and ".join(run.name for run in runs)
-    document = Template(PAGE).substitute(title=html.escape(title), body="\n".join(page.sections))
+    template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
+    document = template.substitute(title=html.escape(title), body="\n".join(page.sections))
     with atomic_files(folder) as scratch:
         (scratch / "report.html").write_text(document, encoding="utf-8")
         for name, figure in page.figures.items():
@@ -224,56 +228,3 @@ def problems(runs: list[Run]) -> str:
         if lines
         else ""
     )
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --ink: #202124; --faint: #d5d7db; --soft: #5f6368; --page: #fff;
-  --panel: #f6f7f8; --accent: #0077bb }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e3e5e8; --faint: #3c4045; --soft: #9aa0a6; --page: #17181a; --panel: #202225; --accent: #56a4e9 }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.25rem 5rem; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.6rem; font-weight: 600; margin: 0 }
-h2 { font-size: 1.1rem; font-weight: 600; margin: 3rem 0 .75rem; padding-top: .75rem;
-  border-top: 1px solid var(--faint) }
-h3 { font-size: .95rem; font-weight: 600; margin: 1.5rem 0 .5rem }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
-th, td { text-align: left; vertical-align: top; padding: .25rem 1.5rem .25rem 0; font-weight: 400;
-  overflow-wrap: anywhere }
-th[scope=row] { color: var(--soft); white-space: nowrap }
-th[scope=col] { font-weight: 600; min-width: 12rem }
-th i { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .5rem }
-figure { margin: 0 0 1.5rem }
-figcaption { color: var(--soft); font-size: .875rem }
-svg { display: block; width: 100%; height: auto }
-svg text { font-family: inherit !important }
-svg image { image-rendering: pixelated }
-.tabs { display: flex; flex-wrap: wrap; gap: .25rem }
-.tabs input { position: absolute; opacity: 0 }
-.tabs label { order: 1; padding: .15rem .75rem; border: 1px solid var(--faint); border-radius: 1rem;
-  color: var(--soft); font-size: .8rem; cursor: pointer }
-.tabs figure { order: 2; width: 100%; margin-top: .75rem; display: none }
-.tabs input:checked + label { color: var(--page); background: var(--accent); border-color: var(--accent) }
-.tabs input:focus-visible + label { outline: 2px solid var(--accent); outline-offset: 2px }
-.tabs input:checked + label + figure { display: block }
-details { margin-bottom: .4rem }
-summary { cursor: pointer; color: var(--soft); font-size: .875rem; font-variant-numeric: tabular-nums }
-pre { margin: .4rem 0 1rem; padding: .9rem 1rem; background: var(--panel); border-radius: .4rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: .8rem/1.5 ui-monospace, monospace }
-pre b { color: var(--accent); font-weight: 600 }
-li { font-size: .875rem }
-@media print { .tabs label { display: none } }
-</style>
-<h1>$title</h1>
-$body
-</html>
-"""

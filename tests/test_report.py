@@ -70,6 +70,9 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             loss.get_by_text("FLOPs", exact=True).first.click()
             assert "FLOPs" in loss.locator("svg:visible").text_content()
             assert loss.locator("svg:visible").bounding_box()["height"] > 100
+            loss.locator("svg:visible").hover()
+            shown = page.locator(".read:visible").inner_text()
+            assert "first, training" in shown and "second, validation" in shown
             assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
             assert errors == []
             assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
