@@ -178,14 +178,17 @@ def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
 
 
 def smoothed(y: list[float]) -> list[float]:
-    """The mean of each value and its neighbours, of 1/40 of all on either side."""
+    """The mean of each value and its neighbours, of 1/40 of all on either side; only of the finite ones."""
     reach = len(y) // 40
     if not reach:
         return y
-    sums = np.concatenate(([0.0], np.cumsum(y)))
+    finite = np.isfinite(y)
+    sums, counts = (
+        np.concatenate(([0.0], np.cumsum(part))) for part in (np.where(finite, y, 0), finite)
+    )
     low = np.maximum(np.arange(len(y)) - reach, 0)
     high = np.minimum(np.arange(len(y)) + reach + 1, len(y))
-    return ((sums[high] - sums[low]) / (high - low)).tolist()
+    return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
 
 
 def position_figure(model: GPT) -> "Figure":
@@ -265,9 +268,9 @@ def heads_figure(weights: torch.Tensor, tokens: list[str]) -> "Figure":
     at the most tokens evenly. weights: (L, H, T, T); tokens: T strings."""
     mean_entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1).mean(-1)
     wanted = {
-        "looks at the token before": weights.diagonal(-1, 2, 3).mean(-1),
-        "looks at the first token": weights[..., 1:, 0].mean(-1),
-        "looks widely": mean_entropy,
+        "looks most at the token before": weights.diagonal(-1, 2, 3).mean(-1),
+        "looks most at the first token": weights[..., 1:, 0].mean(-1),
+        "looks most widely": mean_entropy,
     }
     figure, axes = new_figure(8, 3.4, 1, 3)
     for ax, (title, score) in zip(axes[0], wanted.items(), strict=True):

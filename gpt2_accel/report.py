@@ -55,6 +55,7 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
     matplotlib is missing.
     """
     pictures.require_matplotlib()
+    tell_apart(runs)
     page = Page()
     page.section("Runs", table_of_runs(runs))
     add_curves(page, runs)
@@ -62,7 +63,7 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
     for run in runs:
         add_weights(page, run, text)
     page.section("Left out", problems(runs))
-    title = " and ".join(run.name for run in runs)
+    title = ", ".join(run.name for run in runs)
     template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
     document = template.substitute(title=html.escape(title), body="\n".join(page.sections))
     with atomic_files(folder) as scratch:
@@ -70,6 +71,16 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
         for name, figure in page.figures.items():
             figure.savefig(scratch / f"{name}.png", facecolor="white")
     return Path(folder) / "report.html"
+
+
+def tell_apart(runs: list[Run]) -> None:
+    """Gives runs whose folders have the same name longer ones, of which also files are named."""
+    names = [run.name for run in runs]
+    for number, run in enumerate(runs, start=1):
+        if names.count(run.name) > 1:
+            run.name = f"{run.folder.resolve().parent.name}-{run.name}"
+            if run.name in [other.name for other in runs if other is not run]:
+                run.name += f" ({number})"
 
 
 def table_of_runs(runs: list[Run]) -> str:

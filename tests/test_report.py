@@ -14,7 +14,8 @@ from conftest import ROOT, run, tiny_config
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.report import write_report
+from gpt2_accel.pictures import smoothed
+from gpt2_accel.report import tell_apart, write_report
 from gpt2_accel.runs import read_run
 
 needs_matplotlib = pytest.mark.skipif(
@@ -62,7 +63,7 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             page.on("pageerror", lambda error, e=errors: e.append(str(error)))
             page.on("request", lambda request, r=requests: r.append(request.url))
             page.goto((tmp_path / "out/report.html").as_uri())
-            assert page.title() == "first and second"
+            assert page.title() == "first, second"
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             loss = page.locator("section", has=page.locator("h2", has_text="Loss"))
             assert loss.locator("svg:visible").count() == 1
@@ -93,6 +94,21 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
     assert minutes == sorted(minutes)
     assert minutes[-1] * 60 == pytest.approx(lines[-1]["train/seconds"])
     assert first.problems == []
+
+
+@needs_matplotlib
+def test_runs_in_folders_of_the_same_name_are_told_apart(runs, tmp_path):
+    twins = [shutil.copytree(runs / "first", tmp_path / place / "run") for place in ("a", "b")]
+    found = [read_run(folder) for folder in (*twins, twins[0])]
+    tell_apart(found)
+    assert [run.name for run in found] == ["a-run", "b-run", "a-run (3)"]
+
+
+@needs_matplotlib
+def test_what_is_not_finite_leaves_the_rest_of_a_curve_alone():
+    y = [1.0] * 100
+    y[50] = math.nan
+    assert smoothed(y) == [1.0] * 100
 
 
 @needs_matplotlib
