@@ -3,12 +3,11 @@
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
         training_state/optimizer.safetensors                   its tensors, by parameter name
-        training_state/state.json                              step, optimizer, scaler, guard, data
+        training_state/state.json                              step, optimizer, scaler, guard, data, run id
         training_state/manifest.json                           size and SHA-256 of every file above
 
-There is little to keep: the order of the data, the learning rate and the random seeds are functions
-of the step. A checkpoint is copied to host memory, then written in the background: aside, synced,
-checksummed, renamed, and only then are older ones removed.
+There is little to keep: data order, learning rate and random seeds are functions of the step. A checkpoint
+is copied to host memory, then written behind the loop: aside, synced, checksummed, renamed.
 """
 
 import json
@@ -196,12 +195,13 @@ class CheckpointWriter:
         guard: dict,
         data: str,
         val_loss: float | None,
+        run_id: str,
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
         `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
-        the data; `val_loss` the validation loss at this step, if it was evaluated. Waits for the write
-        before, if that is still going on. All ranks call it.
+        the data; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
+        run. Waits for the write before, if that is still going on. All ranks call it.
         """
         if not (accelerator.is_main_process or is_sharded(accelerator)):
             return
@@ -222,6 +222,7 @@ class CheckpointWriter:
                 "guard": guard,
                 "data": data,
                 "val_loss": val_loss,
+                "run_id": run_id,
             },
             training,
         )
@@ -232,9 +233,8 @@ class CheckpointWriter:
         """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
         self._join()
         if self._error is not None:
-            raise OSError(
-                f"the last checkpoint could not be written: {self._error}"
-            ) from self._error
+            message = f"the last checkpoint could not be written: {self._error}"
+            raise OSError(message) from self._error
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -313,9 +313,9 @@ def read_state(checkpoint: Path) -> dict:
     """A checkpoint's `state.json`; raises `ValueError` if that is not one of this release."""
     path = checkpoint / STATE / "state.json"
     kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
-    kinds |= {"scaler": dict | None, "val_loss": float | None}
+    kinds |= {"scaler": dict | None, "val_loss": float | None, "run_id": str | None}
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = {"run_id": None, **json.loads(path.read_text(encoding="utf-8"))}  # older: without
         wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: resume from another checkpoint") from error

@@ -94,6 +94,7 @@ class TrainConfig:
     hellaswag_data: str | None = setting(
         None, "JSONL file of HellaSwag items; by default the Hub's validation split"
     )
+    report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
     sample_every: int = setting(250, "updates between samples; 0 for none at all")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
     sample_tokens: int = setting(100, "new tokens per sample")

@@ -20,7 +20,7 @@ DEVICES = ("A100", "H100", "H200")
 GPT2_VOCABULARY = 50257
 
 
-def describe_run(config: TrainConfig, accelerator: Accelerator) -> str:
+def dry_run(config: TrainConfig, accelerator: Accelerator) -> str:
     """The summary of a run that `--dry_run` prints. Reads nothing but the data's manifest, and does without
     that."""
     vocab_size, data = GPT2_VOCABULARY, "not there yet, so GPT-2's vocabulary is assumed"

@@ -31,6 +31,7 @@ HUB_STRATEGIES = ("end", "every_save", "checkpoint")
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")
 OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
+PICTURE = "loss.png"  # shown in the card where it lies beside it
 ATTEMPTS = 4  # of an upload, beside the client's own
 PAUSE = 1.0  # seconds before the second attempt; doubles each time
 LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
@@ -218,10 +219,10 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
     """Lays out in `target` the model files of the directory `source` for an upload to `repo_id`.
 
     Hard links where the disk has them, so that it takes no time or space and that the upload does not
-    mind if `source` is removed. The card then names `repo_id`.
+    mind if `source` is removed. The card then names `repo_id` and shows the picture of the loss.
     """
     target.mkdir(parents=True)
-    for pattern in MODEL_FILES:
+    for pattern in (*MODEL_FILES, PICTURE):
         for path in source.glob(pattern):
             link(path, target / path.name)
     card = target / "README.md"
@@ -229,6 +230,8 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
         text = card.read_text(encoding="utf-8")
         card.unlink()  # the link, not the file
         named = re.sub(r'^name = ".*"$', f"name = {json.dumps(repo_id)}", text, flags=re.MULTILINE)
+        if (target / PICTURE).exists():
+            named = named.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
         card.write_text(named, encoding="utf-8")
 
 

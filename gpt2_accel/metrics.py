@@ -1,4 +1,4 @@
-"""What a run tells: speed against the device's peak, progress, `metrics.jsonl`, `status.json`."""
+"""What a run tells: speed against the device's peak, memory, `metrics.jsonl`, `status.json`."""
 
 import json
 import sys
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tqdm import tqdm
+import psutil
+import torch
 
 from gpt2_accel.files import atomic_files, write_json
+from gpt2_accel.progress import Progress
 
 # Dense FLOP/s in bf16 (V100 and T4: fp16) by a part of the device's name, from NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -34,6 +36,14 @@ def peak_flops(device_name: str) -> float | None:
     `device_name` is what `torch.cuda.get_device_name` says.
     """
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def memory_gb(device_type: str) -> float:
+    """Memory of this process in GB (1e9 bytes): the most that torch has had on the current CUDA device so
+    far, elsewhere what the process holds of the machine's now."""
+    if device_type == "cuda":
+        return torch.cuda.max_memory_reserved() / 1e9
+    return psutil.Process().memory_info().rss / 1e9
 
 
 class JsonLines:
@@ -65,11 +75,21 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict]:
-    """The entries of a `JsonLines` file, none if it does not exist; a line cut short is left out."""
+    """The entries of a `JsonLines` file, none if it does not exist; a line that a crash cut short or
+    damaged is left out."""
     if not Path(path).exists():
         return []
-    text = Path(path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    return [entry for line in lines if (entry := read_json_line(line)) is not None]
+
+
+def read_json_line(line: str) -> dict | None:
+    """One line of a `JsonLines` file, None if it is not a whole one."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 class RunLog:
@@ -80,8 +100,12 @@ class RunLog:
     `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates. `flops_per_second` is the peak of all devices
     together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
 
+    Each line of `metrics.jsonl` first goes to `publish`, if set: a function of the line.
+
     `results` holds the newest evaluations, `seconds` the time of training, that before a resume included.
     """
+
+    publish: Callable[[dict], None] | None = None
 
     def __init__(
         self,
@@ -92,12 +116,13 @@ class RunLog:
         tokens_at: Callable[[int], int],
         flops_per_token: float,
         flops_per_second: float | None,
+        device_type: str = "cpu",
         enabled: bool = True,
     ):
         self.run_dir, self.enabled = Path(run_dir), enabled
         self.step, self.max_steps = first_step, max_steps
         self.tokens_at, self.flops_per_token = tokens_at, flops_per_token
-        self.flops_per_second = flops_per_second
+        self.flops_per_second, self.device_type = flops_per_second, device_type
         self._entry: dict[str, float] = {}
         self._training_tokens, self._training_seconds = 0, 0.0
         self.results: dict[str, float] = {}
@@ -110,20 +135,12 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         self._write_status("running")
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            initial=self.step,
-            total=self.max_steps,
-            unit="step",
-            dynamic_ncols=terminal,
-            mininterval=0.5 if terminal else 15,
-            disable=not self.enabled,
-        )
+        self._progress = Progress(self.step, self.max_steps, enabled=self.enabled)
         self._clock = time.perf_counter()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        self._bar.close()
+        self._progress.close()
         if kind is None:
             self._write_status(*self._end)
         elif issubclass(kind, KeyboardInterrupt):
@@ -138,7 +155,7 @@ class RunLog:
         """Moves the progress bar: `step` updates are done."""
         self._training_tokens += self.tokens_at(step) - self.tokens_at(self.step)
         self.step = step
-        self._bar.update()
+        self._progress.advance()
         self._add_training_time()
 
     def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
@@ -152,13 +169,15 @@ class RunLog:
             "train/grad_norm": grad_norm,
             "train/learning_rate": learning_rate,
             "train/tokens_per_second": speed,
+            "train/seconds": round(self.seconds, 3),
+            "train/memory_gb": round(memory_gb(self.device_type), 3),
         }
         shown = {"loss": f"{loss:.3f}", "lr": f"{learning_rate:.1e}", "tok/s": f"{speed:,.0f}"}
         if self.flops_per_second:
             mfu = speed * self.flops_per_token / self.flops_per_second
             self._entry["train/mfu"] = mfu
             shown["mfu"] = f"{mfu:.1%}"
-        self._bar.set_postfix(shown, refresh=False)
+        self._progress.show(shown)
 
     def skipped(self, problem: str, samples: list) -> None:
         """Adds that the update just done left the weights alone, and which samples it had read."""
@@ -198,24 +217,22 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Prints above the progress bar."""
-        if self.enabled:
-            self._bar.write(f"step {self.step}: {text}")
+        self._progress.say(f"step {self.step}: {text}")
 
     def end_step(self) -> None:
         """Writes what was added since the last update as one line of `metrics.jsonl`."""
         if self.enabled and self._entry:
-            tokens = self.tokens_at(self.step)
-            self._metrics.write({"step": self.step, "tokens": tokens, **self._entry})
+            line = {"step": self.step, "tokens": self.tokens_at(self.step), **self._entry}
+            if self.publish is not None:
+                self.publish(line)
+            self._metrics.write(line)
         self._entry = {}
         self._clock = time.perf_counter()
 
     def _recall(self, entries: list[dict]) -> None:
         """Takes over what the lines before a resume say."""
-        tokens = 0
         for entry in entries:
-            if speed := entry.get("train/tokens_per_second"):
-                self.seconds += (entry["tokens"] - tokens) / speed
-                tokens = entry["tokens"]
+            self.seconds = entry.get("train/seconds", self.seconds)
             self.results |= {
                 name: value
                 for name, value in entry.items()

@@ -33,18 +33,20 @@ from gpt2_accel.checkpoint import (
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.convert import save_pretrained
 from gpt2_accel.data.loader import TrainLoader, hash64
-from gpt2_accel.data.shards import data_fingerprint, read_manifest
-from gpt2_accel.dry_run import describe_run
-from gpt2_accel.files import exclusive
+from gpt2_accel.data.shards import data_fingerprint
+from gpt2_accel.dry_run import dry_run
+from gpt2_accel.files import exclusive, write_json
 from gpt2_accel.fit import fitting_batch_size
 from gpt2_accel.generate import Sampling, complete
 from gpt2_accel.guard import Guard, Patience
-from gpt2_accel.hub import Training, Uploads, check_repo_id
+from gpt2_accel.hub import Uploads, check_repo_id
 from gpt2_accel.launch import build_accelerator, close, is_sharded, profiler
 from gpt2_accel.metrics import RunLog, peak_flops
-from gpt2_accel.model import GPTConfig, flops_per_token, parameter_count
 from gpt2_accel.optim import BatchSchedule, build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.pictures import draw_loss
 from gpt2_accel.stopping import StopRequest
+from gpt2_accel.summary import Facts, closing, describe_run, describe_training, opening
+from gpt2_accel.trackers import Trackers, check_trackers, run_identity
 
 
 def train(config: TrainConfig) -> bool:
@@ -57,9 +59,10 @@ def train(config: TrainConfig) -> bool:
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
+    check_trackers(config.report_to)
     accelerator = build_accelerator(config.deterministic)
     if config.dry_run:
-        accelerator.print(describe_run(config, accelerator))
+        accelerator.print(dry_run(config, accelerator))
         return False
     check_optimizer(config, accelerator)
     run_dir = Path(config.output_dir)
@@ -88,20 +91,24 @@ def train(config: TrainConfig) -> bool:
             accelerator.print(json.dumps(evaluate(accelerator, model)))
         close(accelerator)
         return False
-    guard, patience, step = Guard(config.spike_z), Patience(config.patience), 0
+    guard, patience = Guard(config.spike_z), Patience(config.patience)
+    step, run_id = 0, None
     if checkpoint is not None:
         state = load_training_state(checkpoint, accelerator, optimizer)
         check_data(config, state["data"], checkpoint)
         guard.load(state["guard"])
         patience.load(state["guard"])
-        step = state["step"]
+        step, run_id = state["step"], state["run_id"]
     updates = schedule.updates(config.max_steps)  # more than max_steps if some are smaller
+    run_id = run_identity(config, checkpoint, run_id)
+    facts = describe_run(config, gpt_config, accelerator, train_loader, schedule, run_id)
     model.train()
 
     with (
         hold_folder(run_dir, accelerator),
         StopRequest(config.max_hours) as stop,
-        start_log(config, gpt_config, accelerator, train_loader, schedule, step) as log,
+        start_log(config, facts, accelerator, schedule, step) as log,
+        Trackers(config, facts, accelerator, log),
         start_uploads(config, accelerator, log) as uploads,
         profiler(config.profile, run_dir, accelerator) as profile,
     ):
@@ -119,6 +126,7 @@ def train(config: TrainConfig) -> bool:
                 guard=guard.state() | patience.state(),
                 data=data_fingerprint(config.data_dir),
                 val_loss=log.at_this_step("val/loss"),
+                run_id=run_id,
             )
 
         stopping = diverged = converged = False
@@ -179,6 +187,7 @@ def train(config: TrainConfig) -> bool:
                 f"the samples that {run_dir / 'metrics.jsonl'} names"
             )
         writer.wait()
+        log.say(closing(log))
         if converged:
             log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
         finished = converged or step == updates
@@ -189,6 +198,8 @@ def train(config: TrainConfig) -> bool:
             if accelerator.is_main_process:
                 training = describe_training(config, accelerator, log)
                 save_pretrained(plain, run_dir, tokenizer, training=training)
+                if config.push_to_hub:
+                    draw_loss(run_dir, run_dir)
                 newest = (list_checkpoints(run_dir) or [checkpoint])[-1]
                 uploads.push(run_dir, newest, final=True)
     close(accelerator)
@@ -242,57 +253,27 @@ def start_writer(
 
 
 def start_log(
-    config: TrainConfig,
-    gpt_config: GPTConfig,
-    accelerator: Accelerator,
-    loader: TrainLoader,
-    schedule: BatchSchedule,
-    step: int,
+    config: TrainConfig, facts: Facts, accelerator: Accelerator, schedule: BatchSchedule, step: int
 ) -> RunLog:
-    """Creates the run's folder, writes its settings there and says what is about to run."""
-    flops = flops_per_token(gpt_config, config.sequence_length)
-    updates = schedule.updates(config.max_steps)
-    peak = None
-    if accelerator.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+    """Creates the run's folder, writes there what the run is and says what is about to run."""
     if accelerator.is_main_process:
         run_dir = Path(config.output_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         config.save(run_dir / "config.yaml")
-    accelerator.print(
-        f"{parameter_count(gpt_config):,} parameters on {accelerator.num_processes} x "
-        f"{accelerator.device.type}, precision {accelerator.mixed_precision}, compile backend "
-        f"{accelerator.state.dynamo_plugin.backend.value.lower()}"
-        f"{', sharded by FSDP2' if is_sharded(accelerator) else ''}\n"
-        f"{describe_batch(config, accelerator, loader, schedule)}; {loader.windows:,} sequences per epoch\n"
-        + (
-            f"updates {step:,} to {updates:,}, into {config.output_dir}"
-            if step < updates
-            else f"{config.output_dir} has all {updates:,} updates: nothing left to train"
-        )
-    )
+        write_json(run_dir / "run.json", asdict(facts))
+        print(opening(config, facts, accelerator, step), flush=True)
+    device, peak = accelerator.device, None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device))
     return RunLog(
         config.output_dir,
         first_step=step,
-        max_steps=updates,
+        max_steps=facts.updates,
         tokens_at=lambda step: schedule.first(step) * config.sequence_length,
-        flops_per_token=flops,
+        flops_per_token=facts.flops_per_token,
         flops_per_second=peak and peak * accelerator.num_processes,
+        device_type=device.type,
         enabled=accelerator.is_main_process,
-    )
-
-
-def describe_batch(
-    config: TrainConfig, accelerator: Accelerator, loader: TrainLoader, schedule: BatchSchedule
-) -> str:
-    """How the tokens of a full update are spread."""
-    size, count = loader.micro_batches(schedule.full)
-    ramp = ""
-    if config.ramp_tokens:
-        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
-    return (
-        f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {size} sequences x {config.sequence_length} tokens{ramp}"
     )
 
 
@@ -304,24 +285,6 @@ def start_uploads(config: TrainConfig, accelerator: Accelerator, log: RunLog) ->
         log.say,
         strategy=config.hub_strategy,
         private=config.hub_private_repo,
-    )
-
-
-def describe_training(config: TrainConfig, accelerator: Accelerator, log: RunLog) -> Training:
-    """What the model card says of the run so far."""
-    device = accelerator.device.type
-    if device == "cuda":
-        device = torch.cuda.get_device_name(accelerator.device)
-    manifest = read_manifest(config.data_dir)
-    tokens = log.tokens_at(log.step)
-    return Training(
-        settings=asdict(config),
-        data=f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
-        tokens=tokens,
-        hours=log.seconds / 3600,
-        flops=tokens * log.flops_per_token,
-        hardware=f"{accelerator.num_processes} x {device}, precision {accelerator.mixed_precision}",
-        results=log.results,
     )
 
 

@@ -15,6 +15,7 @@ from gpt2_accel.checkpoint import model_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.convert import describe, read_config
 from gpt2_accel.hub import model_card, push_model
+from gpt2_accel.pictures import draw_loss
 from gpt2_accel.weights import weight_files
 
 
@@ -30,6 +31,7 @@ def main() -> None:
     directory = Path(model_directory(config.model))
     shape = read_config(directory)
     weight_files(directory)  # raises if they are not whole
+    draw_loss(config.model, directory)
     card = model_card(config.repo_id, describe(shape))
     url = push_model(directory, config.repo_id, private=config.private, card=card)
     print(f"The model is at {url}.")

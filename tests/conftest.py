@@ -136,7 +136,7 @@ def as_flags(config: TrainConfig) -> list[str]:
     return [
         part
         for name, value in asdict(config).items()
-        if value is not None
+        if value is not None and value != []
         for part in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
     ]
 

@@ -1,5 +1,6 @@
 """The real Hub client over HTTP, against the Hub of `hub_server.py`."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -103,6 +104,10 @@ def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
     assert pushed["model.safetensors"] == (tmp_path / "tuned/model.safetensors").read_bytes()
     assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
     assert b"base_model: user/name\n" in pushed["README.md"]
+    if importlib.util.find_spec("matplotlib"):
+        for content in (files, pushed):
+            assert content["loss.png"].startswith(b"\x89PNG")
+            assert b"\n![Loss](loss.png)\n" in content["README.md"]
 
     done = command(server, home, *push[:-1], "not a name")
     assert done.returncode == 1 and "'not a name' is not a name for a Hub repository" in done.stderr

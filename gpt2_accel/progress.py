@@ -1,0 +1,67 @@
+"""How far a run is, on the screen: a bar on a terminal, plain lines anywhere else."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+PAUSE = 15.0  # seconds between plain lines, at least
+
+
+class Progress:
+    """One bar that follows the terminal's width, or, where stderr is a pipe or a file, a line now and then.
+
+    `done` of `total` updates were made before. Not `enabled`, it says nothing.
+    """
+
+    def __init__(self, done: int, total: int, *, enabled: bool = True):
+        self.done, self.total, self.enabled = done, total, enabled
+        self._bar = tqdm(
+            initial=done,
+            total=total,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            disable=not (enabled and sys.stderr.isatty()),
+        )
+        self._first, self._start = done, time.monotonic()
+        self._next_line = 0.0
+
+    def advance(self) -> None:
+        """One more update is done."""
+        self.done += 1
+        self._bar.update()
+
+    def show(self, figures: dict[str, str]) -> None:
+        """Sets what stands beside the bar: name -> figure."""
+        self._bar.set_postfix(figures, refresh=False)
+        now = time.monotonic()
+        if self.enabled and self._bar.disable and now >= self._next_line:
+            self._next_line = now + PAUSE
+            rate = (self.done - self._first) / max(now - self._start, 1e-9)
+            left = duration((self.total - self.done) / rate) if rate else "unknown time"
+            shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
+            line = f"step {self.done}/{self.total} ({self.done / self.total:.0%}): {shown}, {left} left"
+            print(line, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Prints above the bar."""
+        if self.enabled:
+            self._bar.write(text)
+            sys.stdout.flush()  # in step with stderr's lines where both go to one pipe
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """A time in words: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    for limit, unit, big, small in ((3600, 1, "min", "s"), (48 * 3600, 60, "h", "min")):
+        if seconds < limit:
+            whole, rest = divmod(round(seconds / unit), 60)
+            return f"{whole} {big} {rest:02d} {small}"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"

@@ -1,0 +1,37 @@
+"""Draw what runs did: one HTML file that needs no network, and PNGs.
+
+    python recipes/report.py runs/quickstart
+    python recipes/report.py runs/a runs/b --output_dir compared
+
+Curves of the runs over tokens, time and FLOPs, their samples, pictures of their newest weights. A run that is
+still going on, or was killed, is drawn as far as it came. Needs matplotlib: pip install 'gpt2_accel[report]'.
+"""
+
+import argparse
+from pathlib import Path
+
+from gpt2_accel import cli
+from gpt2_accel.report import write_report
+from gpt2_accel.runs import read_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, its --output_dir")
+    parser.add_argument(
+        "--output_dir", help="where to write; default the folder report of the first"
+    )
+    parser.add_argument("--text", help="what to draw the attention for; default the newest sample")
+    options = parser.parse_args()
+    runs = [read_run(folder) for folder in options.runs]
+    path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report", options.text)
+    for run in runs:
+        for problem in dict.fromkeys(run.problems):
+            print(f"{run.folder}: {problem}")
+    print(f"{path} and {len(list(path.parent.glob('*.png')))} PNGs beside it")
+
+
+if __name__ == "__main__":
+    cli.run(main)
