@@ -22,12 +22,13 @@ def run_harness(
     task_folder: str | Path | None = None,
     limit: int | None = None,
 ) -> dict[str, float]:
-    """The harness's figures for the HF model in `directory`, as `lm_eval:TASK/METRIC`; all ranks call it, each
-    takes its share, the first gets the result, the others none.
+    """The harness's figures for the HF model in `directory`, as `lm_eval:TASK/METRIC`.
 
-    `tasks` are names that the harness knows; YAML files in `task_folder` add more, such as tasks on local data.
-    `limit` takes the first items of each; each rank needs one at least. Raises `ImportError` if the extra is not installed, `ValueError`
-    for an unknown task.
+    All ranks call it, each takes its share; the first gets the result, the others none.
+
+    `tasks` are names that the harness knows; YAML files in `task_folder` add more, such as tasks on local
+    data. `limit` takes the first items of each; each rank needs one at least. Raises `ImportError` if the
+    extra is not installed, `ValueError` for an unknown task.
     """
     try:
         from lm_eval import simple_evaluate
