@@ -5,9 +5,9 @@
 Random weights of GPT-2 124M's shape, the same in all; a prompt of 16 tokens, 200 new ones, sampled
 greedily. In each round every contestant runs once, so that all meet the same machine; a figure is the
 median over the rounds, and the ratio to HF the median of the rounds' ratios. The prompt's forward and
-all of the sampling count, compilation does not: it is given apart. The loop without a cache is as
-nanoGPT's: a forward over everything so far for each token. It runs for `--no_cache_tokens` tokens in the
-middle of the text, where its cost is that of the mean, and only in batches up to `--no_cache_batch`.
+the choice of tokens count, compilation does not: it falls into a round before. The loop without a cache
+is nanoGPT's: a forward over all tokens so far for each new one. It runs for `--no_cache_tokens` tokens in
+the middle of the text, where its cost is that of the mean, and only in batches up to `--no_cache_batch`.
 """
 
 import statistics
@@ -111,6 +111,8 @@ def compete(
         for name, run in runs.items():
             start = time.perf_counter()
             written = run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             took = time.perf_counter() - start
             if round:  # the one before warms up, and compiles
                 seconds[name].append(took / written)

@@ -125,7 +125,10 @@ def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
-        writing = gr.on([write.click, prompt.submit], talk, inputs, outputs)
+        # A click while a text is still being written counts: it comes after it.
+        writing = gr.on(
+            [write.click, prompt.submit], talk, inputs, outputs, trigger_mode="always_last"
+        )
         stop.click(None, cancels=[writing])
     return page
 
