@@ -49,6 +49,9 @@ class StopRequest:
 
     def _note(self, number: int, _) -> None:
         if number == signal.SIGINT and self._signal == "SIGINT":
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # a third must not cut short what it ends with
             raise KeyboardInterrupt
         self._signal = self._signal or signal.Signals(number).name
 

@@ -26,7 +26,7 @@ from gpt2_accel.evals.sources import SOURCES, read_items
 from gpt2_accel.evals.table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
 from gpt2_accel.files import write_json
-from gpt2_accel.generate import complete
+from gpt2_accel.generate import Sampling, complete
 from gpt2_accel.hub import add_results
 from gpt2_accel.launch import build_accelerator
 from gpt2_accel.tokenizer import load_tokenizer
@@ -120,10 +120,11 @@ def evaluate(
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
     for run in [run for part in prepared for run in part.evaluations]:
         results |= run(accelerator, model)
-    for prompt in config.sample_prompts if accelerator.is_main_process else []:
+    if accelerator.is_main_process:
+        sampling = Sampling(max_new_tokens=100, seed=config.seed)
         plain = unwrap(accelerator, model)
-        [text] = complete(plain, tokenizer, prompt, 100, temperature=0.8, seed=config.seed)
-        notes.append(f"sample: {text}")
+        for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
+            notes.append(f"sample: {sample.prompt}{sample.text}")
     return results, notes
 
 

@@ -293,9 +293,9 @@ def poison(monkeypatch, bad):
     """Makes the gradients of some updates not a number."""
     honest = train_module.accumulate_gradients
 
-    def accumulate(accelerator, model, loader, step):
-        loss = honest(accelerator, model, loader, step)
-        if step in bad:
+    def accumulate(accelerator, model, loader, first, sequences):
+        loss = honest(accelerator, model, loader, first, sequences)
+        if first // sequences in bad:
             for parameter in model.parameters():
                 parameter.grad.fill_(float("nan"))
             loss = loss * float("nan")
@@ -342,9 +342,9 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(
 def test_a_spike_is_skipped_where_that_is_asked_for(data_dir, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
-    def accumulate(accelerator, model, loader, step):
-        loss = honest(accelerator, model, loader, step)
-        if step == 115:
+    def accumulate(accelerator, model, loader, first, sequences):
+        loss = honest(accelerator, model, loader, first, sequences)
+        if first // sequences == 115:
             for parameter in model.parameters():
                 parameter.grad.mul_(1000)
         return loss
