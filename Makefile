@@ -8,7 +8,7 @@ quickstart: .venv/installed  ## train a small model on the Python standard libra
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
 test: .venv/installed  ## the tests: offline, on CPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability

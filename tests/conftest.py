@@ -11,6 +11,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
+# For models as small as these a second thread costs more than it does, and cores run tests side by side.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
