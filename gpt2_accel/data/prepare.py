@@ -300,7 +300,7 @@ def tokens_path(work: Path, number: int, split: str) -> Path:
 def clean(text: str) -> tuple[str, bool]:
     """The text with U+FFFD for what is not UTF-8, and whether there was such a thing."""
     try:
-        text.encode()
+        text.isascii() or text.encode()
     except UnicodeEncodeError:
         # A pair of surrogates is a character; one alone is none.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -359,7 +359,7 @@ class PieceWriter:
             more = {
                 "documents": int(document.begins and i == 0),
                 "tokens": len(separator) + len(tokens),
-                "bytes": len(text.encode()),
+                "bytes": len(text) if text.isascii() else len(text.encode()),
             }
             size += more["bytes"]
             odd |= replaced
@@ -446,7 +446,7 @@ def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
             jobs.append(("val" if validates else split, name, parts))
     uses = Counter(path for _, _, parts in jobs for path, _, _ in parts)
     lock = Lock()
-    table = bytes_per_token(plan.tokenizer)
+    table = bytes_per_token(plan.tokenizer) if plan.validation_shard else None
 
     def make(job: tuple[str, str, list[tuple[Path, int, int]]]) -> dict:
         _, name, parts = job
@@ -493,9 +493,10 @@ def layout(plan: Plan, records: list[dict], split: str) -> list[list[tuple[Path,
 
 
 def make_shard(
-    plan: Plan, name: str, parts: list[tuple[Path, int, int]], table: np.ndarray
+    plan: Plan, name: str, parts: list[tuple[Path, int, int]], table: np.ndarray | None
 ) -> dict:
-    """Writes a shard, unless an earlier call did; returns its entry in the manifest, and its text's bytes."""
+    """Writes a shard, unless an earlier call did; returns its entry in the manifest, and its text's bytes by
+    the `table` of each token's, 0 without one."""
     note = plan.work / "pieces" / f"{name}.json"
     if note.exists():
         return json.loads(note.read_text())
@@ -509,7 +510,8 @@ def make_shard(
                 assert len(tokens), path
                 count -= len(tokens)
                 writer.append(tokens)
-                size += int(table[tokens].sum())
+                if table is not None:
+                    size += int(table[tokens].sum())
                 if plan.separator is not None:
                     documents += int(np.count_nonzero(tokens == plan.separator))
     entry = {**writer.close(), "file": name, "documents": documents, "bytes": size}
