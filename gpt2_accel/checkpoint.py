@@ -161,7 +161,7 @@ class Snapshot:
 class CheckpointWriter:
     """Writes the checkpoints of a run, each in the background while the loop goes on.
 
-    `keep_last` newest ones stay, every one whose step is a multiple of `keep_every` (0: none), and with
+    The link `latest` leads to the newest. `keep_last` newest ones stay, every one whose step is a multiple of `keep_every` (0: none), and with
     `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called with
     each new one, in the background too. A write that fails is reported through `say` and leaves the
     older checkpoints as they are.
@@ -268,6 +268,8 @@ class CheckpointWriter:
         if self.keep_best and (best := best_checkpoint(checkpoints)):
             keep.append(best)
             point_to(self.run_dir / "best", best)
+        if checkpoints:
+            point_to(self.run_dir / "latest", checkpoints[-1])
         for path in checkpoints:
             if path not in keep:
                 discard(path)
