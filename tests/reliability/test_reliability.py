@@ -150,7 +150,7 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
         assert left == {
             path.name for path in (tmp_path / "whole").iterdir() if "checkpoint" in path.name
         }
-        tried, number = tried + 1, number + times(17, 1)
+        tried, number = tried + 1, number + times(34, 1)
     server.stdin.close()
     server.wait()
     assert tried > 3
