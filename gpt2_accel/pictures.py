@@ -256,9 +256,9 @@ def attention_figure(weights: torch.Tensor) -> "Figure":
     side = min(1.3, 7.2 / H)  # inches
     figure, [[ax]] = new_figure(side * H + 0.8, side * L + 0.6)
     draw_share(ax, canvas)
-    middles = lambda count: [i * (T + gap) + T / 2 - 0.5 for i in range(count)]  # noqa: E731
-    ax.set_xticks(middles(H), range(H))
-    ax.set_yticks(middles(L), range(L))
+    middles = [i * (T + gap) + T / 2 - 0.5 for i in range(max(H, L))]
+    ax.set_xticks(middles[:H], range(H))
+    ax.set_yticks(middles[:L], range(L))
     ax.set(xlabel="head", ylabel="layer")
     return figure
 

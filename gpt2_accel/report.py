@@ -158,7 +158,10 @@ def add_curves(page: Page, runs: list[Run]) -> None:
     training = [name for name in training if any(run.last(name) is not None for run in drawn)]
     page.section("Loss", tabs(page, "loss", drawn, pictures.loss_figure))
     if others:
-        draw = lambda runs, axis: pictures.metrics_figure(runs, others, axis)  # noqa: E731
+
+        def draw(runs: list[Run], axis: str) -> object:
+            return pictures.metrics_figure(runs, others, axis)
+
         page.section("Evaluations", tabs(page, "evaluations", drawn, draw))
     if training:
         figure = pictures.metrics_figure(drawn, training, "tokens")
