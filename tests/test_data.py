@@ -119,21 +119,25 @@ def test_an_epoch_reads_every_window_once(data_dir):
     assert epoch != every
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_counts_every_window_once_on_any_number_of_ranks(data_dir, world_size):
+def test_evaluation_counts_every_window_once_on_any_number_of_ranks(
+    data_dir, world_size, batch_size
+):
     stream = TokenStream(data_dir, "val")
     seen = []
     for rank in range(world_size):
         ranks = EvalLoader(
             [(stream, 1.0)],
             sequence_length=16,
-            batch_size=4,
+            batch_size=batch_size,
             max_tokens=10**9,
             rank=rank,
             world_size=world_size,
         )
         for input_ids, targets in ranks:
-            assert input_ids.shape == (4, 16)
+            assert input_ids.shape == (batch_size, 16)
+            assert input_ids.min() >= 0
             real = (targets != -100).all(dim=1)
             assert ((targets == -100).all(dim=1) | real).all()
             seen += input_ids[real].tolist()

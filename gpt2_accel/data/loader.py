@@ -166,8 +166,9 @@ def read_windows(
         streams[i].read(window * sequence_length, sequence_length + 1)
         for i, window in samples.tolist()
     ]
-    tokens = torch.from_numpy(np.stack(rows))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    tokens = np.stack(rows)
+    # Copies: of a single row even `contiguous()` would leave both as views of the same memory.
+    return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

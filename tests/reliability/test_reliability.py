@@ -377,6 +377,8 @@ EXACT = [
     (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
     (2, 1, "no", "no", "adamw", "across epochs"),
     (2, 2, "bf16", "aot_eager", "muon", "mid-epoch"),
+    (1, 1, "bf16", "no", "adamw", "ramp"),
+    (2, 2, "no", "aot_eager", "muon", "ramp"),
 ]
 
 
@@ -385,7 +387,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
     processes, micro_batches, precision, backend, optimizer, cut = case
     if processes == 2 or backend == "inductor":
         times(0, 1) or case in (EXACT[4],) or pytest.skip("in make test-reliability")
-    sequences = {"mid-epoch": 8, "across epochs": 40, "warmup": 8}[cut]  # 229 an epoch
+    sequences = {"across epochs": 40}.get(cut, 8)  # 229 an epoch
     settings = {
         "total_batch_size": sequences * 32,
         "micro_batch_size": sequences // micro_batches // processes,
@@ -399,6 +401,9 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
         "optimizer": optimizer,
         "deterministic": backend != "no",
     }
+    if cut == "ramp":  # 2, 2, 2, 2, 4, 4 sequences, the cut, then 6, 6, 8, 8, 8, 8
+        ramp = {"ramp_tokens": 24 * 32, "ramp_start": 2}
+        settings |= ramp | {"max_steps": 7, "micro_batch_size": 1}
     env = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": backend}
 
     def complete(folder, **changes):
