@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from gpt2_accel.attention import attention
 from gpt2_accel.loss import linear_cross_entropy
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
@@ -114,9 +115,7 @@ class CausalSelfAttention(nn.Module):
             for part in self.c_attn(x).split(C, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-        )
+        y = attention(q, k, v, mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
