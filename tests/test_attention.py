@@ -52,7 +52,7 @@ def test_the_shape_chooses_in_a_compiled_model_too(T, own, monkeypatch):
 
 
 def test_dropout_masks_and_other_dtypes_are_torchs():
-    qkv, grad = problem(300)
+    qkv, _ = problem(300)
     parts = [part.view(2, 300, 3, 16).transpose(1, 2) for part in qkv.split(48, dim=2)]
     mask = torch.ones(2, 1, 300, 300, dtype=bool).tril()
     torch.testing.assert_close(
