@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch._functorch.config as functorch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DynamoBackend, parse_flag_from_env
 
@@ -62,7 +63,7 @@ def save_on_memory() -> None:
     such as GELU, instead of keeping it for the backward pass: 0.8 GiB less at 124M and 4 x 1,024 tokens, in the
     same time.
     """
-    torch._functorch.config.activation_memory_budget = 0.8
+    functorch.activation_memory_budget = 0.8
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
         libc.mallopt(m_mmap_threshold, 2**30)
