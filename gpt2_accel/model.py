@@ -15,6 +15,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from gpt2_accel.attention import attention
+from gpt2_accel.loss import linear_cross_entropy
+
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
     "gpt2": (12, 12, 768),
@@ -112,9 +115,7 @@ class CausalSelfAttention(nn.Module):
             for part in self.c_attn(x).split(C, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-        )
+        y = attention(q, k, v, mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -245,10 +246,11 @@ class GPT(nn.Module):
 
     def loss(self, x: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         """x: (B, T, C), targets: (B, T) -> cross-entropy in nats, the mean or, with "none", (B, T)."""
-        # The product runs over all padded rows, the faster shape; a bias of -inf then takes the pad
-        # rows out of the softmax without another copy of the logits.
-        pad_bias = x.new_zeros(self.config.padded_vocab_size)
-        pad_bias[self.config.vocab_size :] = -math.inf
-        logits = F.linear(x, self.wte.weight, pad_bias)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        loss = linear_cross_entropy(
+            x.flatten(0, 1),
+            self.wte.weight,
+            targets.flatten(),
+            vocab_size=self.config.vocab_size,
+            reduction=reduction,
+        )
         return loss.view_as(targets) if reduction == "none" else loss

@@ -1,0 +1,138 @@
+"""Causal attention: torch's own, except in bf16 on a CPU, where its backward is slow.
+
+There, in sequences of up to `SHORT` tokens, it is written out as products and a softmax. In longer ones torch's
+forward stays, which never holds all probabilities, and the backward goes through blocks of keys, in products that
+use the CPU's matrix units. It needs a compiler to be faster: uncompiled all is torch's.
+
+Shape letters as in `model.py`, and D channels of a head.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gpt2_accel.fused import fused
+
+SHORT = 256  # on 2 cores with AMX, 12 heads of 64: 17 ms against 70 at T = 64, 44 against 56 at 256
+KEYS_AT_ONCE = 256
+LOG2E = math.log2(math.e)  # 2 ** x takes less time than e ** x
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """softmax(q · k / sqrt(D)) · v: q, k, v, and what is returned, are (B, H, T, D) of one dtype.
+
+    `mask`, (B, 1, T, T) bool, says what each position sees, itself included; without one, all up to itself.
+    `dropout` is the rate at which probabilities are dropped.
+    """
+    trains = torch.is_grad_enabled() and q.requires_grad
+    if trains and q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None:
+        if q.shape[2] <= SHORT:
+            return written_out(q, k, v, dropout)
+        if torch.compiler.is_compiling() and not dropout:
+            return causal_attention(q, k, v)[0]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+    )
+
+
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0
+) -> torch.Tensor:
+    """`attention` without a mask, all of its probabilities (B, H, T, T) at once."""
+    T, D = q.shape[2:]
+    scores = (q / math.sqrt(D)) @ k.mT + future(T, q)
+    return F.dropout(scores.softmax(dim=-1), dropout) @ v
+
+
+def future(T: int, like: torch.Tensor) -> torch.Tensor:
+    """(T, T) in the dtype and on the device of `like`: -inf where the key is later than the query, else 0."""
+    return like.new_full((T, T), -math.inf).triu(1)
+
+
+@torch.library.custom_op("gpt2_accel::causal_attention", mutates_args=())
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k, v: (B, H, T, D) bf16 on a CPU -> attention, the same, and, not differentiable, the logarithm of the
+    sum of the exponentials of each query's scores, (B, H, T) fp32."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+
+
+@causal_attention.register_fake
+def _(q, k, v):
+    B, H, T, D = q.shape
+    log_sums = q.new_empty(B, T, H, dtype=torch.float32)
+    return q.new_empty(B, T, H, D).transpose(1, 2), log_sums.transpose(1, 2)
+
+
+@torch.library.custom_op("gpt2_accel::causal_attention_backward", mutates_args=())
+def causal_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    log_sums: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v from that of y, (B, H, T, D) each, after FlashAttention (Dao et al., 2022,
+    arXiv:2205.14135, algorithm 4): the probabilities come back from the scores and `log_sums`."""
+    shape = q.shape
+    T, D = shape[2:]
+    delta = (grad * y).sum(dim=-1, dtype=torch.float32).view(-1, T, 1)
+    log_sums = log_sums.reshape(-1, T, 1)
+    grad, q, k, v = (part.reshape(-1, T, D) for part in (grad, q, k, v))
+    grad_q = torch.zeros_like(q, dtype=torch.float32)
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    for start in range(0, T, KEYS_AT_ONCE):
+        keys, seeing = slice(start, start + KEYS_AT_ONCE), slice(start, None)
+        scores = q[:, seeing] @ k[:, keys].mT
+        width = scores.shape[2]
+        scores[:, :width] += future(width, scores)
+        slopes = grad[:, seeing] @ v[:, keys].mT
+        probabilities, slopes = fused(score_gradients)(
+            scores, slopes, log_sums[:, seeing], delta[:, seeing], 1 / math.sqrt(D)
+        )
+        grad_v[:, keys] = probabilities.mT @ grad[:, seeing]
+        grad_k[:, keys] = slopes.mT @ q[:, seeing]
+        grad_q[:, seeing] += slopes @ k[:, keys]
+    return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
+
+
+@causal_attention_backward.register_fake
+def _(grad, q, k, v, y, log_sums):
+    return tuple(part.new_empty(part.shape) for part in (q, k, v))
+
+
+def score_gradients(
+    scores: torch.Tensor,
+    slopes: torch.Tensor,
+    log_sums: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, and the gradient of the scores, from the scores and from `slopes`, the gradient of the
+    probabilities: all (N, queries, keys); `log_sums` and `delta` (N, queries, 1)."""
+    probabilities = torch.exp2(scores.float() * (scale * LOG2E) - log_sums * LOG2E)
+    gradient = probabilities * (slopes.float() - delta) * scale
+    return probabilities.to(scores.dtype), gradient.to(scores.dtype)
+
+
+def keep(ctx, inputs, output) -> None:
+    """Saves for the backward what it needs."""
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def backward(ctx, grad: torch.Tensor, _) -> tuple[torch.Tensor, ...]:
+    """The gradients of `causal_attention`'s inputs."""
+    return causal_attention_backward(grad, *ctx.saved_tensors)
+
+
+causal_attention.register_autograd(backward, setup_context=keep)

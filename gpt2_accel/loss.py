@@ -1,0 +1,164 @@
+"""The output head and the loss in one, so that the logits of all positions never exist at once.
+
+At GPT-2's vocabulary the logits are the largest thing in training: of 64 sequences of 1,024 tokens 6.6 GB in
+bf16, and the plain loss makes copies of them in fp32. Here they are made for some rows, turned in place into
+their own gradient, multiplied into the gradients of the input and of the weight, and forgotten.
+
+Shape letters as in `model.py`, and N rows, one for each position of each sequence.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gpt2_accel.fused import fused
+
+LOGITS_AT_ONCE = 2**27  # elements: 2,668 rows of GPT-2's vocabulary
+ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
+# Below 6e-8 fp16 is zero, and so are many of 50,257 probabilities: those times 4 are fewer, and a column of a whole
+# chunk of them still adds up to a finite number.
+FP16_SCALE = 4.0
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Cross-entropy, in nats, of the logits `x @ weight.T`, of which those from `vocab_size` on do not count.
+
+    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, -100 where there is
+    nothing to predict. Returns the mean over the other targets, a scalar, or with `reduction` "none" that
+    of each, (N,), 0 at -100. Under autocast the products are in its dtype.
+
+    The gradient of a mean is that of the chunks, once: there is no second derivative.
+    """
+    chunks = -(-len(x) * len(weight) // LOGITS_AT_ONCE)
+    if chunks <= 1:
+        return plain(x, weight, targets, vocab_size, reduction)
+    rows = -(-len(x) // chunks)
+    if reduction == "mean" and torch.is_grad_enabled():
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        total, _, _ = chunked(x, weight, targets, vocab_size, rows, torch.compiler.is_compiling())
+        return total / (targets != -100).sum()
+    nats = torch.cat(
+        [
+            plain(x[i : i + rows], weight, targets[i : i + rows], vocab_size, "none")
+            for i in range(0, len(x), rows)
+        ]
+    )
+    return nats if reduction == "none" else nats.sum() / (targets != -100).sum()
+
+
+def plain(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, reduction: str
+) -> torch.Tensor:
+    """`linear_cross_entropy` through all logits at once."""
+    # The product runs over all padded rows, the faster shape; a bias of -inf then takes the pad
+    # rows out of the softmax without another copy of the logits.
+    pad_bias = x.new_zeros(len(weight))
+    pad_bias[vocab_size:] = -math.inf
+    return F.cross_entropy(F.linear(x, weight, pad_bias), targets, reduction=reduction)
+
+
+# An operator of its own: a compiler that looked inside would move what only the gradients need to the backward
+# pass, and keep the logits of all rows until then.
+@torch.library.custom_op("gpt2_accel::linear_cross_entropy", mutates_args=())
+def chunked(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    rows: int,
+    compiled: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the rows' cross-entropies, and its gradients, from the logits of so many `rows` at a time.
+
+    x: (N, C), whose dtype is that of the products; weight: (V, C); targets: (N,). Returns the sum, a scalar, the
+    gradient of x, (N, C), and that of the weight, (V, C), all in fp32, or in fp64 if x is. `compiled` fuses
+    the elementwise part.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
+    w = weight.to(x.dtype)
+    softmax_, add_transposed_, transposed = (
+        fused(function) if compiled else function
+        for function in (scaled_softmax_, add_transposed, transpose)
+    )
+    # A CPU goes over a row several times: while few rows are in its cache.
+    at_once = ROWS_IN_CACHE if x.device.type == "cpu" else rows
+    total = x.new_zeros((), dtype=wide)
+    grad_x = torch.empty_like(x, dtype=wide)
+    grad_w = torch.zeros_like(weight, dtype=wide)
+    buffer = x.new_empty(rows, len(weight))
+    with torch.autocast(x.device.type, enabled=False):
+        for start in range(0, len(x), rows):
+            x_rows, t = x[start : start + rows], targets[start : start + rows, None]
+            counts = t != -100
+            t = t.clamp(min=0)
+            logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
+            logits[:, vocab_size:] = -math.inf
+            at_target = logits.gather(1, t).to(wide)
+            log_sum = torch.cat([softmax_(part, scale) for part in logits.split(at_once)])
+            gradient = logits  # by now
+            log_probability = at_target - log_sum
+            total -= log_probability.masked_fill(~counts, 0).sum()
+            # Softmax less one at the target, where most of the gradient is: exact also when both are close.
+            gradient.scatter_(1, t, (log_probability.expm1() * scale).to(gradient.dtype))
+            grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
+            # To transpose the small factor takes less than a product along the rows of the large one.
+            add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
+    return total, grad_x, grad_w.div_(scale)
+
+
+@chunked.register_fake
+def _(x, weight, targets, vocab_size, rows, compiled):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    like = functools.partial(torch.empty_like, dtype=wide)
+    return x.new_empty((), dtype=wide), like(x), like(weight)
+
+
+def keep_gradients(ctx, inputs, output) -> None:
+    """Saves for the backward pass what the forward has found."""
+    x, weight, *_ = inputs
+    _, grad_x, grad_w = output
+    ctx.dtypes = x.dtype, weight.dtype
+    ctx.save_for_backward(grad_x, grad_w)
+
+
+def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+    """The gradients by the chain rule: `grad_total` is a scalar."""
+    grads = [
+        (grad * grad_total).to(dtype)
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    ]
+    return *grads, None, None, None, None
+
+
+chunked.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Turns logits, (rows, V), into their softmax times `scale`, in place. Returns the logarithm of the sum of
+    each row's exponentials, (rows, 1) in fp32 or fp64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_sum = wide.logsumexp(dim=1, keepdim=True)
+    logits.copy_((wide - log_sum).exp() * scale)
+    return log_sum
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """(rows, C) -> (C, rows), in memory too."""
+    return x.t().contiguous()
+
+
+def add_transposed(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Adds to `total`, (V, C), the transposed of `more`, (C, V)."""
+    total.add_(more.t())

@@ -1,0 +1,55 @@
+"""A character-level GPT of tiny Shakespeare in seconds on a CPU: nanoGPT's CPU example in a fraction of its time.
+
+    accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py
+
+Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32 characters = 1,536
+tokens per update, 350 updates, 0.54M tokens: half of the text. Muon learns more from each than AdamW, and two
+layers and short sequences make many small updates, which count most this early.
+Expected: a loss of about 1.85 over the whole validation split, where nanoGPT's settings for a CPU end at 1.9.
+"""
+
+from dataclasses import dataclass
+
+from shakespeare_char import ShakespeareChar, prepare_text
+
+from gpt2_accel import cli
+from gpt2_accel.config import parse_config
+from gpt2_accel.launch import processes
+from gpt2_accel.train import train
+
+
+@dataclass
+class ShakespeareFast(ShakespeareChar):
+    output_dir: str = "runs/shakespeare_fast"
+
+    n_layer: int = 2
+    n_head: int = 4
+    n_embd: int = 128
+    n_positions: int = 32
+    dropout: float = 0.0
+
+    micro_batch_size: int = 48
+    total_batch_size: int = 48 * 32
+    max_steps: int = 350
+
+    optimizer: str = "muon"
+    learning_rate: float = 1e-2
+    lr_schedule: str = "linear"
+    min_lr_ratio: float = 0.0
+    warmup_steps: int = 10
+    beta2: float = 0.95
+
+    eval_every: int = 350
+    sample_every: int = 350
+    sample_tokens: int = 200
+
+
+def main() -> None:
+    config = parse_config(ShakespeareFast)
+    with processes().main_process_first():
+        prepare_text(config)
+    train(config)
+
+
+if __name__ == "__main__":
+    cli.run(main)
