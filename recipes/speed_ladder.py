@@ -6,7 +6,8 @@
 
 Begins with GPT-2 as books write it, in fp32, eager, and ends with what the toolkit runs: sixteen steps, each of
 which keeps those before it, each measured in a process of its own on made-up tokens. A step is forward, backward,
-clipping to 1, update. What the device lacks, or has no memory for, is marked so. Then attention alone.
+clipping to 1, update. What the device lacks, or has no memory for, is marked so, and a micro-batch that does not
+fit is not kept. Then attention alone.
 
 Prints a table, and writes it to `--output_dir` as Markdown, CSV and a picture: milliseconds, tokens/s, peak memory,
 MFU against the matrix products measured on this device, the gain over the step before, beside the figures that
