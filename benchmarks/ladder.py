@@ -1,8 +1,9 @@
 """The speed ladder: a training step of GPT-2, one improvement after the other, each measured by itself.
 
-`run_ladder` goes through `RUNGS` and writes what it finds; `recipes/speed_ladder.py` is its command. Each rung is
-measured in a process of its own, this file run with a job in JSON as its argument, which prints a line of JSON.
-So each begins with clean caches and a peak of memory of its own, and one that fails leaves the others alone.
+`run_ladder` goes through `RUNGS` and writes what it finds; `recipes/speed_ladder.py` is its command. Each
+rung is measured in a process of its own, this file run with a job in JSON as its argument, which prints a
+line of JSON. So each begins with clean caches and a peak of memory of its own, and one that fails leaves the
+others alone.
 """
 
 import csv
@@ -78,11 +79,11 @@ class Rung:
 
 
 PUBLISHED = """\
-- LLMs-from-scratch: Sebastian Raschka's code, chapter 5, section 10 (github.com/rasbt/LLMs-from-scratch): 124M,
-  T = 1024, one A100, PyTorch 2.6; tokens/s. Its last figure is that of 4 A100.
+- LLMs-from-scratch: Sebastian Raschka's code, chapter 5, section 10 (github.com/rasbt/LLMs-from-scratch):
+  124M, T = 1024, one A100, PyTorch 2.6; tokens/s. Its last figure is that of 4 A100.
 - build-nanogpt: Andrej Karpathy's "Let's reproduce GPT-2 (124M)" (github.com/karpathy/build-nanogpt): 124M,
-  B = 16, T = 1024, one A100; ms for 16,384 tokens. Its order is another: TF32, bf16, compile, flash, vocabulary,
-  fused AdamW. On 8 GPUs it has about 1.5M tokens/s."""
+  B = 16, T = 1024, one A100; ms for 16,384 tokens. Its order is another: TF32, bf16, compile, flash,
+  vocabulary, fused AdamW. On 8 GPUs it has about 1.5M tokens/s."""
 NANOGPT_TOKENS = 16 * 1024  # of its step
 DDP_GPUS = 4  # of LLMs-from-scratch's last figure
 # Milliseconds, from a tutorial's T4 in fp16: B = 32, 8 heads, T = 2048, 64 wide.
@@ -121,7 +122,8 @@ def default_workload(device_type: str) -> Workload:
 def describe_device() -> dict:
     """What the device is, which rungs it lacks and why, and how fast it multiplies matrices, in FLOP/s."""
     device = this_device()
-    name = f"a {device.type.upper()}, threads: {torch.get_num_threads()}"
+    threads = torch.get_num_threads()
+    name = f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     dtypes = [torch.float32]
@@ -154,8 +156,8 @@ def lacking(device: torch.device) -> dict[str, str]:
 
 
 def measure_step(workload: Workload, variant: Variant) -> dict:
-    """The median time of a step in seconds, its tokens on all devices, the loss of the last, in nats, and this
-    process's peak of memory in bytes."""
+    """The median time of a step in seconds, its tokens on all devices, the loss of the last, in nats, and
+    this process's peak of memory in bytes."""
     if variant.ddp:
         if torch.accelerator.is_available():  # else gloo, for the tests
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -262,8 +264,8 @@ def build_step(
     accumulation: int,
     precision: str,
 ) -> Callable[[], torch.Tensor]:
-    """A step as a function: forward and backward of `accumulation` micro-batches, clipping, update. It returns
-    the loss of the last micro-batch, in nats."""
+    """A step as a function: forward and backward of `accumulation` micro-batches, clipping, update. It
+    returns the loss of the last micro-batch, in nats."""
     device = batches.device.type
     dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
@@ -293,7 +295,8 @@ def gradient_exchange(model: nn.Module, *, last: bool) -> AbstractContextManager
 
 def measure_attention(shape: list[int], kind: str) -> dict:
     """The median time of forward and backward of causal attention in seconds, "standard" or "SDPA", and the
-    peak of memory in bytes. Shape: (B, H, T, D). In fp16 on CUDA, elsewhere in bf16 where it is not emulated."""
+    peak of memory in bytes. Shape: (B, H, T, D). In fp16 on CUDA, elsewhere in bf16 where it is not
+    emulated."""
     device = this_device()
     dtype = torch.float32 if slow_precision(device, "bf16") else torch.bfloat16
     if device.type == "cuda":
@@ -336,7 +339,8 @@ def main() -> None:
 
 # The process that starts the others and writes what they found
 
-# By which a process that ended for lack of memory is known: torch's on CUDA and on a CPU, Python's, the system's.
+# By which a process that ended for lack of memory is known: torch's on CUDA and on a CPU, Python's, the
+# system's.
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "SIGKILL")
 
 
@@ -384,7 +388,8 @@ HEAD = (
 
 
 def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
-    """Measures all rungs, prints the table as it grows, and writes it to `output_dir` as Markdown, CSV and PNG.
+    """Measures all rungs, prints the table as it grows, and writes it to `output_dir` as Markdown, CSV and
+    PNG.
 
     `chosen` are fields of `Workload`, None for the device's default. Raises `ValueError` if matplotlib is
     missing, `RuntimeError` if the device cannot be described.

@@ -1,7 +1,7 @@
 """GPT-2 as books on it write it: each formula by hand, with switches that put PyTorch's own in their place.
 
-The weights are those of `gpt2_accel.model.GPT` by name and shape, and so are the logits. The loss is taken from
-all logits at once.
+The weights are those of `gpt2_accel.model.GPT` by name and shape, and so are the logits. The loss is taken
+from all logits at once.
 """
 
 import math

@@ -45,8 +45,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = No
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory so far in bytes: on CUDA that of tensors on `device` (`max_memory_allocated`), elsewhere
-    what this process has held of the machine's (`ru_maxrss`; not on Windows).
+    """The most memory so far in bytes: on CUDA that of tensors on `device` (`max_memory_allocated`),
+    elsewhere what this process has held of the machine's (`ru_maxrss`; not on Windows).
 
     On Linux a process begins with the `ru_maxrss` of the one that started it, which is therefore best small.
     """

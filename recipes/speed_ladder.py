@@ -4,15 +4,16 @@
     python recipes/speed_ladder.py --micro_batch_size 4                  # a GPU of 16 GB
     python recipes/speed_ladder.py --size tiny --sequence_length 32      # a try, in a minute
 
-Begins with GPT-2 as books write it, in fp32, eager, and ends with what the toolkit runs: sixteen steps, each of
-which keeps those before it, each measured in a process of its own on made-up tokens. A step is forward, backward,
-clipping to 1, update. What the device lacks, or has no memory for, is marked so, and a micro-batch that does not
-fit is not kept. Then attention alone.
+Begins with GPT-2 as books write it, in fp32, eager, and ends with what the toolkit runs: sixteen steps, each
+of which keeps those before it, each measured in a process of its own on made-up tokens. A step is forward,
+backward, clipping to 1, update. What the device lacks, or has no memory for, is marked so, and a micro-batch
+that does not fit is not kept. Then attention alone.
 
-Prints a table, and writes it to `--output_dir` as Markdown, CSV and a picture: milliseconds, tokens/s, peak memory,
-MFU against the matrix products measured on this device, the gain over the step before, beside the figures that
-LLMs-from-scratch and build-nanogpt have published for an A100. A GPU takes 16 x 1024 tokens, a CPU 2 x 512, with
-which the ladder takes about ten minutes on 2 cores. Needs matplotlib: pip install 'gpt2_accel[report]'.
+Prints a table, and writes it to `--output_dir` as Markdown, CSV and a picture: milliseconds, tokens/s, peak
+memory, MFU against the matrix products measured on this device, the gain over the step before, beside the
+figures that LLMs-from-scratch and build-nanogpt have published for an A100. A GPU takes 16 x 1024 tokens, a
+CPU 2 x 512, which is meant to end in about ten minutes on 2 idle cores. Needs matplotlib: pip install
+'gpt2_accel[report]'.
 """
 
 import os
