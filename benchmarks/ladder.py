@@ -1,0 +1,570 @@
+"""The speed ladder: a training step of GPT-2, one improvement after the other, each measured by itself.
+
+`run_ladder` goes through `RUNGS` and writes what it finds; `recipes/speed_ladder.py` is its command. Each
+rung is measured in a process of its own, this file run with a job in JSON as its argument, which prints a
+line of JSON. So each begins with clean caches and a peak of memory of its own, and one that fails leaves the
+others alone.
+"""
+
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from slow_model import PlainLoss, slow_gpt, standard_attention
+from timing import matmul_flops, peak_memory, seconds_each, this_device
+from torch import nn
+
+from gpt2_accel.files import atomic_files
+from gpt2_accel.launch import no_inductor, slow_precision
+from gpt2_accel.model import GPT, SIZES, GPTConfig, flops_per_token
+from gpt2_accel.optim import build_optimizer
+from gpt2_accel.pictures import COLOURS, INK, new_figure, require_matplotlib, set_title
+
+LADDER_SIZES = (*SIZES, "tiny")
+TOKENS = 50257  # GPT-2's vocabulary without padding
+
+
+@dataclass
+class Workload:
+    """What is measured, the same on all rungs. `attention` is (B, H, T, D) of attention measured alone."""
+
+    size: str
+    micro_batch_size: int
+    large_micro_batch_size: int
+    sequence_length: int
+    accumulation: int
+    steps: int
+    warmup: int
+    attention: list[int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How it is done; the defaults are the first rung. `precision` is "no", "fp16" or "bf16"."""
+
+    stored_mask: bool = True
+    tf32: bool = False
+    fused: bool = False
+    prefetch: bool = False
+    precision: str = "no"
+    hand_norm_gelu: bool = True
+    hand_attention: bool = True
+    compile: bool = False
+    bias: bool = True
+    vocab_size: int = TOKENS
+    chunked_loss: bool = False
+    large_batch: bool = False
+    accumulate: bool = False
+    ddp: bool = False
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One improvement: what it changes, and what `PUBLISHED` found after it."""
+
+    name: str
+    changes: dict[str, object] = field(default_factory=dict)
+    llms_from_scratch: int | None = None  # tokens/s
+    build_nanogpt: int | None = None  # ms for 16 x 1024 tokens
+
+
+PUBLISHED = """\
+- LLMs-from-scratch: Sebastian Raschka's code, chapter 5, section 10 (github.com/rasbt/LLMs-from-scratch):
+  124M, T = 1024, one A100, PyTorch 2.6; tokens/s. Its last figure is that of 4 A100.
+- build-nanogpt: Andrej Karpathy's "Let's reproduce GPT-2 (124M)" (github.com/karpathy/build-nanogpt): 124M,
+  B = 16, T = 1024, one A100; ms for 16,384 tokens. Its order is another: TF32, bf16, compile, flash,
+  vocabulary, fused AdamW. On 8 GPUs it has about 1.5M tokens/s."""
+NANOGPT_TOKENS = 16 * 1024  # of its step
+DDP_GPUS = 4  # of LLMs-from-scratch's last figure
+# Milliseconds, from a tutorial's T4 in fp16: B = 32, 8 heads, T = 2048, 64 wide.
+PUBLISHED_ATTENTION = {"standard": 106, "SDPA": 13.9}
+
+RUNGS = (
+    Rung("fp32, eager, by hand", {}, 12_525, 1000),
+    Rung("no stored mask", {"stored_mask": False}, 12_526),
+    Rung("TF32", {"tf32": True}, 27_648, 333),
+    Rung("fused AdamW", {"fused": True}, 28_399, 90),
+    Rung("pinned, prefetched data", {"prefetch": True}, 28_402),
+    Rung("fp16", {"precision": "fp16"}),
+    Rung("bf16", {"precision": "bf16"}, 45_486, 300),
+    Rung("torch's LayerNorm, GELU", {"hand_norm_gelu": False}, 55_256),
+    Rung("SDPA / flash", {"hand_attention": False}, 91_901, 96),
+    Rung("compile", {"compile": True}, 112_046, 130),
+    Rung("no biases", {"bias": False}),
+    Rung("vocabulary 50,304", {"vocab_size": 50304}, 127_345, 93),
+    Rung("chunked cross-entropy", {"chunked_loss": True}),
+    Rung("larger micro-batch", {"large_batch": True}, 142_156),
+    Rung("accumulation", {"accumulate": True}, None, 89),
+    Rung("DDP over all devices", {"ddp": True}, 419_259),
+)
+
+
+def default_workload(device_type: str) -> Workload:
+    """A GPU's is that of build-nanogpt; a CPU's keeps the ladder at some ten minutes on 2 cores."""
+    if device_type == "cpu":
+        return Workload("gpt2", 2, 8, 512, 4, steps=3, warmup=1, attention=[4, 8, 512, 64])
+    return Workload("gpt2", 16, 64, 1024, 8, steps=20, warmup=5, attention=[32, 8, 2048, 64])
+
+
+# The process that measures
+
+
+def describe_device() -> dict:
+    """What the device is, which rungs it lacks and why, and how fast it multiplies matrices, in FLOP/s."""
+    device = this_device()
+    threads = torch.get_num_threads()
+    name = f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    dtypes = [torch.float32]
+    if not slow_precision(device, "bf16"):
+        dtypes.append(torch.bfloat16)
+    if device.type == "cuda":
+        dtypes.append(torch.float16)
+    return {
+        "type": device.type,
+        "name": name,
+        "devices": max(torch.accelerator.device_count(), 1),
+        "lacking": lacking(device),
+        "flops": {
+            str(dtype).removeprefix("torch."): matmul_flops(device, dtype) for dtype in dtypes
+        },
+    }
+
+
+def lacking(device: torch.device) -> dict[str, str]:
+    """The rungs that `device` cannot do, by name, and why."""
+    reasons = {"bf16": slow_precision(device, "bf16") and "only emulated here"}
+    reasons["compile"] = no_inductor(device)
+    if device.type != "cuda":
+        reasons |= dict.fromkeys(("TF32", "pinned, prefetched data", "fp16"), "CUDA only")
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reasons["TF32"] = "needs compute capability 8.0"
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        reasons["DDP over all devices"] = "needs several GPUs"
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def measure_step(workload: Workload, variant: Variant) -> dict:
+    """The median time of a step in seconds, its tokens on all devices, the loss of the last, in nats, and
+    this process's peak of memory in bytes."""
+    if variant.ddp:
+        if torch.accelerator.is_available():  # else gloo, for the tests
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+    device, devices = this_device(), int(os.environ["WORLD_SIZE"]) if variant.ddp else 1
+    if variant.tf32:
+        torch.set_float32_matmul_precision("high")
+    batch_size = (
+        workload.large_micro_batch_size if variant.large_batch else workload.micro_batch_size
+    )
+    accumulation = workload.accumulation if variant.accumulate else 1
+    torch.manual_seed(1337)
+    model = build_model(workload, variant).to(device)
+    torch.manual_seed(1337)  # the same tokens on all rungs, however the model was built
+    step = build_step(
+        wrap(model, variant),
+        optimizer_of(model, variant),
+        Batches(batch_size, workload.sequence_length, device, variant.prefetch),
+        accumulation,
+        variant.precision,
+    )
+    losses: list[torch.Tensor] = []
+    seconds = seconds_each(
+        lambda: losses.append(step()), device, warmup=workload.warmup, repeats=workload.steps
+    )
+    return {
+        "seconds": statistics.median(seconds),
+        "tokens": batch_size * workload.sequence_length * accumulation * devices,
+        "loss": losses[-1].item(),
+        "peak_memory": peak_memory(device),
+    }
+
+
+def ladder_config(workload: Workload, variant: Variant) -> GPTConfig:
+    """The model of a rung."""
+    options = {"bias": variant.bias, "vocab_size": variant.vocab_size}
+    options["n_positions"] = workload.sequence_length
+    if workload.size == "tiny":
+        return GPTConfig(n_layer=1, n_head=2, n_embd=32, **options)
+    return GPTConfig.from_name(workload.size, **options)
+
+
+def build_model(workload: Workload, variant: Variant) -> nn.Module:
+    """What maps (input_ids, targets), both (B, T), to the loss."""
+    config = ladder_config(workload, variant)
+    if variant.hand_attention:
+        switches = {"stored_mask": variant.stored_mask, "hand_norm_gelu": variant.hand_norm_gelu}
+        return PlainLoss(slow_gpt(config, **switches))
+    return GPT(config) if variant.chunked_loss else PlainLoss(GPT(config))
+
+
+def wrap(model: nn.Module, variant: Variant) -> nn.Module:
+    """DDP, then compilation, the order of Accelerate."""
+    if variant.ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+    return torch.compile(model) if variant.compile else model
+
+
+def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
+    """The toolkit's AdamW, or one that updates tensor by tensor, operation by operation."""
+    if variant.fused:
+        return build_optimizer(model, "adamw", lr=6e-4)
+    return torch.optim.AdamW(
+        model.parameters(), lr=6e-4, weight_decay=0.1, fused=False, foreach=False
+    )
+
+
+class Batches:
+    """Windows of B x T tokens from random places of a made-up text in host memory. With `ahead` a batch is
+    made while the device works on the one before, and copied from pinned memory."""
+
+    def __init__(self, batch_size: int, sequence_length: int, device: torch.device, ahead: bool):
+        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.device, self.ahead = device, ahead
+        self.text = torch.randint(TOKENS, (2**20,), dtype=torch.int32)
+        self.upcoming: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch on the device: input_ids and targets, (B, T) int64."""
+        batch = self.upcoming or self.make()
+        self.upcoming = None
+        return batch
+
+    def look_ahead(self) -> None:
+        """Makes the batch after; to be called while the device is busy."""
+        if self.ahead:
+            self.upcoming = self.make()
+
+    def make(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A new batch, as `take` returns it."""
+        T = self.sequence_length
+        begins = torch.randint(len(self.text) - T, (self.batch_size,)).tolist()
+        windows = torch.stack([self.text[begin : begin + T + 1] for begin in begins]).long()
+        batch = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if self.ahead:
+            return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in batch)
+        return tuple(part.to(self.device) for part in batch)
+
+
+def build_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    accumulation: int,
+    precision: str,
+) -> Callable[[], torch.Tensor]:
+    """A step as a function: forward and backward of `accumulation` micro-batches, clipping, update. It
+    returns the loss of the last micro-batch, in nats."""
+    device = batches.device.type
+    dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
+
+    def step() -> torch.Tensor:
+        for micro_step in range(accumulation):
+            input_ids, targets = batches.take()
+            with gradient_exchange(model, last=micro_step == accumulation - 1):
+                with torch.autocast(device, dtype, enabled=dtype is not None):
+                    loss = model(input_ids, targets)
+                scaler.scale(loss / accumulation).backward()
+            batches.look_ahead()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def gradient_exchange(model: nn.Module, *, last: bool) -> AbstractContextManager:
+    """A context in which DDP sums the gradients over the processes for the last micro-batch only."""
+    return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
+
+
+def measure_attention(shape: list[int], kind: str) -> dict:
+    """The median time of forward and backward of causal attention in seconds, "standard" or "SDPA", and the
+    peak of memory in bytes. Shape: (B, H, T, D). In fp16 on CUDA, elsewhere in bf16 where it is not
+    emulated."""
+    device = this_device()
+    dtype = torch.float32 if slow_precision(device, "bf16") else torch.bfloat16
+    if device.type == "cuda":
+        dtype = torch.float16
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def run() -> None:
+        if kind == "standard":
+            y = standard_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), grad)
+
+    seconds = seconds_each(run, device, warmup=2, repeats=10)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "seconds": statistics.median(seconds),
+        "peak_memory": peak_memory(device),
+        "dtype": name,
+    }
+
+
+def main() -> None:
+    """Does the job of the command line and prints what it found, on the first process only."""
+    job = json.loads(sys.argv[1])
+    if "variant" in job:
+        found = measure_step(Workload(**job["workload"]), Variant(**job["variant"]))
+    elif "attention" in job:
+        found = measure_attention(job["attention"], job["kind"])
+    else:
+        found = describe_device()
+    if not torch.distributed.is_initialized():
+        print(json.dumps(found))
+        return
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+# The process that starts the others and writes what they found
+
+# By which a process that ended for lack of memory is known: torch's on CUDA and on a CPU, Python's, the
+# system's.
+OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "SIGKILL")
+
+
+def run_job(job: dict, processes: int = 1) -> dict:
+    """What a process of its own finds, or a `problem` in words; several processes are started by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), __file__, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    if done.returncode == -9 or any(sign in done.stderr for sign in OUT_OF_MEMORY):
+        return {"problem": "not enough memory"}
+    print(done.stderr, file=sys.stderr)
+    last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    return {"problem": f"failed: {last}"}
+
+
+@dataclass
+class Row:
+    """A rung and what was found; figures are None where there are none, and `remark` says why.
+
+    `tokens_per_second` is that of all `devices`, `gain` the ratio to that of the last rung measured before,
+    `mfu` the share of the matmul rate measured in the best dtype.
+    """
+
+    step: int
+    name: str
+    ms: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    peak_memory_gb: float | None = None
+    mfu: float | None = None
+    gain: float | None = None
+    loss: float | None = None
+    devices: int = 1
+    llms_from_scratch_tokens_per_second: int | None = None
+    build_nanogpt_ms: int | None = None
+    remark: str = ""
+
+
+HEAD = (
+    "| step | ms | tokens | tokens/s | memory, GB | MFU | x before | LLMs-from-scratch, tokens/s "
+    "| build-nanogpt, ms | remark |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"
+)
+
+
+def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
+    """Measures all rungs, prints the table as it grows, and writes it to `output_dir` as Markdown, CSV and
+    PNG.
+
+    `chosen` are fields of `Workload`, None for the device's default. Raises `ValueError` if matplotlib is
+    missing, `RuntimeError` if the device cannot be described.
+    """
+    require_matplotlib()
+    device = run_job({})
+    if "problem" in device:
+        raise RuntimeError(f"the device cannot be described: {device['problem']}")
+    workload = choose_workload(device["type"], chosen)
+    title = describe(workload, device)
+    print(f"{title}\n\n{HEAD}", flush=True)
+    rows: list[Row] = []
+    variant = Variant()
+    for number, rung in enumerate(RUNGS, start=1):
+        reason = device["lacking"].get(rung.name)
+        variant = variant if reason else replace(variant, **rung.changes)
+        rows.append(climb(number, rung, reason, workload, variant, device, rows))
+        print(markdown_row(rows[-1]), flush=True)
+        if rows[-1].remark and variant.large_batch:  # the one rung that asks for more memory
+            variant = replace(variant, large_batch=False)
+    attention = attention_table(workload.attention)
+    print(f"\n{attention}")
+    write_results(Path(output_dir), title, rows, attention)
+    print(f"\n{output_dir} has this as speed_ladder.md, speed_ladder.csv and speed_ladder.png")
+    return rows
+
+
+def choose_workload(device_type: str, chosen: dict[str, object]) -> Workload:
+    """The device's defaults, with what was chosen in their place."""
+    chosen = {name: value for name, value in chosen.items() if value}
+    if "micro_batch_size" in chosen:
+        chosen.setdefault("large_micro_batch_size", 4 * chosen["micro_batch_size"])
+    return replace(default_workload(device_type), **chosen)
+
+
+def describe(workload: Workload, device: dict) -> str:
+    """The lines above the table: model, device, sizes, and what MFU is measured against."""
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in device["flops"].items())
+    return (
+        f"# Speed ladder: {workload.size} on {device['name']}\n\n"
+        f"torch {torch.__version__}; {workload.micro_batch_size} x {workload.sequence_length} tokens, from "
+        f"the larger micro-batch on {workload.large_micro_batch_size}, accumulated "
+        f"{workload.accumulation} times; median of {workload.steps} steps after {workload.warmup}.\n"
+        f"Matrix products measured here, in TFLOP/s: {rates}. MFU is the share of the fastest."
+    )
+
+
+def climb(
+    number: int,
+    rung: Rung,
+    reason: str | None,
+    workload: Workload,
+    variant: Variant,
+    device: dict,
+    before: list[Row],
+) -> Row:
+    """Measures one rung, unless the device lacks it for a `reason`."""
+    row = Row(number, rung.name, remark=f"lacking: {reason}" if reason else "")
+    row.llms_from_scratch_tokens_per_second = rung.llms_from_scratch
+    row.build_nanogpt_ms = rung.build_nanogpt
+    if reason:
+        return row
+    row.devices = device["devices"] if variant.ddp else 1
+    job = {"workload": asdict(workload), "variant": asdict(variant)}
+    found = run_job(job, row.devices)
+    if "problem" in found:
+        row.remark = found["problem"]
+        return row
+    row.ms, row.tokens, row.loss = 1e3 * found["seconds"], found["tokens"], found["loss"]
+    row.tokens_per_second = found["tokens"] / found["seconds"]
+    row.peak_memory_gb = found["peak_memory"] / 1e9
+    # The FLOPs of the first rung's model for all, so that MFU compares the rungs as tokens/s do.
+    flops = flops_per_token(ladder_config(workload, Variant()), workload.sequence_length)
+    row.mfu = row.tokens_per_second / row.devices * flops / max(device["flops"].values())
+    speeds = [other.tokens_per_second for other in before if other.tokens_per_second]
+    row.gain = row.tokens_per_second / speeds[-1] if speeds else None
+    return row
+
+
+def markdown_row(row: Row) -> str:
+    """A line of the table."""
+    cells = (
+        f"{row.step} {row.name}",
+        shown(row.ms, ",.1f"),
+        shown(row.tokens, ",d"),
+        shown(row.tokens_per_second, ",.0f"),
+        shown(row.peak_memory_gb, ".2f"),
+        shown(row.mfu, ".1%"),
+        shown(row.gain, ".2f"),
+        shown(row.llms_from_scratch_tokens_per_second, ",d"),
+        shown(row.build_nanogpt_ms, ",d"),
+        row.remark,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A figure in its format, nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def attention_table(shape: list[int]) -> str:
+    """Attention alone, measured: standard beside SDPA, with the published figures."""
+    found = {kind: run_job({"attention": shape, "kind": kind}) for kind in PUBLISHED_ATTENTION}
+    dtype = next((one["dtype"] for one in found.values() if "dtype" in one), "")
+    lines = [
+        f"Causal attention alone, forward and backward, B, H, T, D = {', '.join(map(str, shape))}, {dtype}; "
+        "published: a T4, fp16, 32, 8, 2048, 64.\n",
+        "| attention | ms | memory, GB | x standard | published, ms | x standard |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    standard = found["standard"].get("seconds", math.nan)
+    for kind, published in PUBLISHED_ATTENTION.items():
+        one, gain = found[kind], PUBLISHED_ATTENTION["standard"] / published
+        measured = f"{one.get('problem')} | | "
+        if "seconds" in one:
+            ratio = standard / one["seconds"]
+            measured = f"{1e3 * one['seconds']:.2f} | {one['peak_memory'] / 1e9:.2f} | {ratio:.2f}"
+        lines.append(f"| {kind} | {measured} | {published} | {gain:.2f} |")
+    return "\n".join(lines)
+
+
+def write_results(folder: Path, title: str, rows: list[Row], attention: str) -> None:
+    """Writes speed_ladder.md, .csv and .png."""
+    table = "\n".join([HEAD, *map(markdown_row, rows)])
+    with atomic_files(folder) as scratch:
+        text = f"{title}\n\n{table}\n\n{PUBLISHED}\n\n{attention}\n"
+        (scratch / "speed_ladder.md").write_text(text, encoding="utf-8")
+        with open(scratch / "speed_ladder.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [entry.name for entry in fields(Row)])
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+        heading = title.splitlines()[0].removeprefix("# Speed ladder: ")
+        draw(rows, heading).savefig(scratch / "speed_ladder.png", facecolor="white")
+
+
+def draw(rows: list[Row], title: str):
+    """Bars of tokens/s per device, a rung a line: measured on the left, published on the right."""
+    figure, [[own, published]] = new_figure(11, 0.36 * len(rows) + 1.2, columns=2)
+    places = [row.step for row in rows]
+    speeds = [(row.tokens_per_second or 0) / row.devices for row in rows]
+    bars(own, places, speeds, 0.7, COLOURS[0])
+    for row in rows:
+        if row.remark:
+            own.text(0, row.step, f" {row.remark}", va="center", fontsize=7, color=INK, alpha=0.6)
+    own.set_yticks(places, [f"{row.step}  {row.name}" for row in rows])
+    set_title(own, f"{title}: tokens/s per device")
+
+    book = [row.llms_from_scratch_tokens_per_second or 0 for row in rows]
+    book[-1] /= DDP_GPUS
+    video = [1e3 * NANOGPT_TOKENS / ms if (ms := row.build_nanogpt_ms) else 0 for row in rows]
+    bars(published, [place - 0.2 for place in places], book, 0.36, COLOURS[1], "LLMs-from-scratch")
+    bars(published, [place + 0.2 for place in places], video, 0.36, COLOURS[2], "build-nanogpt*")
+    published.set_yticks([])
+    set_title(published, "published for an A100, tokens/s per device")
+    published.set_xlabel("* in another order: TF32, bf16, compile, flash, vocabulary, fused AdamW")
+    published.legend(frameon=False, loc="upper right", labelcolor=INK, fontsize=8)
+    return figure
+
+
+def bars(
+    ax, places: list[float], values: list[float], height: float, colour: str, label: str = ""
+) -> None:
+    """Horizontal bars from the top down, each with its figure; none for 0."""
+    from matplotlib.ticker import MaxNLocator
+
+    kept = [(place, value) for place, value in zip(places, values, strict=True) if value]
+    drawn = ax.barh([p for p, _ in kept], [v for _, v in kept], height, color=colour, label=label)
+    ax.bar_label(drawn, [f"{v:,.0f}" for _, v in kept], padding=3, fontsize=7, color=INK)
+    ax.set_xlim(0, 1.15 * max((value for _, value in kept), default=1))
+    ax.set_ylim(max(places) + 0.6, min(places) - 0.6)
+    ax.grid(False)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+
+
+if __name__ == "__main__":
+    main()
