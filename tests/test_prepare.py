@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -304,6 +306,12 @@ def test_datatrove_makes_the_same_shards(corpus, tmp_path):
     assert verify_data(tmp_path / "two") == len(list((tmp_path / "two").glob("*.bin")))
 
 
+def started_by(process: psutil.Process) -> str | None:
+    """By which test a process, or one above it, was started."""
+    with suppress(psutil.Error):
+        return process.environ().get("STARTED_BY")
+
+
 def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, report):
     folder = tmp_path / "c"
     folder.mkdir()
@@ -321,7 +329,11 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, repo
         command = [sys.executable, "recipes/prepare_data.py", *map(str, args), "--data_dir", target]
         while True:
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command,
+                cwd=ROOT,
+                env={**os.environ, "STARTED_BY": str(tmp_path)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             try:
                 assert process.wait(rng.uniform(0.3, 1.1) * duration) == 0
@@ -341,6 +353,10 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, repo
             )
         assert [path.name for path in target.parent.iterdir()] == ["d"]
     assert killed >= 1 or not LONG
+    deadline = time.monotonic() + 20
+    while left := [p for p in psutil.process_iter() if started_by(p) == str(tmp_path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
     report("SIGKILL at a random time while data is prepared", killed, killed, "the pieces at hand")
 
 

@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import BinaryIO
 
 import numpy as np
@@ -268,10 +268,10 @@ worker_writes: Callable[[int, Iterable[Document]], None]  # in a worker process
 def start_worker(work: Path, totals) -> None:
     """Readies this worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
-    parent = os.getppid()
+    Thread(target=end_with_parent, daemon=True).start()
 
     def progress(*done: int) -> None:
-        if totals[3] or os.getppid() != parent:  # the main process stops, or was killed
+        if totals[3]:  # the main process stops
             os._exit(1)
         with totals.get_lock():
             for i, more in enumerate(done):
@@ -280,6 +280,12 @@ def start_worker(work: Path, totals) -> None:
     global worker_writes
     writer = PieceWriter(work, load_tokenizer(work / "tokenizer"))
     worker_writes = functools.partial(writer.write, progress=progress)
+
+
+def end_with_parent() -> None:
+    """Ends this process once the main one has ended, be it by a kill, of which nobody else would tell."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def make_piece(number: int, piece: Piece) -> None:
