@@ -112,6 +112,9 @@ class TrainConfig:
         "skip an update whose loss or gradient norm is so many standard deviations above the mean of "
         "the last 100; 0 for never",
     )
+    checkpoint_activations: bool = setting(
+        False, "recompute each block in the backward pass: far less memory, a third more work"
+    )
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"
     )

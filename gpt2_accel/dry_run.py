@@ -1,5 +1,6 @@
 """What a run would take: parameters, tokens, FLOPs, memory, days; without starting it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from gpt2_accel.build import build_batch_schedule
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.launch import is_sharded
+from gpt2_accel.loss import LOGITS_AT_ONCE
 from gpt2_accel.metrics import PEAK_FLOPS
 from gpt2_accel.model import GPT, GPTConfig, flops_per_token, parameter_count
 
@@ -68,17 +70,27 @@ def memory_by_part(
         "gradients": weights // shards,
         "optimizer": (2 * weights - saved) // shards,
         "activations": activation_bytes(
-            model, size, config.sequence_length, accelerator.mixed_precision
+            model,
+            size,
+            config.sequence_length,
+            accelerator.mixed_precision,
+            config.checkpoint_activations,
         ),
     }
 
 
-def activation_bytes(config: GPTConfig, batch: int, length: int, precision: str) -> int:
-    """Bytes that the forward of (batch, length) tokens keeps for the backward, and those of the logits'
+def activation_bytes(
+    config: GPTConfig, batch: int, length: int, precision: str, checkpointed: bool = False
+) -> int:
+    """Bytes that the forward of (batch, length) tokens keeps for the backward, and those of the logits and their
     gradients, which come on top of it at the peak.
 
-    Counted on tensors without memory, as autograd saves them uncompiled.
+    Counted on tensors without memory, as autograd saves them uncompiled. `checkpointed`, each block keeps its
+    input in fp32, and one has all.
     """
+    if checkpointed:
+        one = activation_bytes(replace(config, n_layer=1), batch, length, precision)
+        return one + (config.n_layer - 1) * batch * length * config.n_embd * 4
     seen: dict[int, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,8 +108,12 @@ def activation_bytes(config: GPTConfig, batch: int, length: int, precision: str)
         own = {p.untyped_storage()._cdata for p in model.parameters()}
         saved = sum(size for key, size in seen.items() if key not in own)
         del loss
+    width = 4 if dtype is None else 2
     logits = batch * length * config.padded_vocab_size
-    return saved + logits * (4 if dtype is None else 4 + 2)
+    if logits <= LOGITS_AT_ONCE:
+        return saved + logits * (4 if dtype is None else 4 + 2)
+    weight = config.padded_vocab_size * config.n_embd  # a copy in that dtype, and one chunk's gradient
+    return saved + (LOGITS_AT_ONCE + 2 * weight) * width
 
 
 def host_memory() -> int:

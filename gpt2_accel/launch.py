@@ -23,6 +23,8 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is set
     there: here it follows from the batch size.
     """
+    # By default in the temporary folder: after a restart of the machine all would be compiled anew.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -53,6 +55,11 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
     return accelerator
+
+
+def user_cache() -> Path:
+    """Where this program keeps, for the user, what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
 
 
 def save_on_memory() -> None:

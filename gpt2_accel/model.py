@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.attention import attention
 from gpt2_accel.loss import linear_cross_entropy
@@ -170,10 +171,12 @@ class GPT(nn.Module):
     reach neither the loss, nor the logits that `forward` returns, nor a saved file.
 
     `separator` is the token that each document begins with, where attention is not to cross from one
-    document to the next; None, as in GPT-2, lets it cross.
+    document to the next; None, as in GPT-2, lets it cross. With `checkpoint_activations` the forward keeps
+    only the input of each block, from which the backward runs it again (Chen et al., 2016, arXiv:1604.06174).
     """
 
     separator: int | None = None
+    checkpoint_activations = False
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -236,7 +239,10 @@ class GPT(nn.Module):
         if attention_mask is None and self.separator is not None:
             attention_mask = document_mask(input_ids, self.separator)
         for block in self.h:
-            x = block(x, attention_mask)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, attention_mask, use_reentrant=False)
+            else:
+                x = block(x, attention_mask)
         x = self.ln_f(x[:, -logits_to_keep:])
         return self.logits(x) if targets is None else self.loss(x, targets, reduction)
 

@@ -78,6 +78,7 @@ def train(config: TrainConfig) -> bool:
         betas=(config.beta1, config.beta2),
     )
     gpt_config = model.config
+    model.checkpoint_activations = config.checkpoint_activations
     if config.document_mask:
         model.separator = document_separator(config.data_dir)
     model, optimizer = accelerator.prepare(model, optimizer)

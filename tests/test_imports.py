@@ -23,7 +23,7 @@ ALLOWED = {
         "tokenizer",
     },
     "launch": set(),
-    "dry_run": {"build", "config", "data/shards", "launch", "metrics", "model"},
+    "dry_run": {"build", "config", "data/shards", "launch", "loss", "metrics", "model"},
     "fit": {"config", "dry_run", "launch", "model"},
     "stopping": set(),
     "cli": set(),

@@ -139,3 +139,23 @@ def test_the_loss_of_each_target_has_the_mean_loss():
     each = model(input_ids, targets, reduction="none")
     assert each.shape == (2, 8) and each[0, :3].eq(0).all()
     assert each.sum().item() / 13 == pytest.approx(model(input_ids, targets).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_checkpointed_activations_give_the_same_gradients_from_less_memory(backend):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=100, n_positions=64, n_layer=3, n_head=2, n_embd=32))
+    tokens = torch.randint(100, (2, 64))
+    gradients, kept = [], []
+    for model.checkpoint_activations in (False, True):
+        sizes: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda part, sizes=sizes: (sizes.append(part.numel()), part)[1], lambda part: part
+        )
+        torch.compiler.reset()
+        with hooks:
+            loss = torch.compile(model, backend=backend)(tokens, tokens)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        kept.append(sum(sizes))
+    torch.testing.assert_close(*gradients)
+    assert kept[1] < kept[0] / 2
