@@ -112,7 +112,9 @@ def activation_bytes(
     logits = batch * length * config.padded_vocab_size
     if logits <= LOGITS_AT_ONCE:
         return saved + logits * (4 if dtype is None else 4 + 2)
-    weight = config.padded_vocab_size * config.n_embd  # a copy in that dtype, and one chunk's gradient
+    weight = (
+        config.padded_vocab_size * config.n_embd
+    )  # a copy in that dtype, and one chunk's gradient
     return saved + (LOGITS_AT_ONCE + 2 * weight) * width
 
 
