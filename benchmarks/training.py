@@ -105,6 +105,7 @@ class Process:
         return self
 
     def __exit__(self, *_) -> None:
+        self.process.kill()
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()
@@ -134,7 +135,8 @@ def compete(
         for process in running:
             process.reply()
         for number in range(rounds):
-            for process in running:
+            # There and back, so that none always has the same one before it.
+            for process in running if number % 2 == 0 else reversed(running):
                 reply = process.turn(1 if process.name == "matmul" else updates)
                 replies[process.name].append(reply)
                 print(f"round {number + 1}, {process.name}: {reply['seconds']:.3f} s", flush=True)
