@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.model import GPTConfig, flops_per_token
@@ -19,12 +20,16 @@ from gpt2_accel.tokenizer import char_tokenizer
 FIRST = 0x10000  # 65,536 code points from here on are characters, whatever comes before has gaps
 
 
+def many_characters(vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of so many characters, each a token, numbered from `FIRST` on."""
+    return char_tokenizer("".join(map(chr, range(FIRST, FIRST + vocab_size))))
+
+
 def random_shards(folder: str | Path, vocab_size: int, tokens: int) -> None:
     """Training data of random tokens: random characters, each a token."""
     numbers = np.random.default_rng(0).integers(vocab_size, size=tokens)
-    numbers[:vocab_size] = np.arange(vocab_size)
     text = (numbers + FIRST).astype("<u4").tobytes().decode("utf-32-le")
-    prepare({"train": [text]}, char_tokenizer(text), folder, source="random characters")
+    prepare({"train": [text]}, many_characters(vocab_size), folder, source="random characters")
 
 
 def random_sentences(size: int) -> list[str]:

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from made_up import random_sentences, random_shards
+from made_up import many_characters, random_sentences, random_shards
 from results import RESULTS, summary, write_result
 from timing import seconds_each, this_device
 
 from gpt2_accel import GPT, GPTConfig, cli
-from gpt2_accel.checkpoint import CheckpointWriter, optimizer_tensors
+from gpt2_accel.checkpoint import CheckpointWriter, optimizer_tensors, unwrap
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.hub import Training
 from gpt2_accel.launch import build_accelerator
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.tokenizer import byte_tokenizer, tiktoken_gpt2
+from gpt2_accel.tokenizer import tiktoken_gpt2
 
 ROOT = Path(__file__).parent.parent
 
@@ -154,9 +154,8 @@ def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
     optimizer.step()
     optimizer.zero_grad()
     training = Training({}, "nothing", 0, 0.0, 0.0, "", {})
-    writer = CheckpointWriter(
-        folder, byte_tokenizer(), keep_last=1, saved=lambda path: None, say=print
-    )
+    tokenizer = many_characters(unwrap(accelerator, model).config.vocab_size)
+    writer = CheckpointWriter(folder, tokenizer, keep_last=1, saved=lambda path: None, say=print)
     facts = {"guard": {}, "data": "", "val_loss": None, "run_id": ""}
     seconds = {"save": [], "copy": []}
     for step in range(config.rounds + 1):
