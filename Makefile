@@ -13,8 +13,13 @@ test: .venv/installed  ## the tests: offline, on CPU
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability
 
-bench: .venv/installed  ## tokens per second of generation beside transformers: 20 minutes on 2 cores
+bench: .venv/installed  ## speed and memory against other trainers, into the README: 15 minutes on 2 cores
+	$(BIN)/python benchmarks/training.py --size gpt2
+	$(BIN)/python benchmarks/training.py --size baby
+	$(BIN)/python benchmarks/parts.py
+	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/table.py
 
 lint: .venv/installed  ## what the linter says
 	$(BIN)/ruff check .

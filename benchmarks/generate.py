@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py --batch_sizes 1 16 --dtypes float32 bfloat16
 
-Random weights of GPT-2 124M's shape, the same in all; a prompt of 16 tokens, 200 new ones, sampled
+Random weights of GPT-2 124M's shape, the same in all; a prompt of 16 tokens, 48 new ones, sampled
 greedily. In each round every contestant runs once, so that all meet the same machine; a figure is the
 median over the rounds, and the ratio to HF the median of the rounds' ratios. The prompt's forward and
 the choice of tokens count, compilation does not: it falls into a round before. The loop without a cache
@@ -10,12 +10,12 @@ is nanoGPT's: a forward over all tokens so far for each new one. It runs for `--
 the middle of the text, where its cost is that of the mean, and only in batches up to `--no_cache_batch`.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from results import RESULTS, ratios, summary, write_result
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, cli
@@ -30,13 +30,14 @@ class Benchmark:
     batch_sizes: list[int] = setting([1, 16], "rows at once")
     dtypes: list[str] = setting(["float32", "bfloat16"], "of the weights")
     prompt_tokens: int = setting(16, "length of the prompt")
-    new_tokens: int = setting(200, "length of the continuation")
-    rounds: int = setting(5, "times that each contestant runs")
+    new_tokens: int = setting(48, "length of the continuation")
+    rounds: int = setting(3, "times that each contestant runs")
     no_cache_tokens: int = setting(
-        20, "tokens that the loop without a cache writes; 0 leaves it out"
+        8, "tokens that the loop without a cache writes; 0 leaves it out"
     )
     no_cache_batch: int = setting(1, "largest batch that it is given")
     threads: int = setting(0, "torch's threads on a CPU; 0 leaves it to torch")
+    results: str = setting(str(RESULTS), "folder for the figures")
 
 
 def main() -> None:
@@ -51,10 +52,15 @@ def main() -> None:
     print(
         "| dtype | batch | generation | tokens/s | x HF | fastest round |\n|---|---|---|---|---|---|"
     )
+    rows = []
     for dtype in config.dtypes:
         model, hf = build_models(config.size, DTYPES[dtype], device)
         for batch_size in config.batch_sizes:
-            compete(config, dtype, batch_size, contestants(config, model, hf, batch_size))
+            runs = contestants(config, model, hf, batch_size)
+            rows += compete(config, dtype, batch_size, runs)
+    settings = ("size", "prompt_tokens", "new_tokens", "rounds")
+    figures = {name: getattr(config, name) for name in settings} | {"rows": rows}
+    write_result("generate", figures, config.results)
 
 
 def build_models(size: str, dtype: torch.dtype, device: str) -> tuple[GPT, GPT2LMHeadModel]:
@@ -104,8 +110,8 @@ def contestants(
 
 def compete(
     config: Benchmark, dtype: str, batch_size: int, runs: dict[str, Callable[[], int]]
-) -> None:
-    """Lets all run in turn, and prints a row for each."""
+) -> list[dict]:
+    """Lets all run in turn, and prints a row for each; returns the rows."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round in range(config.rounds + 1):
         for name, run in runs.items():
@@ -116,14 +122,18 @@ def compete(
             took = time.perf_counter() - start
             if round:  # the one before warms up, and compiles
                 seconds[name].append(took / written)
+    rows = []
     for name, each in seconds.items():
-        speed = batch_size / statistics.median(each)
-        ratios = [hf / own for hf, own in zip(seconds["HF generate"], each, strict=True)]
+        speed = summary([batch_size / one for one in each])
+        ratio = summary(ratios(seconds["HF generate"], each))
+        row = {"dtype": dtype, "batch_size": batch_size, "name": name}
+        rows.append({**row, "tokens_per_second": speed, "speed": ratio})
         print(
-            f"| {dtype} | {batch_size} | {name} | {speed:.1f} | {statistics.median(ratios):.2f} | "
-            f"{batch_size / min(each):.1f} |",
+            f"| {dtype} | {batch_size} | {name} | {speed['median']:.1f} | {ratio['median']:.2f} | "
+            f"{speed['high']:.1f} |",
             flush=True,
         )
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""The contestants of `training.py`: each is a process of its own, which makes updates when it is told to.
+
+`python contestants.py JOB`, a `Job` as JSON. It warms up, then answers each line on stdin, a number of
+updates, with a line on stdout: {"seconds", "memory", …} as JSON. At the end of stdin it ends.
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from timing import matmul_flops, peak_memory, synchronize, this_device
+
+from gpt2_accel.model import GPT, GPTConfig
+
+# Contestants import the rest where they need it: what one of them imports is no memory of another's.
+
+WARMUP = 2
+ENDLESS = 10**7  # updates: the parent says when it is enough
+LEARNING_RATE, BETA2 = 6e-4, 0.95
+
+
+@dataclass
+class Job:
+    """What a contestant is to train: `shape` are the fields of a `GPTConfig`."""
+
+    contestant: str
+    shape: dict
+    batch_size: int
+    bf16: bool
+    compile: bool
+    data_dir: str
+    output_dir: str
+
+    @property
+    def sequence_length(self) -> int:
+        return self.shape["n_positions"]
+
+
+class Gate:
+    """Called after each update, it lets the next ones begin when the parent asks for them."""
+
+    def __init__(self, replies: TextIO):
+        self.device, self.replies = this_device(), replies
+        self.left, self.begun = WARMUP, time.perf_counter()
+
+    def __call__(self, **figures: float) -> None:
+        """An update is done, of which there are further `figures` to report."""
+        self.left -= 1
+        if self.left:
+            return
+        synchronize(self.device)
+        seconds = time.perf_counter() - self.begun
+        reply = {"seconds": seconds, "memory": peak_memory(self.device), **figures}
+        print(json.dumps(reply), file=self.replies, flush=True)
+        asked = sys.stdin.readline()
+        if not asked:
+            os._exit(0)  # from inside any trainer; the parent removes what it leaves
+        self.left, self.begun = int(asked), time.perf_counter()
+
+
+def toolkit(job: Job, gate: Gate) -> None:
+    """The toolkit's own loop, `train`; precision and compilation come from the environment, as ever."""
+    import gpt2_accel.train
+    from gpt2_accel.config import TrainConfig
+
+    class GatedLog(gpt2_accel.train.RunLog):
+        def end_step(self) -> None:
+            super().end_step()
+            gate()
+
+    gpt2_accel.train.RunLog = GatedLog
+    gpt2_accel.train.train(
+        TrainConfig(
+            data_dir=job.data_dir,
+            output_dir=job.output_dir,
+            micro_batch_size=job.batch_size,
+            total_batch_size=job.batch_size * job.sequence_length,
+            max_steps=ENDLESS,
+            learning_rate=LEARNING_RATE,
+            beta2=BETA2,
+            eval_every=0,
+            sample_every=0,
+            save_every=0,
+            **{name: value for name, value in job.shape.items() if name != "vocab_size"},
+        )
+    )
+
+
+def hf_trainer(job: Job, gate: Gate) -> None:
+    """`transformers.Trainer` with the same model in `transformers`, no cache and no dropout."""
+    from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from gpt2_accel.convert import hf_config
+
+    class GateCallback(TrainerCallback):
+        def on_step_end(self, *_, **__) -> None:
+            gate()
+
+    on_cpu = gate.device.type == "cpu"
+    config = hf_config(GPTConfig(**job.shape), end_of_text=None)
+    config.use_cache = False
+    arguments = TrainingArguments(
+        output_dir=job.output_dir,
+        use_cpu=on_cpu,
+        bf16=job.bf16,
+        torch_compile=job.compile,
+        per_device_train_batch_size=job.batch_size,
+        max_steps=ENDLESS,
+        optim="adamw_torch_fused",
+        learning_rate=LEARNING_RATE,
+        adam_beta2=BETA2,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=not on_cpu,
+    )
+    model = GPT2LMHeadModel(config)
+    Trainer(model, arguments, train_dataset=Windows(job), callbacks=[GateCallback()]).train()
+
+
+class Windows(torch.utils.data.Dataset):
+    """The windows of the training split, as the Trainer takes them."""
+
+    def __init__(self, job: Job):
+        from gpt2_accel.data.shards import TokenStream
+
+        self.stream, self.length = TokenStream(job.data_dir, "train"), job.sequence_length
+
+    def __len__(self) -> int:
+        return self.stream.tokens // self.length
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        window = torch.from_numpy(self.stream.read(number * self.length, self.length))
+        return {"input_ids": window, "labels": window}
+
+
+def plain_loop(job: Job, gate: Gate) -> None:
+    """nanoGPT's loop: the loss from all logits. Its vocabulary has the pad rows too, as nanoGPT's has."""
+    from nanogpt import PlainLoss, plain_optimizer, update
+
+    shape = GPTConfig(**job.shape)
+    model = GPT(GPTConfig(**{**job.shape, "vocab_size": shape.padded_vocab_size})).to(gate.device)
+    if gate.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    optimizer = plain_optimizer(model, LEARNING_RATE, BETA2)
+    loss_of = compiled(PlainLoss(model), job)
+    for batch in batches(job, gate):
+        update(loss_of, model, optimizer, batch, job.bf16)
+        gate()
+
+
+def bare_loop(job: Job, gate: Gate) -> None:
+    """The toolkit's model, kernels, optimizer and batches in a loop without Accelerate, log or guard."""
+    from nanogpt import update
+
+    from gpt2_accel.launch import save_on_memory
+    from gpt2_accel.optim import build_optimizer
+
+    model = GPT(GPTConfig(**job.shape)).to(gate.device)
+    if gate.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    else:
+        save_on_memory()
+    optimizer = build_optimizer(model, lr=LEARNING_RATE, betas=(0.9, BETA2))
+    loss_of = compiled(model, job)
+    for batch in batches(job, gate):
+        update(loss_of, model, optimizer, batch, job.bf16)
+        gate()
+
+
+def matmul(job: Job, gate: Gate) -> None:
+    """No training: how fast the device multiplies matrices just then."""
+    while True:
+        gate(flops=matmul_flops(gate.device, torch.bfloat16))
+
+
+def compiled(module: torch.nn.Module, job: Job) -> Callable[..., torch.Tensor]:
+    """`module`, compiled if the job says so."""
+    return torch.compile(module) if job.compile else module
+
+
+def batches(job: Job, gate: Gate) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The toolkit's batches, one an update, without end."""
+    from gpt2_accel.data.loader import TrainLoader, open_split
+
+    loader = TrainLoader(
+        open_split(job.data_dir, "train"),
+        sequence_length=job.sequence_length,
+        micro_batch_size=job.batch_size,
+        seed=1337,
+        device=gate.device,
+    )
+    for step in itertools.count():
+        yield from loader.update(step * job.batch_size, job.batch_size)
+
+
+CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
+    "gpt2_accel": toolkit,
+    "HF Trainer": hf_trainer,
+    "plain loop": plain_loop,
+    "bare loop": bare_loop,
+    "matmul": matmul,
+}
+
+
+def main() -> None:
+    # What a library prints on stdout must not get between the replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = Job(**json.loads(sys.argv[1]))
+    Path(job.output_dir).mkdir(parents=True)
+    CONTESTANTS[job.contestant](job, Gate(replies))
+
+
+if __name__ == "__main__":
+    main()

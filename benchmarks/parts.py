@@ -1,0 +1,175 @@
+"""What surrounds the updates: start, batches, preparation of text, checkpoints.
+
+    python benchmarks/parts.py
+
+- Start: `import gpt2_accel.train`, and a whole command up to the first update of a tiny model.
+- Batches: tokens per second of the loader, 8 x 1,024 at a time, from random tokens.
+- Preparation: MB/s of text into shards with GPT-2's BPE, beside tiktoken alone on one core. The text is made up;
+  it is left out where GPT-2's BPE is not at hand.
+- Checkpoint: how long the loop waits for one of 124M with AdamW, beside a bare copy of the same tensors.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from made_up import many_characters, random_sentences, random_shards
+from results import RESULTS, summary, write_result
+from timing import seconds_each, this_device
+
+from gpt2_accel import GPT, GPTConfig, cli
+from gpt2_accel.checkpoint import CheckpointWriter, optimizer_tensors, unwrap
+from gpt2_accel.config import parse_config, setting
+from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.hub import Training
+from gpt2_accel.launch import build_accelerator
+from gpt2_accel.optim import build_optimizer
+from gpt2_accel.tokenizer import tiktoken_gpt2
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Parts:
+    rounds: int = setting(3, "times that each part is measured")
+    text_mb: int = setting(50, "MB of text that are tokenized")
+    workers: int = setting(2, "processes that tokenize it")
+    size: str = setting("gpt2", "model of the checkpoint")
+    results: str = setting(str(RESULTS), "folder for the figures")
+
+
+def main() -> None:
+    config = parse_config(Parts)
+    found = {}
+    for name, measure in {
+        "import": import_time,
+        "first_update": first_update,
+        "loader": loader_speed,
+        "preparation": preparation_speed,
+        "checkpoint": checkpoint_time,
+    }.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = measure(config, Path(folder))
+        print(name, json.dumps(found[name]), flush=True)
+    write_result("parts", found, config.results)
+
+
+def python(*arguments: str | Path) -> None:
+    """Runs Python as a user would. Raises `RuntimeError` with what it said if it fails."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+
+
+def import_time(config: Parts, folder: Path) -> dict[str, float]:
+    """Seconds to import the loop."""
+    cpu = torch.device("cpu")
+    return summary(
+        seconds_each(lambda: python("-c", "import gpt2_accel.train"), cpu, repeats=config.rounds)
+    )
+
+
+def first_update(config: Parts, folder: Path) -> dict[str, float]:
+    """Seconds from the start of a command to the end of a tiny model's first update, its checkpoint not counted.
+
+    It ends where its log says that the update is done."""
+    random_shards(folder / "data", 65, 2**16)
+    shape = "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 4"
+    run = "--total_batch_size 128 --max_steps 2 --log_every 1 --eval_every 0 --sample_every 0"
+    command = [sys.executable, "recipes/quickstart.py", *shape.split(), *run.split()]
+    seconds = []
+    for number in range(config.rounds + 1):
+        metrics = folder / str(number) / "metrics.jsonl"
+        where = ["--data_dir", str(folder / "data"), "--output_dir", str(metrics.parent)]
+        begun = time.perf_counter()
+        with subprocess.Popen([*command, *where], cwd=ROOT, stdout=-3, stderr=-3) as process:
+            while not (metrics.exists() and metrics.stat().st_size):
+                if process.poll():
+                    raise RuntimeError(f"{' '.join(process.args)} failed: run it to see why")
+                time.sleep(0.005)
+            seconds.append(time.perf_counter() - begun)
+    return summary(seconds[1:])
+
+
+def loader_speed(config: Parts, folder: Path) -> dict[str, float]:
+    """Tokens per second of the training batches, on their device."""
+    random_shards(folder / "data", 50257, 2**20)
+    device = this_device()
+    loader = TrainLoader(
+        open_split(folder / "data", "train"),
+        sequence_length=1024,
+        micro_batch_size=8,
+        seed=1337,
+        device=device,
+    )
+
+    def read() -> None:
+        for _ in loader.update(0, 8 * 200):
+            pass
+
+    return summary(
+        [8 * 200 * 1024 / each for each in seconds_each(read, device, repeats=config.rounds)]
+    )
+
+
+def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
+    """MB/s of a JSONL file into shards, start of the command included, and of tiktoken on the same text."""
+    try:
+        encoding = tiktoken_gpt2()
+    except OSError:
+        return {"missing": "GPT-2's BPE is not at hand"}
+    documents = random_sentences(config.text_mb * 10**6)
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    size = sum(map(len, documents)) / 1e6
+
+    def prepare() -> None:
+        workers = ("--workers", str(config.workers))
+        python("recipes/prepare_data.py", "text", path, *workers, "--data_dir", folder / "data")
+
+    def alone() -> None:
+        for text in documents:
+            encoding.encode_ordinary(text)
+
+    speeds = [
+        size / seconds_each(run, torch.device("cpu"), warmup=0, repeats=1)[0]
+        for run in (prepare, alone)
+    ]
+    return {"speed": speeds[0], "tiktoken": speeds[1], "workers": config.workers, "mb": size}
+
+
+def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds that a save takes of the loop's time, and that copies of weights and optimizer state take."""
+    accelerator = build_accelerator()
+    model = GPT(GPTConfig.from_name(config.size))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, lr=1e-4))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    training = Training({}, "nothing", 0, 0.0, 0.0, "", {})
+    tokenizer = many_characters(unwrap(accelerator, model).config.vocab_size)
+    writer = CheckpointWriter(folder, tokenizer, keep_last=1, saved=lambda path: None, say=print)
+    facts = {"guard": {}, "data": "", "val_loss": None, "run_id": ""}
+    seconds = {"save": [], "copy": []}
+    for step in range(config.rounds + 1):
+        begun = time.perf_counter()
+        writer.save(step, accelerator, model, optimizer, training, **facts)
+        seconds["save"].append(time.perf_counter() - begun)
+        writer.wait()
+        tensors = [*model.state_dict().values(), *optimizer_tensors(optimizer).values()]
+        begun = time.perf_counter()
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        seconds["copy"].append(time.perf_counter() - begun)
+        del copies
+    return {name: summary(each[1:]) for name, each in seconds.items()}
+
+
+if __name__ == "__main__":
+    cli.run(main)

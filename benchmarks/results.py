@@ -1,0 +1,58 @@
+"""Where the benchmarks leave what they measured: `benchmarks/results/<cpu or cuda>/<name>.json`."""
+
+import datetime
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, str | int]:
+    """What a figure depends on beside the code: device, threads, torch, and the date."""
+    import torch  # here: who only starts processes needs none of its memory
+
+    cuda = torch.cuda.is_available()
+    return {
+        "type": "cuda" if cuda else "cpu",
+        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> Path:
+    """Writes `figures`, and the machine they are of, as the results of the benchmark `name`."""
+    result = {"machine": machine(), **figures}
+    path = Path(folder) / result["machine"]["type"] / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}", flush=True)
+    return path
+
+
+def read_result(name: str, kind: str = "cpu", folder: str | Path = RESULTS) -> dict | None:
+    """The newest results of the benchmark `name` on that kind of device, None if it was not run."""
+    path = Path(folder) / kind / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread of what several rounds gave."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """`above` over `below`, round by round: what both rounds met of the machine drops out."""
+    return [a / b for a, b in zip(above, below, strict=True)]

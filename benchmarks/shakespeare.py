@@ -1,0 +1,110 @@
+"""How long tiny Shakespeare takes to a validation loss of 1.90: the whole command, from start to end.
+
+    python benchmarks/shakespeare.py --input shakespeare.txt
+
+`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a plain
+loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
+computed over the whole validation text, the last 10%, in windows as long as the model was trained on.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from nanogpt import CPU_SHAPE, UPDATES
+from results import RESULTS, ratios, summary, write_result
+
+from gpt2_accel import GPT, GPTConfig, cli, from_pretrained
+from gpt2_accel.config import parse_config, setting
+from gpt2_accel.data.sources import tiny_shakespeare
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_bf16.yaml"]
+GOAL = 1.90
+
+
+@dataclass
+class Race:
+    input: str | None = setting(None, "text file; downloaded if not given")
+    rounds: int = setting(2, "times that both run")
+    recipe_flags: list[str] = setting([], "further settings of the recipe, as max_steps=100")
+    updates: int = setting(UPDATES, "of the plain loop")
+    results: str = setting(str(RESULTS), "folder for the figures")
+
+
+def main() -> None:
+    config = parse_config(Race)
+    try:
+        text = tiny_shakespeare(config.input)
+    except OSError as error:
+        print(f"not measured: {error}")
+        write_result("shakespeare", {"missing": "no tiny Shakespeare at hand"}, config.results)
+        return
+    found = {name: {"seconds": [], "loss": []} for name in ("recipe", "nanogpt")}
+    for number in range(config.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "input.txt"
+            path.write_text(text, encoding="utf-8")
+            for name, (seconds, loss) in race(config, Path(folder), text).items():
+                found[name]["seconds"].append(seconds)
+                found[name]["loss"].append(loss)
+                print(f"round {number + 1}, {name}: {seconds:.1f} s, loss {loss:.4f}", flush=True)
+    for figures in found.values():
+        figures["time"] = summary(figures["seconds"])
+    speed = summary(ratios(found["nanogpt"]["seconds"], found["recipe"]["seconds"]))
+    write_result("shakespeare", {"goal": GOAL, "speed": speed, **found}, config.results)
+
+
+def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]]:
+    """One round: the seconds and the loss of both."""
+    recipe, plain = str(folder / "recipe"), str(folder / "plain")
+    given = ["--input", str(folder / "input.txt"), "--output_dir"]
+    flags = [part for flag in config.recipe_flags for part in f"--{flag}".split("=")]
+    data = ["--data_dir", str(folder / "data")]
+    fast = wall_time(
+        [*LAUNCH, "recipes/shakespeare_fast.py", *given, recipe, *data, *flags], folder
+    )
+    slow = wall_time(
+        ["benchmarks/nanogpt.py", *given, plain, "--updates", str(config.updates)], folder
+    )
+    model = GPT(GPTConfig(len(set(text)), **CPU_SHAPE))
+    model.load_state_dict(torch.load(Path(plain) / "model.pt"))
+    return {
+        "recipe": (fast, validation_loss(from_pretrained(recipe), text)),
+        "nanogpt": (slow, validation_loss(model, text)),
+    }
+
+
+def wall_time(command: list[str], folder: Path) -> float:
+    """Seconds that a Python command takes as a process. Raises `RuntimeError` with what it said if it fails."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    seconds = time.perf_counter() - begun
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    return seconds
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, text: str) -> float:
+    """The mean loss of a character over the last 10% of the text, in whole windows of the model's positions."""
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
+    T = model.config.n_positions
+    end = (len(tokens) - 1) // T * T
+    windows = tokens[:end].view(-1, T).split(64), tokens[1 : end + 1].view(-1, T).split(64)
+    model.eval()
+    nats = sum(model(*batch, reduction="none").sum().item() for batch in zip(*windows, strict=True))
+    return nats / end
+
+
+if __name__ == "__main__":
+    cli.run(main)

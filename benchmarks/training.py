@@ -1,0 +1,264 @@
+"""How fast a whole update is, and in how much memory: this toolkit, HF's Trainer and plain loops, in turns.
+
+    python benchmarks/training.py --size gpt2
+
+Each contestant (`contestants.py`) is a process of its own, all are there at once, and in each round each makes
+its updates while the others wait: so all meet the same machine. An update is forward, backward, clipping and
+step, from batches of random tokens; building, warming up and compilation do not count. A ratio is the median of
+the rounds' ratios. Sizes:
+
+- gpt2: 124M, sequences of 1,024 tokens, in bf16, the toolkit compiled (on a GPU the others too; there the plain
+  loop is in bf16, on a CPU in fp32). The bare loop, which has the toolkit's kernels but no Accelerate, runs
+  against the toolkit alone, after the others.
+- baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
+- tiny: to try this script.
+
+The share of the ceiling (MFU) is of the product of two square bf16 matrices, measured in each round too.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from results import RESULTS, ratios, summary, write_result
+
+# No torch before all contestants have ended: on Linux a process begins with the peak memory of its parent.
+
+HERE = Path(__file__).parent
+ALL = ("gpt2_accel", "HF Trainer", "plain loop", "matmul")
+OVERHEAD = ("gpt2_accel", "bare loop")
+TOKENS = 2**20  # of data: no contestant comes to its end
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, its batch on a CPU and on a GPU, how many updates a turn has there, and which contestants
+    meet at once. `fast` is bf16, and compiled on a GPU or in the toolkit."""
+
+    shape: dict
+    batch_size: tuple[int, int]
+    updates: tuple[int, int]
+    fast: bool
+    groups: tuple[tuple[str, ...], ...]
+
+
+SIZES = {
+    "gpt2": Size(
+        {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
+        batch_size=(4, 32),
+        updates=(1, 20),
+        fast=True,
+        groups=(ALL, OVERHEAD),
+    ),
+    "baby": Size(
+        {"vocab_size": 65, "n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False},
+        batch_size=(12, 12),
+        updates=(100, 100),
+        fast=False,
+        groups=((*ALL[:3], "bare loop"),),
+    ),
+    "tiny": Size(
+        {"vocab_size": 65, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32},
+        batch_size=(4, 4),
+        updates=(5, 5),
+        fast=False,
+        groups=((*ALL, "bare loop"),),
+    ),
+}  # fmt: skip
+
+
+class Process:
+    """A contestant's process. `turn` has it make updates; as a context manager it is ended.
+
+    Raises `RuntimeError` with what it last said if it ends by itself.
+    """
+
+    def __init__(self, job: dict, folder: Path):
+        self.name, self.log = job["contestant"], folder / "log.txt"
+        folder.mkdir(parents=True)
+        command = [sys.executable, str(HERE / "contestants.py"), json.dumps(job)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, env=environment(job), stderr=log, **pipes)
+
+    def turn(self, updates: int) -> dict:
+        """Its reply to being asked for so many updates: the seconds they took, the peak of its memory."""
+        self.process.stdin.write(f"{updates}\n")
+        self.process.stdin.flush()
+        return self.reply()
+
+    def reply(self) -> dict:
+        """Its next reply; the first says that it has warmed up."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended: {self.log.read_text()[-2000:]}")
+        return json.loads(line)
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def environment(job: dict) -> dict[str, str]:
+    """This process's environment, with the toolkit's Accelerate config and nobody else's."""
+    found = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
+    if job["contestant"] == "gpt2_accel":
+        found["ACCELERATE_MIXED_PRECISION"] = "bf16" if job["bf16"] else "no"
+        found["ACCELERATE_DYNAMO_BACKEND"] = "inductor" if job["compile"] else "no"
+    return found
+
+
+def compete(
+    jobs: Collection[dict], rounds: int, updates: int, folder: Path
+) -> dict[str, dict[str, list]]:
+    """Lets all run in turn; returns for each contestant its replies' figures, round by round."""
+    replies: dict[str, list[dict]] = {job["contestant"]: [] for job in jobs}
+    with ExitStack() as stack:
+        running = []
+        for job in jobs:
+            job["output_dir"] = str(folder / job["contestant"] / "run")
+            running.append(stack.enter_context(Process(job, folder / job["contestant"])))
+        for process in running:
+            process.reply()
+        for number in range(rounds):
+            # There and back, so that none always has the same one before it.
+            for process in running if number % 2 == 0 else reversed(running):
+                reply = process.turn(1 if process.name == "matmul" else updates)
+                replies[process.name].append(reply)
+                print(f"round {number + 1}, {process.name}: {reply['seconds']:.3f} s", flush=True)
+    return {
+        name: {key: [reply[key] for reply in each] for key in each[0]}
+        for name, each in replies.items()
+    }
+
+
+def build_job(
+    contestant: str, size: Size, shape: dict, batch_size: int, data_dir: Path, cuda: bool
+) -> dict:
+    """What a contestant is told; HF's Trainer is compiled on a GPU only, as is the plain loop, there in bf16."""
+    own = contestant in OVERHEAD
+    return {
+        "contestant": contestant,
+        "shape": shape,
+        "batch_size": batch_size,
+        "bf16": size.fast and (cuda or contestant != "plain loop"),
+        "compile": size.fast and (cuda or own),
+        "data_dir": str(data_dir),
+    }
+
+
+def figures(runs: list[dict], jobs: dict[str, dict], tokens: int, flops_per_token: int) -> dict:
+    """What the rounds come to: `tokens` are those of one turn."""
+    first, last = runs[0], runs[-1]
+    own = first["gpt2_accel"]
+    contestants = {}
+    for name, job in jobs.items():
+        if name == "matmul":
+            continue
+        found = first.get(name) or last[name]
+        speeds = [tokens / seconds for seconds in found["seconds"]]
+        contestants[name] = {
+            "bf16": job["bf16"],
+            "compile": job["compile"],
+            "tokens_per_second": summary(speeds),
+            "memory": found["memory"][-1],
+            "seconds": found["seconds"],
+        }
+    others = [name for name in ("HF Trainer", "plain loop") if name in first]
+    result = {
+        "contestants": contestants,
+        "speed": {name: summary(ratios(first[name]["seconds"], own["seconds"])) for name in others},
+        "memory": {name: own["memory"][-1] / first[name]["memory"][-1] for name in others},
+        "overhead": summary(
+            [r - 1 for r in ratios(last["gpt2_accel"]["seconds"], last["bare loop"]["seconds"])]
+        ),
+    }
+    if "matmul" in first:
+        flops = [tokens * flops_per_token / seconds for seconds in own["seconds"]]
+        result["ceiling"] = summary(first["matmul"]["flops"])
+        result["mfu"] = summary(ratios(flops, first["matmul"]["flops"]))
+    return result
+
+
+def prepare(shape: dict, folder: Path) -> dict:
+    """Makes shards of random tokens in a process of its own; returns what that says beside."""
+    command = [
+        sys.executable,
+        str(HERE / "made_up.py"),
+        json.dumps(shape),
+        str(TOKENS),
+        str(folder),
+    ]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(
+    size: Size,
+    *,
+    rounds: int,
+    batch_size: int | None,
+    sequence_length: int | None,
+    updates: int | None,
+) -> dict:
+    """All contestants of a size; None stands for the size's own."""
+    shape = size.shape | ({"n_positions": sequence_length} if sequence_length else {})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        facts = prepare(shape, folder / "data")
+        batch_size = batch_size or size.batch_size[facts["cuda"]]
+        updates = updates or size.updates[facts["cuda"]]
+        runs, jobs = [], {}
+        for group in size.groups:
+            here = {
+                name: build_job(name, size, shape, batch_size, folder / "data", facts["cuda"])
+                for name in group
+            }
+            runs.append(compete(here.values(), rounds, updates, folder / str(len(runs))))
+            jobs |= here
+    tokens = batch_size * shape["n_positions"] * updates
+    return {
+        "shape": shape,
+        "batch_size": batch_size,
+        "updates_per_turn": updates,
+        **figures(runs, jobs, tokens, facts["flops_per_token"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="gpt2")
+    parser.add_argument("--batch_size", type=int, help="sequences; gpt2: 4, on a GPU 32")
+    parser.add_argument("--sequence_length", type=int, help="by default the model's positions")
+    parser.add_argument("--updates_per_turn", type=int, help="gpt2: 1, on a GPU 20; baby: 100")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", default=RESULTS, help="folder for the figures")
+    options = parser.parse_args()
+    found = measure(
+        SIZES[options.size],
+        rounds=options.rounds,
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        updates=options.updates_per_turn,
+    )
+    write_result(f"training-{options.size}", found, options.results)
+
+
+if __name__ == "__main__":
+    main()

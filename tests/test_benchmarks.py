@@ -1,0 +1,118 @@
+"""The benchmarks run, and their tables say what was measured and what was not."""
+
+import json
+import subprocess
+import sys
+
+from conftest import ROOT
+
+CONTESTANTS = {"gpt2_accel", "HF Trainer", "plain loop", "bare loop"}
+MACHINE = {"type": "cpu", "device": "a CPU", "threads": 2, "torch": "2", "date": "2026-01-01"}
+
+
+def benchmark(name, *args):
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def readme(folder):
+    """A copy of the README in which the tables are empty."""
+    path = folder / "README.md"
+    marks = ("bench", "bench generation")
+    path.write_text(
+        "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
+    )
+    return path
+
+
+def write(folder, name, figures):
+    (folder / "cpu").mkdir(exist_ok=True)
+    (folder / "cpu" / f"{name}.json").write_text(json.dumps({"machine": MACHINE, **figures}))
+
+
+def spread(value):
+    return {"median": value, "low": value * 0.9, "high": value * 1.1}
+
+
+def test_all_contestants_train_in_turns_and_the_figures_are_written(tmp_path):
+    done = benchmark("training", "--size", "tiny", "--rounds", 2, "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.rglob("training-tiny.json")
+    found = json.loads(path.read_text())
+    assert found["contestants"].keys() == CONTESTANTS
+    assert all(len(own["seconds"]) == 2 for own in found["contestants"].values())
+    assert all(own["tokens_per_second"]["low"] > 0 for own in found["contestants"].values())
+    assert all(own["memory"] > 2**26 for own in found["contestants"].values())
+    assert 0 < found["mfu"]["median"] < 1
+
+
+def test_a_contestant_that_fails_says_why(tmp_path):
+    done = benchmark("training", "--size", "tiny", "--batch_size", -1, "--results", tmp_path)
+    assert done.returncode != 0
+    assert "total_batch_size must be at least 1" in done.stderr
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_tables_fill_the_markers_and_mark_what_was_not_measured(tmp_path):
+    path = readme(tmp_path)
+    assert benchmark("table", "--results", tmp_path, "--readme", path).returncode == 0
+    text = path.read_text()
+    assert text.startswith("before\n<!-- bench -->\n") and text.endswith("after\n")
+    assert "old" not in text
+    assert text.count("| not measured |") == 9 and text.count("| no GPU at hand |") == 3
+    assert "Generation: not measured." in text
+
+
+def test_the_tables_hold_what_was_measured(tmp_path):
+    contestant = {"bf16": True, "compile": True, "tokens_per_second": spread(800), "memory": 2**32}
+    training = {
+        "shape": {"n_positions": 1024},
+        "batch_size": 4,
+        "contestants": {name: contestant for name in CONTESTANTS},
+        "speed": {"HF Trainer": spread(2.5), "plain loop": spread(4.0)},
+        "memory": {"HF Trainer": 0.5, "plain loop": 0.6},
+        "overhead": spread(0.01),
+        "ceiling": spread(1.5e12),
+        "mfu": spread(0.45),
+    }
+    runs = {"seconds": [1.0], "loss": [1.85], "time": spread(8)}
+    parts = {
+        **{name: spread(2.0) for name in ("import", "first_update", "loader")},
+        "preparation": {"missing": "GPT-2's BPE is not at hand"},
+        "checkpoint": {"save": spread(0.3), "copy": spread(0.2)},
+    }
+    row = {"dtype": "bfloat16", "batch_size": 1, "tokens_per_second": spread(30)}
+    names = ("no cache", "HF generate", "gpt2_accel", "gpt2_accel, compiled")
+    rows = [{**row, "name": name, "speed": spread(1.4 + 0.1 * i)} for i, name in enumerate(names)]
+    sizes = {"size": "gpt2", "prompt_tokens": 16, "new_tokens": 48, "rounds": 3}
+    write(tmp_path, "training-gpt2", training)
+    write(tmp_path, "training-baby", training)
+    write(
+        tmp_path,
+        "shakespeare",
+        {"goal": 1.9, "speed": spread(5.0), "recipe": runs, "nanogpt": runs},
+    )
+    write(tmp_path, "parts", parts)
+    write(tmp_path, "generate", {**sizes, "rows": rows})
+    path = readme(tmp_path)
+    done = benchmark("table", "--results", tmp_path, "--readme", path)
+    assert done.returncode == 0, done.stderr
+    text = path.read_text()
+    assert "| ≥ 2.2 x | 2.50 x (2.25 to 2.75) | yes |" in text
+    assert "| ≥ 4.5 x | 4.00 x (3.60 to 4.40) | no |" in text
+    assert "| ≤ 0.55 x | 0.60 x | no |" in text
+    assert "5.00 x (4.50 to 5.50), loss 1.850 | yes |" in text
+    assert "| ≥ 1.5 x | 1.70 x (1.53 to 1.87) | yes |" in text
+    assert "not measured: GPT-2's BPE is not at hand" in text
+    assert "| bfloat16 | 1 | 30.0 | 30.0 | 30.0 (1.60 x) | 30.0 (1.70 x) |" in text
+    again = path.read_text()
+    benchmark("table", "--results", tmp_path, "--readme", path)
+    assert path.read_text() == again
+
+
+def test_without_a_text_the_race_is_marked(tmp_path):
+    done = benchmark("shakespeare", "--input", tmp_path / "none.txt", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    path = readme(tmp_path)
+    benchmark("table", "--results", tmp_path, "--readme", path)
+    assert "not measured: no tiny Shakespeare at hand" in path.read_text()
