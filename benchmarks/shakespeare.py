@@ -31,7 +31,7 @@ GOAL = 1.90
 @dataclass
 class Race:
     input: str | None = setting(None, "text file; downloaded if not given")
-    rounds: int = setting(2, "times that both run")
+    rounds: int = setting(1, "times that both run")
     recipe_flags: list[str] = setting([], "further settings of the recipe, as max_steps=100")
     updates: int = setting(UPDATES, "of the plain loop")
     results: str = setting(str(RESULTS), "folder for the figures")
