@@ -2,8 +2,8 @@
 
     python benchmarks/shakespeare.py --input shakespeare.txt
 
-`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a plain
-loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
+`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a
+plain loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
 computed over the whole validation text, the last 10%, in windows as long as the model was trained on.
 """
 
@@ -81,7 +81,7 @@ def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]
 
 
 def wall_time(command: list[str], folder: Path) -> float:
-    """Seconds that a Python command takes as a process. Raises `RuntimeError` with what it said if it fails."""
+    """Seconds that a Python command takes as a process. Raises `RuntimeError` with its words if it fails."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     begun = time.perf_counter()
     done = subprocess.run(
@@ -95,7 +95,7 @@ def wall_time(command: list[str], folder: Path) -> float:
 
 @torch.no_grad()
 def validation_loss(model: GPT, text: str) -> float:
-    """The mean loss of a character over the last 10% of the text, in whole windows of the model's positions."""
+    """The mean loss of a character over the last 10% of the text, in windows of the model's positions."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
     T = model.config.n_positions
