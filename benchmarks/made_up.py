@@ -1,7 +1,7 @@
 """Data that needs no network: shards of random tokens, and text of random words.
 
-`python made_up.py SHAPE TOKENS FOLDER` makes the shards for a model of that shape, JSON, and says in a line of
-JSON what a benchmark has to know beside.
+`python made_up.py SHAPE TOKENS FOLDER` makes the shards for a model of that shape, JSON, and says in a line
+of JSON what a benchmark has to know beside.
 """
 
 import json

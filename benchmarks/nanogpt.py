@@ -1,9 +1,9 @@
-"""The yardstick: a plain training loop as nanoGPT's, with this toolkit's model but neither its loss nor Accelerate.
+"""The yardstick: a plain training loop as nanoGPT's, with this toolkit's model but not its loss.
 
     python benchmarks/nanogpt.py --input shakespeare.txt --output_dir runs/yardstick
 
-As a script it trains nanoGPT's settings for a CPU on a text, by the character: 4 layers of 128, 2,000 updates of
-12 x 64 tokens in fp32, every 250 the losses over 20 batches of the training and the validation text.
+As a script it trains nanoGPT's settings for a CPU on a text, by the character: 4 layers of 128, 2,000 updates
+of 12 x 64 tokens in fp32, every 250 the losses over 20 batches of the training and the validation text.
 """
 
 import argparse

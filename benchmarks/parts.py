@@ -4,8 +4,8 @@
 
 - Start: `import gpt2_accel.train`, and a whole command up to the first update of a tiny model.
 - Batches: tokens per second of the loader, 8 x 1,024 at a time, from random tokens.
-- Preparation: MB/s of text into shards with GPT-2's BPE, beside tiktoken alone on one core. The text is made up;
-  it is left out where GPT-2's BPE is not at hand.
+- Preparation: MB/s of text into shards with GPT-2's BPE, beside tiktoken alone on one core. The text is
+  made up; it is left out where GPT-2's BPE is not at hand.
 - Checkpoint: how long the loop waits for one of 124M with AdamW, beside a bare copy of the same tensors.
 """
 
@@ -76,7 +76,7 @@ def import_time(config: Parts, folder: Path) -> dict[str, float]:
 
 
 def first_update(config: Parts, folder: Path) -> dict[str, float]:
-    """Seconds from the start of a command to the end of a tiny model's first update, its checkpoint not counted.
+    """Seconds from the start of a command to the end of a tiny model's first update, without its checkpoint.
 
     It ends where its log says that the update is done."""
     random_shards(folder / "data", 65, 2**16)

@@ -2,8 +2,8 @@
 
     python benchmarks/shakespeare.py --input shakespeare.txt
 
-`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a plain
-loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
+`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a
+plain loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
 computed over the whole validation text, the last 10%, in windows as long as the model was trained on.
 """
 
@@ -31,7 +31,7 @@ GOAL = 1.90
 @dataclass
 class Race:
     input: str | None = setting(None, "text file; downloaded if not given")
-    rounds: int = setting(2, "times that both run")
+    rounds: int = setting(1, "times that both run")
     recipe_flags: list[str] = setting([], "further settings of the recipe, as max_steps=100")
     updates: int = setting(UPDATES, "of the plain loop")
     results: str = setting(str(RESULTS), "folder for the figures")
@@ -81,7 +81,7 @@ def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]
 
 
 def wall_time(command: list[str], folder: Path) -> float:
-    """Seconds that a Python command takes as a process. Raises `RuntimeError` with what it said if it fails."""
+    """Seconds that a Python command takes as a process. Raises `RuntimeError` with its words if it fails."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     begun = time.perf_counter()
     done = subprocess.run(
@@ -95,7 +95,7 @@ def wall_time(command: list[str], folder: Path) -> float:
 
 @torch.no_grad()
 def validation_loss(model: GPT, text: str) -> float:
-    """The mean loss of a character over the last 10% of the text, in whole windows of the model's positions."""
+    """The mean loss of a character over the last 10% of the text, in windows of the model's positions."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
     T = model.config.n_positions

@@ -235,8 +235,8 @@ def generation_table(result: dict) -> str:
         for (dtype, batch), cell in cells.items()
     ]
     return (
-        f"{result['size']}, a prompt of {result['prompt_tokens']} tokens and {result['new_tokens']} new ones, "
-        f"{result['rounds']} rounds: tokens/s, and the median of the rounds' ratios to HF. "
+        f"{result['size']}, a prompt of {result['prompt_tokens']} tokens and {result['new_tokens']} "
+        f"new ones, {result['rounds']} rounds: tokens/s, and the median of the rounds' ratios to HF. "
         f"{describe_machine(result)}\n\n{markdown(('dtype', 'batch', *names), rows)}"
     )
 

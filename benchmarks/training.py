@@ -2,13 +2,13 @@
 
     python benchmarks/training.py --size gpt2
 
-Each contestant (`contestants.py`) is a process of its own, all are there at once, and in each round each makes
-its updates while the others wait: so all meet the same machine. An update is forward, backward, clipping and
-step, from batches of random tokens; building, warming up and compilation do not count. A ratio is the median of
-the rounds' ratios. Sizes:
+Each contestant (`contestants.py`) is a process of its own, all are there at once, and in each round each
+makes its updates while the others wait: so all meet the same machine. An update is forward, backward, clipping and
+step, from batches of random tokens; building, warming up and compilation do not count. A ratio is the median
+of the rounds' ratios. Sizes:
 
-- gpt2: 124M, sequences of 1,024 tokens, in bf16, the toolkit compiled (on a GPU the others too; there the plain
-  loop is in bf16, on a CPU in fp32). The bare loop, which has the toolkit's kernels but no Accelerate, runs
+- gpt2: 124M, sequences of 1,024 tokens, in bf16, the toolkit compiled (on a GPU the others too; there the
+  plain loop is in bf16, on a CPU in fp32). The bare loop, which has the toolkit's kernels but no Accelerate, runs
   against the toolkit alone, after the others.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
 - tiny: to try this script.
@@ -149,7 +149,7 @@ def compete(
 def build_job(
     contestant: str, size: Size, shape: dict, batch_size: int, data_dir: Path, cuda: bool
 ) -> dict:
-    """What a contestant is told; HF's Trainer is compiled on a GPU only, as is the plain loop, there in bf16."""
+    """What a contestant is told. HF's Trainer and the plain loop, there in bf16, are compiled on a GPU only."""
     own = contestant in OVERHEAD
     return {
         "contestant": contestant,
