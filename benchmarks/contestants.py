@@ -23,6 +23,7 @@ from gpt2_accel.model import GPT, GPTConfig
 
 WARMUP = 2
 ENDLESS = 10**7  # updates: the parent says when it is enough
+HF_DEFAULTS = "HF Trainer, its dropout"
 LEARNING_RATE, BETA2 = 6e-4, 0.95
 
 
@@ -94,8 +95,15 @@ def toolkit(job: Job, gate: Gate) -> None:
 
 
 def hf_trainer(job: Job, gate: Gate) -> None:
-    """`transformers.Trainer` with the same model in `transformers`, no cache and no dropout."""
-    from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    """`transformers.Trainer` with the same model in `transformers`, no cache; without dropout, unless the
+    contestant's name says that it has that of `GPT2Config`."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     from gpt2_accel.convert import hf_config
 
@@ -106,6 +114,8 @@ def hf_trainer(job: Job, gate: Gate) -> None:
     on_cpu = gate.device.type == "cpu"
     config = hf_config(GPTConfig(**job.shape), end_of_text=None)
     config.use_cache = False
+    if job.contestant == HF_DEFAULTS:
+        config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = GPT2Config().attn_pdrop
     arguments = TrainingArguments(
         output_dir=job.output_dir,
         use_cpu=on_cpu,
@@ -207,6 +217,7 @@ def batches(job: Job, gate: Gate) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
     "gpt2_accel": toolkit,
     "HF Trainer": hf_trainer,
+    HF_DEFAULTS: hf_trainer,
     "plain loop": plain_loop,
     "bare loop": bare_loop,
     "matmul": matmul,
