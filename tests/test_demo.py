@@ -65,7 +65,7 @@ class Server:
         """Ends it by Ctrl-C; returns what it printed."""
         self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.communicate(timeout=10)[0]
+            return self.process.communicate(timeout=60)[0]
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
