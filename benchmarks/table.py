@@ -29,6 +29,7 @@ def main() -> None:
             )
         ),
         "bench generation": generation(options.results),
+        "bench ladder": ladder(options.results),
     }
     readme = Path(options.readme)
     text = readme.read_text(encoding="utf-8")
@@ -222,6 +223,13 @@ def parts_table(result: dict) -> str:
         ),
     ]
     return f"{describe_machine(result)}\n\n{markdown(('part', 'measured'), rows)}"
+
+
+def ladder(folder: str | Path) -> str:
+    """What `recipes/speed_ladder.py` left in `ladder/` of each kind of device, headings aside."""
+    found = (Path(folder) / kind / "ladder" / "speed_ladder.md" for kind in ("cpu", "cuda"))
+    texts = [path.read_text(encoding="utf-8").strip() for path in found if path.exists()]
+    return "\n\n".join(text.lstrip("# ") for text in texts) or f"The ladder: {NOT_MEASURED}."
 
 
 def generation(folder: str | Path) -> str:
