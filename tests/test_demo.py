@@ -50,6 +50,8 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # Where these tests run in a shell's background, Ctrl-C is ignored, also by what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for _ in range(600):
             if self.process.poll() is not None:
@@ -65,7 +67,7 @@ class Server:
         """Ends it by Ctrl-C; returns what it printed."""
         self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.communicate(timeout=60)[0]
+            return self.process.communicate(timeout=10)[0]
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
