@@ -16,6 +16,7 @@ from typing import TextIO
 
 import torch
 from timing import matmul_flops, peak_memory, synchronize, this_device
+from training import HF_DEFAULTS
 
 from gpt2_accel.model import GPT, GPTConfig
 
@@ -23,7 +24,6 @@ from gpt2_accel.model import GPT, GPTConfig
 
 WARMUP = 2
 ENDLESS = 10**7  # updates: the parent says when it is enough
-HF_DEFAULTS = "HF Trainer, its dropout"
 LEARNING_RATE, BETA2 = 6e-4, 0.95
 
 
@@ -156,7 +156,8 @@ class Windows(torch.utils.data.Dataset):
 
 def plain_loop(job: Job, gate: Gate) -> None:
     """nanoGPT's loop: the loss from all logits. Its vocabulary has the pad rows too, as nanoGPT's has."""
-    from nanogpt import PlainLoss, plain_optimizer, update
+    from nanogpt import plain_optimizer, update
+    from slow_model import PlainLoss
 
     shape = GPTConfig(**job.shape)
     model = GPT(GPTConfig(**{**job.shape, "vocab_size": shape.padded_vocab_size})).to(gate.device)

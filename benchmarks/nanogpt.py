@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from slow_model import PlainLoss
 
 from gpt2_accel.model import GPT, GPTConfig
 
@@ -21,18 +21,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 CPU_SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "bias": False}
 BATCH_SIZE, UPDATES, WARMUP, EVAL_EVERY, EVAL_BATCHES = 12, 2000, 100, 250, 20
 PEAK, LOWEST = 1e-3, 1e-4
-
-
-class PlainLoss(torch.nn.Module):
-    """The loss of `model` as most programs write it: from the logits of all positions at once."""
-
-    def __init__(self, model: GPT):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(B, T) each -> the mean cross-entropy, a scalar."""
-        return F.cross_entropy(self.model(input_ids).flatten(0, 1), targets.flatten())
 
 
 def plain_optimizer(model: GPT, lr: float, beta2: float) -> torch.optim.AdamW:

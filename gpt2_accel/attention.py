@@ -2,7 +2,7 @@
 
 There, in sequences of up to `SHORT` tokens, it is written out as products and a softmax. In longer ones torch's
 forward stays, which never holds all probabilities, and the backward goes through blocks of keys, in products that
-use the CPU's matrix units. It needs a compiler to be faster: uncompiled all is torch's.
+use the CPU's matrix units; that one is faster only in a compiled model, and elsewhere left to torch.
 
 Shape letters as in `model.py`, and D channels of a head.
 """
