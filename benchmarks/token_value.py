@@ -1,124 +1,172 @@
-"""What a token buys: Muon with half the tokens against AdamW, each at its best learning rate and schedule.
+"""What a token buys: the loss that AdamW reaches, and Muon with a half, a third and a quarter of its tokens.
 
-    python benchmarks/token_value.py
+    python benchmarks/token_value.py --corpus data/python_stdlib
 
-On two corpora (the Python standard library in a BPE of 4,096, and tiny Shakespeare in characters, as `quickstart.py`
-and `shakespeare_char.py` prepare them) and two sizes of model. AdamW has `--updates` updates, Muon half of them. Each tries learning rates
-under a linear schedule, then the other schedules at the best of them; then Muon tries batches half and twice as
-large over the same tokens. A figure is the loss over the whole validation split, or its first 131,072 tokens.
+On a corpus as `quickstart.py` (Python's standard library, in a BPE of 4,096) or `shakespeare_char.py` (tiny
+Shakespeare, in characters) prepare them, with two sizes of model, in updates of 12 x 64 tokens: nanoGPT's settings for a
+CPU; AdamW at its best learning rate under a linear schedule, to a factor of two, and there under other schedules;
+Muon the same with half of the updates, then in batches half and twice as large over the same tokens, then with fewer
+tokens at what was best. A figure is the loss in nats per token over the validation split, or its first 131,072 tokens. Runs
+that the results hold already are not run again.
 """
 
 import itertools
-import json
+import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from results import RESULTS, read_result, write_result
 from timing import this_device
 
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.optim import SCHEDULES, build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 
-LENGTH = 128
-SIZES = {"small": (2, 2, 96), "medium": (4, 2, 128)}
-RATES = {"adamw": (2e-3, 4e-3, 8e-3), "muon": (4e-3, 8e-3, 1.6e-2)}
+LENGTH = 64
+SIZES = {"4 layers of 128": (4, 4, 128), "6 layers of 192": (6, 6, 192)}
+FIRST_RATE = {
+    "adamw": 2e-3,
+    "muon": 8e-3,
+}  # of a search that doubles or halves it until that is worse
+WARMUP = 0.05  # of the updates
 
 
 @dataclass
 class Study:
-    corpora: list[str] = setting(
-        ["data/python_stdlib", "data/shakespeare_char"],
-        "folders of token shards, as recipes make them",
-    )
-    updates: int = setting(300, "of AdamW; Muon has half of them")
-    sequences: int = setting(8, "of 128 tokens in an update")
-    output: str = setting("benchmarks/results/token_value.json", "file for the figures")
+    corpus: str = setting("data/python_stdlib", "folder of token shards, as a recipe makes it")
+    updates: int = setting(2000, "of AdamW; Muon has half of them, and fewer")
+    results: str = setting(str(RESULTS), "folder for the figures")
 
 
-@dataclass
-class Result:
-    """One run: what it was, its validation loss in nats, and its seconds, evaluation left out."""
+@dataclass(frozen=True)
+class Trial:
+    """The settings of one run."""
 
-    corpus: str
     size: str
     optimizer: str
     rate: float
-    schedule: str
-    sequences: int
-    tokens: int
+    updates: int
+    schedule: str = "linear"
+    sequences: int = 12
+    min_ratio: float = 0.0
+    beta2: float = 0.95
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, its validation loss in nats per token, and the seconds of its updates, each taken as the median one."""
+
+    trial: Trial
     loss: float
     seconds: float
 
 
+class Runs:
+    """The runs on one corpus: those of the results, and new ones, which are added to them."""
+
+    def __init__(self, config: Study):
+        self.config = config
+        self.name = f"token_value-{Path(config.corpus).name}"
+        found = read_result(self.name, this_device().type, config.results) or {"runs": []}
+        self.done = {
+            trial: Outcome(trial, **own)
+            for own in found["runs"]
+            for trial in [Trial(**own.pop("trial"))]
+        }
+
+    def run(self, trial: Trial) -> Outcome:
+        """What came of `trial`."""
+        if trial not in self.done:
+            self.done[trial] = train(self.config.corpus, trial)
+            print(*asdict(self.done[trial]).values(), flush=True)
+            runs = [asdict(outcome) for outcome in self.done.values()]
+            write_result(self.name, {"length": LENGTH, "runs": runs}, self.config.results)
+        return self.done[trial]
+
+
 def main() -> None:
     config = parse_config(Study)
-    results: list[Result] = []
-    for corpus, size in itertools.product(config.corpora, SIZES):
-        results += contest(config, corpus, size)
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.output).write_text(json.dumps([vars(r) for r in results], indent=1) + "\n")
-    print(table(results))
+    runs = Runs(config)
+    for size in SIZES:
+        runs.run(nanogpt(size, config.updates))
+        for optimizer, updates in (("adamw", config.updates), ("muon", config.updates // 2)):
+            best = search(runs, size, optimizer, updates)
+        for trial in itertools.chain(other_batches(best), fewer_tokens(best, config.updates)):
+            runs.run(trial)
 
 
-def contest(config: Study, corpus: str, size: str) -> list[Result]:
-    """Both optimizers on one corpus with one size of model: all of their runs."""
-    results = []
-    for optimizer, updates in (("adamw", config.updates), ("muon", config.updates // 2)):
-        own = [
-            train(corpus, size, optimizer, rate, "linear", config.sequences, updates)
-            for rate in RATES[optimizer]
-        ]
-        rate = min(own, key=lambda r: r.loss).rate
-        own += [
-            train(corpus, size, optimizer, rate, schedule, config.sequences, updates)
-            for schedule in SCHEDULES
-            if schedule not in ("linear", "constant")
-        ]
-        results += own
-    best = min(own, key=lambda r: r.loss)
-    for factor in (0.5, 2):  # the rate as the square root of the batch
-        sequences, updates = int(config.sequences * factor), int(config.updates // 2 / factor)
-        rate = best.rate * factor**0.5
-        results.append(train(corpus, size, "muon", rate, best.schedule, sequences, updates))
-    return results
+def nanogpt(size: str, updates: int) -> Trial:
+    """nanoGPT's settings for a CPU."""
+    return Trial(size, "adamw", 1e-3, updates, "cosine", min_ratio=0.1, beta2=0.99)
 
 
-def train(
-    corpus: str, size: str, optimizer: str, rate: float, schedule: str, sequences: int, updates: int
-) -> Result:
-    """Trains a new model of `size`, prints and returns what came of it."""
+def search(runs: Runs, size: str, optimizer: str, updates: int) -> Trial:
+    """The best learning rate under a linear schedule, and the best schedule there."""
+
+    def loss(trial: Trial) -> float:
+        return runs.run(trial).loss
+
+    best = Trial(size, optimizer, FIRST_RATE[optimizer], updates)
+    for factor in (2, 0.5):
+        while loss(other := replace(best, rate=best.rate * factor)) < loss(best):
+            best = other
+    return min((replace(best, schedule=name) for name in ("linear", "cosine", "wsd")), key=loss)
+
+
+def other_batches(trial: Trial) -> Iterator[Trial]:
+    """Half and twice the batch over the same tokens; the rate as the square root of the batch."""
+    for factor in (0.5, 2):
+        yield replace(
+            trial,
+            sequences=int(trial.sequences * factor),
+            updates=int(trial.updates / factor),
+            rate=trial.rate * factor**0.5,
+        )
+
+
+def fewer_tokens(trial: Trial, updates: int) -> Iterator[Trial]:
+    """A third and a quarter of the tokens of so many updates."""
+    return (replace(trial, updates=updates // part) for part in (3, 4))
+
+
+def train(corpus: str, trial: Trial) -> Outcome:
+    """Trains a new model as `trial` says."""
     device = this_device()
     torch.manual_seed(0)
-    n_layer, n_head, n_embd = SIZES[size]
+    n_layer, n_head, n_embd = SIZES[trial.size]
     vocab_size = read_manifest(corpus)["tokenizer"]["vocab_size"]
     model = GPT(GPTConfig(vocab_size, LENGTH, n_layer, n_head, n_embd)).to(device)
-    optim = build_optimizer(model, optimizer, lr=rate)
+    optimizer = build_optimizer(model, trial.optimizer, lr=trial.rate, betas=(0.9, trial.beta2))
     shape = {"sequence_length": LENGTH, "device": device}
-    loader = TrainLoader(open_split(corpus, "train"), micro_batch_size=sequences, seed=0, **shape)
-    begun = time.perf_counter()
-    for step in range(updates):
+    loader = TrainLoader(
+        open_split(corpus, "train"), micro_batch_size=trial.sequences, seed=0, **shape
+    )
+    warmup = int(WARMUP * trial.updates)
+    seconds = []
+    for step in range(trial.updates):
+        begun = time.perf_counter()
         lr = learning_rate(
-            step, peak=rate, schedule=schedule, warmup_steps=20, max_steps=updates, min_ratio=0.0
+            step,
+            peak=trial.rate,
+            schedule=trial.schedule,
+            warmup_steps=warmup,
+            max_steps=trial.updates,
+            min_ratio=trial.min_ratio,
         )
-        set_learning_rate(optim, lr)
-        for input_ids, targets in loader.update(step * sequences, sequences):
+        set_learning_rate(optimizer, lr)
+        for input_ids, targets in loader.update(step * trial.sequences, trial.sequences):
             model(input_ids, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optim.step()
-        optim.zero_grad()
-    seconds = time.perf_counter() - begun
-    loss = evaluate(
-        model, EvalLoader(open_split(corpus, "val"), batch_size=32, max_tokens=2**17, **shape)
-    )
-    tokens = updates * sequences * LENGTH
-    name = Path(corpus).name
-    result = Result(name, size, optimizer, rate, schedule, sequences, tokens, loss, seconds)
-    print(*vars(result).values(), sep="\t", flush=True)
-    return result
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+    windows = EvalLoader(open_split(corpus, "val"), batch_size=64, max_tokens=2**17, **shape)
+    return Outcome(trial, evaluate(model, windows), statistics.median(seconds) * trial.updates)
 
 
 @torch.no_grad()
@@ -129,25 +177,6 @@ def evaluate(model: GPT, loader: EvalLoader) -> float:
         nats += float(model(input_ids, targets, reduction="none").sum())
         count += int((targets != -100).sum())
     return nats / count
-
-
-def table(results: list[Result]) -> str:
-    """For each corpus and size the best of each optimizer, as Markdown."""
-    lines = [
-        "| corpus | model | optimizer | best rate, schedule, batch | tokens | loss | seconds |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|")
-    order = ("corpus", "size", "optimizer")
-    for key, group in itertools.groupby(
-        sorted(results, key=lambda r: tuple(getattr(r, name) for name in order)),
-        key=lambda r: tuple(getattr(r, name) for name in order),
-    ):
-        best = min(group, key=lambda r: r.loss)
-        settings = f"{best.rate:.1e}, {best.schedule}, {best.sequences} x {LENGTH}"
-        lines.append(
-            f"| {' | '.join(key)} | {settings} | {best.tokens:,} | {best.loss:.3f} | {best.seconds:.0f} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from train_script import main
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, parse_config
-from gpt2_accel.train import train
 
 
-def main() -> None:
+def sharded() -> None:
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    train(parse_config(TrainConfig))
+    main()
 
 
-cli.run(main)
+cli.run(sharded)

@@ -215,6 +215,32 @@ def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp
     assert "muon works on whole matrices" in accelerate("8xa100_fsdp2", *flags).stderr
 
 
+def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir, tmp_path):
+    changes = {"micro_batch_size": 4, "total_batch_size": 16 * 32}
+    plain = run(tiny_config(data_dir, tmp_path / "plain", **changes))
+    chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
+
+    def chunked(name, *launched, **more):
+        changed = {**changes, "micro_batch_size": 2, **more}
+        flags = as_flags(tiny_config(data_dir, tmp_path / name, **changed))
+        done = accelerate(*launched, *flags, processes=2, **chunks)
+        assert done.returncode == 0, done.stderr
+        return losses(metrics(tmp_path / name))
+
+    ddp, fsdp = ("8xa100", "tests/train_script.py"), ("8xa100_fsdp2", "tests/fsdp_script.py")
+    in_fp32 = ("--mixed_precision", "no")
+    eager = ("--dynamo_backend", "no")
+    found = [
+        chunked("ddp", ddp[0], *in_fp32, *eager, ddp[1]),
+        chunked("compiled", ddp[0], *in_fp32, ddp[1]),
+        chunked("fsdp", fsdp[0], *in_fp32, fsdp[1]),
+    ]
+    assert found == [pytest.approx(losses(plain), abs=1e-5)] * 3
+    # In bf16 within its rounding.
+    found = [chunked("ddp_bf16", *ddp), chunked("fsdp_bf16", *fsdp)]
+    assert found == [pytest.approx(losses(plain), abs=0.02)] * 2
+
+
 # Schedules
 
 

@@ -80,6 +80,34 @@ def test_a_loss_scale_and_its_absence_give_the_same_gradients():
         torch.testing.assert_close(one, other)
 
 
+def test_fp16_learns_with_a_real_scaler_which_skips_what_overflows():
+    inputs, start, targets = problem()
+
+    def train(scale):
+        weight, square = start.clone().requires_grad_(), torch.eye(C, requires_grad=True)
+        optimizer = torch.optim.SGD([weight, square], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
+        losses = []
+        for _ in range(30):
+            with torch.autocast("cpu", torch.float16, enabled=scale > 0):
+                x = F.linear(inputs, square)
+                loss = linear_cross_entropy(x, weight, targets, vocab_size=VOCAB)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    exact = train(0)
+    assert exact[-1] < exact[0] - 1
+    assert train(2.0**12) == pytest.approx(exact, abs=5e-3)
+    overflows = train(2.0**24)  # the gradient of x in fp16, until the scale is small enough
+    skipped = overflows.count(overflows[0]) - 1
+    assert 2 < skipped < 15
+    assert overflows[skipped:] == pytest.approx(exact[: 30 - skipped], abs=5e-3)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_loss_of_each_row_and_their_mean(grad):
     x, weight, targets = problem()

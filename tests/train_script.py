@@ -1,7 +1,20 @@
-"""A recipe without defaults of its own, for tests that launch processes."""
+"""A recipe without defaults of its own, for tests that launch processes.
 
-from gpt2_accel import cli
+`LOGITS_AT_ONCE` in the environment lets the loss work in chunks at a test's size too.
+"""
+
+import os
+
+from gpt2_accel import cli, loss
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.train import train
 
-cli.run(lambda: train(parse_config(TrainConfig)))
+loss.LOGITS_AT_ONCE = int(os.environ.get("LOGITS_AT_ONCE", loss.LOGITS_AT_ONCE))
+
+
+def main() -> None:
+    train(parse_config(TrainConfig))
+
+
+if __name__ == "__main__":
+    cli.run(main)

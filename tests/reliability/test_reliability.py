@@ -379,6 +379,8 @@ EXACT = [
     (2, 2, "bf16", "aot_eager", "muon", "mid-epoch"),
     (1, 1, "bf16", "no", "adamw", "ramp"),
     (2, 2, "no", "aot_eager", "muon", "ramp"),
+    (1, 2, "bf16", "inductor", "muon", "long"),
+    (2, 1, "bf16", "inductor", "adamw", "long"),
 ]
 
 
@@ -405,6 +407,10 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, tmp_path, times, case):
         ramp = {"ramp_tokens": 24 * 32, "ramp_start": 2}
         settings |= ramp | {"max_steps": 7, "micro_batch_size": 1}
     env = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": backend}
+    if cut == "long":  # attention in blocks of keys, the loss in chunks of rows
+        long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
+        settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
+        env["LOGITS_AT_ONCE"] = str(100 * 384)
 
     def complete(folder, **changes):
         config = tiny_config(data_dir, tmp_path / folder, **settings, **changes)
