@@ -103,19 +103,20 @@ def chunked(
             x_rows, t = x[start : start + rows], targets[start : start + rows, None]
             counts = t != -100
             t = t.clamp(min=0)
+            row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
-            at_target = logits.gather(1, t).to(wide)
+            at_target = logits[row, t].to(wide)
             log_sum = torch.cat([softmax_(part, scale) for part in logits.split(at_once)])
             gradient = logits  # by now
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
             # Softmax less one at the target, where most of the gradient is: exact also when both are close.
-            gradient.scatter_(1, t, (log_probability.expm1() * scale).to(gradient.dtype))
+            gradient[row, t] = (log_probability.expm1() * scale).to(gradient.dtype)
             grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
             # To transpose the small factor takes less than a product along the rows of the large one.
             add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
-    return total, grad_x, grad_w.div_(scale)
+    return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
 
 
 @chunked.register_fake

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.attention import attention
+from gpt2_accel.gelu import gelu
 from gpt2_accel.loss import linear_cross_entropy
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
@@ -133,7 +134,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C)."""
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
+        x = self.c_proj(gelu(self.c_fc(x), self.gelu))
         return F.dropout(x, self.dropout, self.training)
 
 
