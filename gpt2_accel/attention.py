@@ -1,8 +1,8 @@
 """Causal attention: torch's own, except in bf16 on a CPU, where its backward is slow.
 
-There, in sequences of up to `SHORT` tokens, it is written out as products and a softmax. In longer ones torch's
-forward stays, which never holds all probabilities, and the backward goes through blocks of keys, in products that
-use the CPU's matrix units; that one is faster only in a compiled model, and elsewhere left to torch.
+There, in sequences of up to `SHORT` tokens, it is written out as products and a softmax. Longer ones go through
+blocks of queries forward, through blocks of keys backward, so that all probabilities never exist at once; that is
+faster only in a compiled model, and elsewhere left to torch.
 
 Shape letters as in `model.py`, and D channels of a head.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gpt2_accel.fused import fused
 
 SHORT = 256  # on 2 cores with AMX, 12 heads of 64: 17 ms against 70 at T = 64, 44 against 56 at 256
-KEYS_AT_ONCE = 256
+BLOCK = 256  # queries, or keys
 LOG2E = math.log2(math.e)  # 2 ** x takes less time than e ** x
 
 
@@ -62,14 +62,26 @@ def causal_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q, k, v: (B, H, T, D) bf16 on a CPU -> attention, the same, and, not differentiable, the logarithm of the
     sum of the exponentials of each query's scores, (B, H, T) fp32."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    B, H, T, D = q.shape
+    y = q.new_empty(B, T, H, D).transpose(1, 2)  # as the model goes on with it
+    log_sums = q.new_empty(B, H, T, dtype=torch.float32)
+    q, k, v = (part.reshape(-1, T, D) for part in (q, k, v))
+    for start in range(0, T, BLOCK):
+        queries, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
+        # A product copies what is not contiguous, and slower.
+        scores = q[:, queries].contiguous() @ k[:, seen].contiguous().mT
+        scores[:, :, start:] += future(scores.shape[1], scores)
+        weights, total, log_sum = fused(exponentials)(scores, 1 / math.sqrt(D))
+        y[:, :, queries] = (weights @ v[:, seen] / total).view(B, H, -1, D)
+        log_sums[:, :, queries] = log_sum.view(B, H, -1)
+    return y, log_sums
 
 
 @causal_attention.register_fake
 def _(q, k, v):
     B, H, T, D = q.shape
-    log_sums = q.new_empty(B, T, H, dtype=torch.float32)
-    return q.new_empty(B, T, H, D).transpose(1, 2), log_sums.transpose(1, 2)
+    log_sums = q.new_empty(B, H, T, dtype=torch.float32)
+    return q.new_empty(B, T, H, D).transpose(1, 2), log_sums
 
 
 @torch.library.custom_op("gpt2_accel::causal_attention_backward", mutates_args=())
@@ -90,24 +102,38 @@ def causal_attention_backward(
     grad, q, k, v = (part.reshape(-1, T, D) for part in (grad, q, k, v))
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    for start in range(0, T, KEYS_AT_ONCE):
-        keys, seeing = slice(start, start + KEYS_AT_ONCE), slice(start, None)
-        scores = q[:, seeing] @ k[:, keys].mT
+    for start in range(0, T, BLOCK):
+        keys, seeing = slice(start, start + BLOCK), slice(start, None)
+        k_block, v_block = k[:, keys].contiguous(), v[:, keys].contiguous()
+        q_seeing, grad_seeing = q[:, seeing].contiguous(), grad[:, seeing].contiguous()
+        scores = q_seeing @ k_block.mT
         width = scores.shape[2]
         scores[:, :width] += future(width, scores)
-        slopes = grad[:, seeing] @ v[:, keys].mT
+        slopes = grad_seeing @ v_block.mT
         probabilities, slopes = fused(score_gradients)(
             scores, slopes, log_sums[:, seeing], delta[:, seeing], 1 / math.sqrt(D)
         )
-        grad_v[:, keys] = probabilities.mT @ grad[:, seeing]
-        grad_k[:, keys] = slopes.mT @ q[:, seeing]
-        grad_q[:, seeing] += slopes @ k[:, keys]
+        grad_v[:, keys] = probabilities.mT @ grad_seeing
+        grad_k[:, keys] = slopes.mT @ q_seeing
+        grad_q[:, seeing] += slopes @ k_block
     return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
 
 
 @causal_attention_backward.register_fake
 def _(grad, q, k, v, y, log_sums):
     return tuple(part.new_empty(part.shape) for part in (q, k, v))
+
+
+def exponentials(
+    scores: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The softmax of scores times `scale`, (N, queries, keys), before it is divided by the sum over the keys; that
+    sum, and its logarithm as it would be without the largest score taken off, (N, queries, 1) fp32."""
+    wide = scores.float() * (scale * LOG2E)
+    largest = wide.amax(dim=-1, keepdim=True)
+    powers = torch.exp2(wide - largest)
+    total = powers.sum(dim=-1, keepdim=True)
+    return powers.to(scores.dtype), total, largest / LOG2E + total.log()
 
 
 def score_gradients(
