@@ -1,6 +1,7 @@
 """What the launch gives: processes, devices, precision, compilation, and whether they work."""
 
 import ctypes
+import hashlib
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     """
     # By default in the temporary folder: after a restart of the machine all would be compiled anew.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
+    torch.compiler.config.cache_key_tag = operators_mark()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -60,6 +62,14 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
 def user_cache() -> Path:
     """Where this program keeps, for the user, what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
+
+
+def operators_mark() -> str:
+    """SHA-256 (hex) of the modules whose operators a compiler calls without looking inside: without it, what
+    another release of them had compiled would be taken from the cache."""
+    here = Path(__file__).parent
+    sources = [(here / name).read_bytes() for name in ("attention.py", "loss.py")]
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def save_on_memory() -> None:

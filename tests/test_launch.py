@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -437,3 +438,35 @@ def test_a_trace_of_some_updates(data_dir, tmp_path):
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"ProfilerStep#5", "ProfilerStep#6"} <= names
     assert any("addmm" in name for name in names)
+
+
+COMPILE = """
+import torch
+from gpt2_accel.attention import attention
+from gpt2_accel.launch import build_accelerator
+
+build_accelerator()
+q = torch.randn(1, 2, 300, 16).bfloat16().requires_grad_()
+torch.compile(attention)(q, q, q).sum().backward()
+"""
+
+
+def test_what_an_older_release_compiled_is_not_taken_from_the_cache(tmp_path):
+    shutil.copytree(ROOT / "gpt2_accel", tmp_path / "gpt2_accel")
+
+    def compile_attention():
+        return subprocess.run(
+            [sys.executable, "-c", COMPILE],
+            cwd=tmp_path,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+        )
+
+    assert compile_attention().returncode == 0
+    path = tmp_path / "gpt2_accel" / "attention.py"
+    text = path.read_text()
+    assert text.count("q.new_empty(B, T, H, D).transpose(1, 2)") == 2
+    path.write_text(text.replace("q.new_empty(B, T, H, D).transpose(1, 2)", "torch.empty_like(v)"))
+    done = compile_attention()
+    assert done.returncode == 0, done.stderr
