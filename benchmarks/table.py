@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from results import RESULTS, read_result
+from token_table import HEAD, studies, to_nanogpts_loss, token_rows
 
 README = Path(__file__).parent.parent / "README.md"
 NOT_MEASURED, NO_GPU = "not measured", "no GPU at hand"
@@ -28,6 +29,7 @@ def main() -> None:
                 None, (targets(options.results), *(speeds(kind, options.results) for kind in kinds))
             )
         ),
+        "bench tokens": tokens(options.results),
         "bench generation": generation(options.results),
         "bench ladder": ladder(options.results),
     }
@@ -71,6 +73,7 @@ def targets(folder: str | Path) -> str:
         *against(gpt2, "124M on a CPU against a plain loop in fp32", "plain loop", 4.5, 0.55),
         share("124M on a CPU: share of the bf16 matmul ceiling", gpt2, 0.4),
         shakespeare_row(shakespeare),
+        tokens_row(folder),
         overhead("124M", gpt2, 0.02),
         overhead("the baby's size", baby, 0.05),
         speedup(
@@ -137,6 +140,19 @@ def shakespeare_row(result: dict | None) -> Row:
     loss = max(result["recipe"]["loss"])
     reached = result["speed"]["median"] >= aim and loss <= result["goal"]
     return row(what, f"≥ {aim:g} x", f"{spread(result['speed'], ' x')}, loss {loss:.3f}", reached)
+
+
+def tokens_row(folder: str | Path) -> Row:
+    """The row of what a token buys: of all studies the one in which Muon needs the largest share of tokens."""
+    what, aim = "the loss of nanoGPT's CPU settings: share of their tokens that Muon needs", 0.5
+    found = {study["title"]: to_nanogpts_loss(study) for study in studies(folder)}
+    if not found:
+        return row(what, f"≤ {aim:.0%}", None, None)
+    missed = [title for title, shares in found.items() if shares is None]
+    if missed:
+        return row(what, f"≤ {aim:.0%}", f"not reached: {', '.join(missed)}", False)
+    share, time = map(max, zip(*found.values(), strict=True))
+    return row(what, f"≤ {aim:.0%}", f"{share:.0%}, in {time:.0%} of their time", share <= aim)
 
 
 def best_generation(result: dict | None) -> Summary | None:
@@ -223,6 +239,18 @@ def parts_table(result: dict) -> str:
         ),
     ]
     return f"{describe_machine(result)}\n\n{markdown(('part', 'measured'), rows)}"
+
+
+def tokens(folder: str | Path) -> str:
+    """What a token buys: the loss of each optimizer, schedule, batch and number of tokens."""
+    found = studies(folder)
+    if not found:
+        return f"What a token buys: {NOT_MEASURED}."
+    head = (*HEAD, *(study["title"] for study in found))
+    return (
+        f"The loss over the validation split at the best of the learning rates tried, and that rate. "
+        f"{describe_machine(found[0])}\n\n{markdown(head, token_rows(folder))}"
+    )
 
 
 def ladder(folder: str | Path) -> str:

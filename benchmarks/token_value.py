@@ -6,20 +6,19 @@ On a corpus as `quickstart.py` (Python's standard library, in a BPE of 4,096) or
 Shakespeare, in characters) prepare them, with two sizes of model, in updates of 12 x 64 tokens: nanoGPT's settings for a
 CPU; AdamW at its best learning rate under a linear schedule, to a factor of two, and there under other schedules;
 Muon the same with half of the updates, then in batches half and twice as large over the same tokens, then with fewer
-tokens at what was best. A figure is the loss in nats per token over the validation split, or its first 131,072 tokens. Runs
-that the results hold already are not run again.
+tokens at what was best. A figure is the loss in nats per token over the validation split, or its first 131,072
+tokens. Runs that the results hold already are not run again. At the end an update of each kind is timed, in turns.
 """
 
 import itertools
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from results import RESULTS, read_result, write_result
-from timing import this_device
+from results import RESULTS, read_result, summary, write_result
+from timing import synchronize, this_device
 
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import parse_config, setting
@@ -29,11 +28,9 @@ from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 
 LENGTH = 64
 SIZES = {"4 layers of 128": (4, 4, 128), "6 layers of 192": (6, 6, 192)}
-FIRST_RATE = {
-    "adamw": 2e-3,
-    "muon": 8e-3,
-}  # of a search that doubles or halves it until that is worse
+FIRST_RATE = {"adamw": 2e-3, "muon": 8e-3}  # a search doubles or halves it until that is worse
 WARMUP = 0.05  # of the updates
+WARM_UP, TIMED = 3, 50  # updates, of those that are timed
 
 
 @dataclass
@@ -59,11 +56,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, its validation loss in nats per token, and the seconds of its updates, each taken as the median one."""
+    """A run, and its validation loss in nats per token."""
 
     trial: Trial
     loss: float
-    seconds: float
 
 
 class Runs:
@@ -73,20 +69,21 @@ class Runs:
         self.config = config
         self.name = f"token_value-{Path(config.corpus).name}"
         found = read_result(self.name, this_device().type, config.results) or {"runs": []}
-        self.done = {
-            trial: Outcome(trial, **own)
-            for own in found["runs"]
-            for trial in [Trial(**own.pop("trial"))]
-        }
+        outcomes = [Outcome(Trial(**run["trial"]), run["loss"]) for run in found["runs"]]
+        self.done = {outcome.trial: outcome for outcome in outcomes}
 
     def run(self, trial: Trial) -> Outcome:
         """What came of `trial`."""
         if trial not in self.done:
             self.done[trial] = train(self.config.corpus, trial)
             print(*asdict(self.done[trial]).values(), flush=True)
-            runs = [asdict(outcome) for outcome in self.done.values()]
-            write_result(self.name, {"length": LENGTH, "runs": runs}, self.config.results)
+            self.write()
         return self.done[trial]
+
+    def write(self, **figures: object) -> None:
+        """Writes what has been run so far, and further `figures`."""
+        runs = [asdict(outcome) for outcome in self.done.values()]
+        write_result(self.name, {"length": LENGTH, "runs": runs, **figures}, self.config.results)
 
 
 def main() -> None:
@@ -98,6 +95,7 @@ def main() -> None:
             best = search(runs, size, optimizer, updates)
         for trial in itertools.chain(other_batches(best), fewer_tokens(best, config.updates)):
             runs.run(trial)
+    runs.write(updates=update_times(config.corpus, list(runs.done)))
 
 
 def nanogpt(size: str, updates: int) -> Trial:
@@ -134,39 +132,75 @@ def fewer_tokens(trial: Trial, updates: int) -> Iterator[Trial]:
     return (replace(trial, updates=updates // part) for part in (3, 4))
 
 
-def train(corpus: str, trial: Trial) -> Outcome:
-    """Trains a new model as `trial` says."""
-    device = this_device()
-    torch.manual_seed(0)
-    n_layer, n_head, n_embd = SIZES[trial.size]
-    vocab_size = read_manifest(corpus)["tokenizer"]["vocab_size"]
-    model = GPT(GPTConfig(vocab_size, LENGTH, n_layer, n_head, n_embd)).to(device)
-    optimizer = build_optimizer(model, trial.optimizer, lr=trial.rate, betas=(0.9, trial.beta2))
-    shape = {"sequence_length": LENGTH, "device": device}
-    loader = TrainLoader(
-        open_split(corpus, "train"), micro_batch_size=trial.sequences, seed=0, **shape
-    )
-    warmup = int(WARMUP * trial.updates)
-    seconds = []
-    for step in range(trial.updates):
-        begun = time.perf_counter()
+class Training:
+    """A new model, and the updates that `trial` says, each a call."""
+
+    def __init__(self, corpus: str, trial: Trial):
+        self.trial, device = trial, this_device()
+        torch.manual_seed(0)
+        n_layer, n_head, n_embd = SIZES[trial.size]
+        vocab_size = read_manifest(corpus)["tokenizer"]["vocab_size"]
+        self.model = GPT(GPTConfig(vocab_size, LENGTH, n_layer, n_head, n_embd)).to(device)
+        betas = (0.9, trial.beta2)
+        self.optimizer = build_optimizer(self.model, trial.optimizer, lr=trial.rate, betas=betas)
+        self.loader = TrainLoader(
+            open_split(corpus, "train"),
+            sequence_length=LENGTH,
+            micro_batch_size=trial.sequences,
+            seed=0,
+            device=device,
+        )
+
+    def __call__(self, step: int) -> None:
+        """Makes the update number `step`, from 0."""
+        trial = self.trial
         lr = learning_rate(
             step,
             peak=trial.rate,
             schedule=trial.schedule,
-            warmup_steps=warmup,
+            warmup_steps=int(WARMUP * trial.updates),
             max_steps=trial.updates,
             min_ratio=trial.min_ratio,
         )
-        set_learning_rate(optimizer, lr)
-        for input_ids, targets in loader.update(step * trial.sequences, trial.sequences):
-            model(input_ids, targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begun)
-    windows = EvalLoader(open_split(corpus, "val"), batch_size=64, max_tokens=2**17, **shape)
-    return Outcome(trial, evaluate(model, windows), statistics.median(seconds) * trial.updates)
+        set_learning_rate(self.optimizer, lr)
+        for input_ids, targets in self.loader.update(step * trial.sequences, trial.sequences):
+            self.model(input_ids, targets).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def train(corpus: str, trial: Trial) -> Outcome:
+    """Trains a new model as `trial` says."""
+    training = Training(corpus, trial)
+    for step in range(trial.updates):
+        training(step)
+    windows = EvalLoader(
+        open_split(corpus, "val"),
+        sequence_length=LENGTH,
+        batch_size=64,
+        max_tokens=2**17,
+        device=this_device(),
+    )
+    return Outcome(trial, evaluate(training.model, windows))
+
+
+def update_times(corpus: str, trials: list[Trial]) -> list[dict]:
+    """The milliseconds of an update, of each size, optimizer and batch there is in `trials`."""
+    kinds = {(trial.size, trial.optimizer, trial.sequences): trial for trial in trials}
+    trainings = [Training(corpus, trial) for trial in kinds.values()]
+    milliseconds: list[list[float]] = [[] for _ in trainings]
+    for step in range(WARM_UP + TIMED):
+        for training, found in zip(trainings, milliseconds, strict=True):
+            begun = time.perf_counter()
+            training(step)
+            synchronize(this_device())
+            found.append((time.perf_counter() - begun) * 1000)
+    return [
+        {"size": size, "optimizer": optimizer, "sequences": sequences}
+        | {"milliseconds": summary(found[WARM_UP:])}
+        for (size, optimizer, sequences), found in zip(kinds, milliseconds, strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ def benchmark(name, *args):
 def readme(folder):
     """A copy of the README in which the tables are empty."""
     path = folder / "README.md"
-    marks = ("bench", "bench generation", "bench ladder")
+    marks = ("bench", "bench tokens", "bench generation", "bench ladder")
     path.write_text(
         "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
     )
@@ -59,7 +59,8 @@ def test_the_tables_fill_the_markers_and_mark_what_was_not_measured(tmp_path):
     text = path.read_text()
     assert text.startswith("before\n<!-- bench -->\n") and text.endswith("after\n")
     assert "old" not in text
-    assert text.count("| not measured |") == 11 and text.count("| no GPU at hand |") == 3
+    assert text.count("| not measured |") == 12 and text.count("| no GPU at hand |") == 3
+    assert "What a token buys: not measured." in text
     assert "Generation: not measured." in text
 
 
@@ -108,6 +109,65 @@ def test_the_tables_hold_what_was_measured(tmp_path):
     again = path.read_text()
     benchmark("table", "--results", tmp_path, "--readme", path)
     assert path.read_text() == again
+
+
+def trial(optimizer, updates, loss, rate=4e-3, **others):
+    own = {"size": "4 layers of 128", "optimizer": optimizer, "rate": rate, "updates": updates}
+    common = {"schedule": "linear", "sequences": 12, "min_ratio": 0.0, "beta2": 0.95}
+    return {"trial": common | own | others, "loss": loss}
+
+
+def test_the_table_of_tokens_has_the_best_rate_and_what_muon_needs(tmp_path):
+    runs = [
+        trial("adamw", 2000, 1.9, 1e-3, schedule="cosine", min_ratio=0.1),
+        trial("adamw", 2000, 1.8, 2e-3),
+        trial("adamw", 2000, 1.7),
+        trial("muon", 1000, 1.6),
+        trial("muon", 500, 1.85),
+        trial("muon", 400, 1.95),
+    ]
+    kinds = [(name, 12, milliseconds) for name, milliseconds in (("adamw", 10.0), ("muon", 20.0))]
+    updates = [
+        {"size": "4 layers of 128", "optimizer": name, "sequences": sequences}
+        | {"milliseconds": spread(milliseconds)}
+        for name, sequences, milliseconds in kinds
+    ]
+    study = {"length": 64, "runs": runs, "updates": updates}
+    write(tmp_path, "token_value-shakespeare_char", study)
+    write(tmp_path, "token_value-unfinished", {"length": 64, "runs": runs})
+    path = readme(tmp_path)
+    done = benchmark("table", "--results", tmp_path, "--readme", path)
+    assert done.returncode == 0, done.stderr
+    text = path.read_text()
+    assert "| ≤ 50% | 25%, in 50% of their time | yes |" in text
+    assert "| AdamW | linear | 12 | 1.54M | 1.700 at 0.004 |" in text
+    assert "| AdamW | cosine to a tenth | 12 | 1.54M | 1.900 at 0.001 |" in text
+    assert "| Muon | linear | 12 | 0.38M | 1.850 at 0.004 |" in text
+    assert "unfinished" not in text
+    write(tmp_path, "token_value-shakespeare_char", study | {"runs": [*runs[:3], runs[-1]]})
+    benchmark("table", "--results", tmp_path, "--readme", path)
+    assert "not reached: tiny Shakespeare, 4 layers of 128 | no |" in path.read_text()
+
+
+def test_the_study_goes_on_where_it_was(data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import token_value
+
+    monkeypatch.setattr(token_value, "SIZES", {"tiny": (1, 2, 16)})
+    monkeypatch.setattr(token_value, "TIMED", 2)
+    flags = ["--corpus", str(data_dir), "--updates", "8", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["token_value.py", *flags])
+    token_value.main()
+    [path] = tmp_path.rglob("token_value-*.json")
+    found = json.loads(path.read_text())
+    assert {run["trial"]["optimizer"] for run in found["runs"]} == {"adamw", "muon"}
+    assert {run["trial"]["schedule"] for run in found["runs"]} == {"linear", "cosine", "wsd"}
+    assert {update["sequences"] for update in found["updates"]} == {6, 12, 24}
+    path.write_text(json.dumps(found | {"runs": found["runs"][:-1]}))
+    capsys.readouterr()
+    token_value.main()
+    assert capsys.readouterr().out.count("wrote") == 2  # the one run, and the times
+    assert json.loads(path.read_text())["runs"] == found["runs"]
 
 
 def test_without_a_text_the_race_is_marked(tmp_path):
