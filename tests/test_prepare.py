@@ -21,10 +21,10 @@ from conftest import LONG, ROOT, make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.data import prepare as preparation
-from gpt2_accel.data import sources
+from gpt2_accel.data import sources, tokenizing
 from gpt2_accel.data.hub import hub_pieces
-from gpt2_accel.data.prepare import Plan, carry_out, prepare
+from gpt2_accel.data.plan import Plan
+from gpt2_accel.data.prepare import carry_out, prepare
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import (
     Drawn,
@@ -364,13 +364,13 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
     tried = []
 
-    def failing(self, number, documents, progress, write=preparation.PieceWriter.write):
+    def failing(self, number, documents, progress, write=tokenizing.PieceWriter.write):
         tried.append(number)
         if len(tried) == 6:
             raise OSError("No space left on device")
         write(self, number, documents, progress)
 
-    monkeypatch.setattr(preparation.PieceWriter, "write", failing)
+    monkeypatch.setattr(tokenizing.PieceWriter, "write", failing)
     with pytest.raises(OSError, match="No space"):
         carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "d"))
@@ -407,7 +407,7 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
 def test_a_disk_that_is_too_small_is_known_before(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]))
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="0.0 GB free.*make room"):
         carry_out(plan(pieces, tmp_path / "d"))
 
