@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel.data.documents import Piece
 from gpt2_accel.data.shards import token_dtype
-from gpt2_accel.data.sources import Piece
 from gpt2_accel.tokenizer import END_OF_TEXT, fingerprint
 
 SHARD_TOKENS = 100_000_000

@@ -1,6 +1,6 @@
 """Text -> token shards, by many processes, restartable.
 
-Each piece of the corpus (`sources.py`) is tokenized into a file of its own beside a record of it
+Each piece of the corpus (`documents.py`) is tokenized into a file of its own beside a record of it
 (`tokenizing.py`). When all are there they are laid end to end and cut into shards of equal size
 (`assembly.py`), so that shards, and every byte of them, depend on the corpus and the tokenizer alone: not on
 the number of workers, nor on where a kill fell. Until that is done all is in `.NAME.partial` beside the

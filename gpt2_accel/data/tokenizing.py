@@ -24,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
-from gpt2_accel.data.sources import Document, Piece
 from gpt2_accel.files import replace_file
 from gpt2_accel.tokenizer import END_OF_TEXT, load_tokenizer, token_encoder
 
