@@ -86,7 +86,9 @@ ALLOWED = {
     "weights": set(),
     "kv_cache": {"launch", "model"},
     "generate": {"checkpoint", "config", "convert", "kv_cache", "model", "tokenizer"},
-    "checkpoint": {"convert", "files", "hub", "launch", "model"},
+    "wholeness": {"files"},
+    "tensors": {"convert", "model"},
+    "checkpoint": {"convert", "files", "hub", "launch", "model", "tensors", "wholeness"},
     "evals/__init__": set(),
     "evals/sources": set(),
     "evals/scores": set(),
@@ -94,15 +96,15 @@ ALLOWED = {
     "evals/detokenize": set(),
     "evals/harness": set(),
     "evals/table": set(),
-    "evals/scoring": {"checkpoint", "tokenizer"},
+    "evals/scoring": {"tensors", "tokenizer"},
     "evals/validation": {"data/loader", "evals/scores"},
     "evals/hellaswag": {"evals/scores", "evals/scoring", "evals/sources"},
     "evals/lambada": {"evals/scores", "evals/scoring"},
     "evals/perplexity": {
-        "checkpoint",
         "evals/detokenize",
         "evals/scores",
         "evals/scoring",
+        "tensors",
         "tokenizer",
     },
     "evals/tasks": {
@@ -127,6 +129,7 @@ KNOW_ACCELERATE = {
     "summary",
     "trackers",
     "checkpoint",
+    "tensors",
     *(
         f"evals/{name}"
         for name in [
