@@ -10,30 +10,31 @@ There is little to keep: data order, learning rate and random seeds are function
 is copied to host memory, then written behind the loop: aside, synced, checksummed, renamed.
 """
 
-import json
-import os
 import re
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel import hub
-from gpt2_accel.convert import build, save_pretrained
-from gpt2_accel.files import atomic_directory, digest, discard, plain_name, write_json
+from gpt2_accel.convert import save_pretrained
+from gpt2_accel.files import atomic_directory, discard, write_json
 from gpt2_accel.launch import is_sharded
 from gpt2_accel.model import GPT
-
-STATE = "training_state"
-MANIFEST = f"{STATE}/manifest.json"
+from gpt2_accel.tensors import (
+    full_model,
+    host_copy,
+    load_optimizer_tensors,
+    optimizer_name,
+    optimizer_tensors,
+)
+from gpt2_accel.wholeness import STATE, damage, read_state, write_manifest
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -91,51 +92,6 @@ def find_checkpoint(
             "choose another --output_dir"
         )
     return path
-
-
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if each file is as its manifest says."""
-    try:
-        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
-        files = json.loads(text)["files"]
-        if text != manifest_text(files) or not all(map(plain_name, files)):
-            return "its manifest is damaged"
-        checks = [
-            (checkpoint / name, entry["bytes"], entry["sha256"]) for name, entry in files.items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "its manifest is missing or damaged"
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return next(filter(None, pool.map(file_damage, checks)), None)
-
-
-def file_damage(check: tuple[Path, int, str]) -> str | None:
-    """What is wrong with one file: (path, its size, its SHA-256)."""
-    path, size, sha256 = check
-    try:
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
-        return None if digest(path) == sha256 else f"{path.name} does not match its checksum"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-
-
-def write_manifest(checkpoint: Path) -> None:
-    """Writes down the size and checksum of each file of a checkpoint that is complete but for this."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(checkpoint).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": digest(path),
-        }
-        for path in paths
-    }
-    (checkpoint / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
-
-
-def manifest_text(files: dict) -> str:
-    """The one way to write a manifest, so that any change of it shows."""
-    return json.dumps({"files": files}, indent=2, sort_keys=True) + "\n"
 
 
 def model_directory(name: str | Path) -> str | Path:
@@ -275,24 +231,6 @@ class CheckpointWriter:
                 discard(path)
 
 
-def full_model(accelerator: Accelerator, model: torch.nn.Module) -> GPT:
-    """A copy of the prepared model in host memory. If it is sharded all ranks call this, each shard is
-    gathered, one tensor at a time, and only the main process keeps what it gets."""
-    plain = unwrap(accelerator, model)
-    tensors = {name: host_copy(tensor) for name, tensor in plain.state_dict().items()}
-    return build(plain.config, tensors)
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in memory of their own on the host."""
-    return whole(tensor).detach().to("cpu", copy=True)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, gathered from all ranks if it is sharded; then all ranks call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def step_of(checkpoint: Path) -> int:
     """The number of updates in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
@@ -309,21 +247,6 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
         if loss is not None:
             losses[path] = loss
     return min(losses, key=losses.get, default=None)
-
-
-def read_state(checkpoint: Path) -> dict:
-    """A checkpoint's `state.json`; raises `ValueError` if that is not one of this release."""
-    path = checkpoint / STATE / "state.json"
-    kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
-    kinds |= {"scaler": dict | None, "val_loss": float | None, "run_id": str | None}
-    try:
-        state = {"run_id": None, **json.loads(path.read_text(encoding="utf-8"))}  # older: without
-        wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: resume from another checkpoint") from error
-    if wrong or state["step"] < 0:
-        raise ValueError(f"{path} is damaged: resume from another checkpoint")
-    return state
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -359,67 +282,3 @@ def load_training_state(
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
     return state
-
-
-def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> GPT:
-    """The `GPT` inside what Accelerate prepared: no DDP, no compilation.
-
-    Its forward stays in mixed precision: to take that off, Accelerate would take it off the model that
-    is being trained, for good.
-    """
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
-
-
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class inside Accelerate's wrapper, such as `AdamW`."""
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
-
-
-def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The parameters' names in the order in which the optimizer's state dict numbers them."""
-    return [name for group in optimizer.param_groups for name in group["param_names"]]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `<parameter>/<state>` -> tensor."""
-    names = parameter_names(optimizer)
-    return {
-        f"{names[number]}/{key}": tensor
-        for number, values in optimizer.state_dict()["state"].items()
-        for key, tensor in values.items()
-    }
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], source: Path
-) -> None:
-    """The inverse of `optimizer_tensors`; the settings stay those of `optimizer`.
-
-    Raises `ValueError` if the tensors are not those of its parameters.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = parameter_names(optimizer)
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-    for key, tensor in tensors.items():
-        name, _, kind = key.partition("/")
-        if name not in states:
-            raise ValueError(f"{source} holds optimizer state of {name}, which this model has not")
-        states[name][kind] = tensor
-    for name, parameter in zip(names, parameters, strict=True):
-        for kind, tensor in states[name].items():
-            if tensor.ndim and isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
-                mesh, placements = parameter.device_mesh, parameter.placements
-                states[name][kind] = distribute_tensor(
-                    tensor.to(mesh.device_type), mesh, placements
-                )
-            elif tensor.ndim and tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{source} has the state {kind} of {name} in the shape {tuple(tensor.shape)}, not "
-                    f"{tuple(parameter.shape)}: resume with the settings of the first run"
-                )
-    optimizer.load_state_dict(
-        {
-            "state": dict(enumerate(states.values())),
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )

@@ -24,11 +24,8 @@ from gpt2_accel.checkpoint import (
     CheckpointWriter,
     clean_up,
     find_checkpoint,
-    full_model,
     list_checkpoints,
     load_training_state,
-    unwrap,
-    whole,
 )
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.convert import save_pretrained
@@ -46,6 +43,7 @@ from gpt2_accel.optim import BatchSchedule, build_optimizer, learning_rate, set_
 from gpt2_accel.pictures import draw_loss
 from gpt2_accel.stopping import StopRequest
 from gpt2_accel.summary import Facts, closing, describe_run, describe_training, opening
+from gpt2_accel.tensors import full_model, unwrap, whole
 from gpt2_accel.trackers import Trackers, check_trackers, run_identity
 
 

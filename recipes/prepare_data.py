@@ -36,14 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_accel import cli
+from gpt2_accel.data.documents import PIECE_BYTES, Drawn, Piece
 from gpt2_accel.data.hub import hub_pieces
-from gpt2_accel.data.prepare import SHARD_TOKENS, Plan, carry_out
+from gpt2_accel.data.plan import SHARD_TOKENS, Plan
+from gpt2_accel.data.prepare import carry_out
 from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
-    PIECE_BYTES,
     ROW_SUFFIXES,
-    Drawn,
-    Piece,
     Texts,
     file_pieces,
     one_text_pieces,

@@ -13,13 +13,14 @@ from conftest import losses, make_text, run, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.checkpoint import CheckpointWriter, damage, list_checkpoints
+from gpt2_accel.checkpoint import CheckpointWriter, list_checkpoints
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import exclusive
 from gpt2_accel.guard import WINDOW, Guard
 from gpt2_accel.metrics import RunLog
 from gpt2_accel.stopping import StopRequest
 from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.wholeness import damage
 
 
 def names(folder):

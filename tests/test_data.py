@@ -8,6 +8,7 @@ from conftest import make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, count_windows, open_split, shuffled
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
@@ -19,7 +20,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     verify_shard,
 )
-from gpt2_accel.data.sources import held_out, read_text, text_files
+from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.tokenizer import byte_tokenizer
 
 

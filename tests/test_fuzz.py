@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.checkpoint import damage
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import TokenStream, open_shard, verify_data
+from gpt2_accel.wholeness import damage
 
 CLEAR = (ValueError, FileNotFoundError)
 FUZZ = settings(

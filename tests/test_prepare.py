@@ -21,20 +21,13 @@ from conftest import LONG, ROOT, make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.data import prepare as preparation
-from gpt2_accel.data import sources
+from gpt2_accel.data import documents, tokenizing
+from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
 from gpt2_accel.data.hub import hub_pieces
-from gpt2_accel.data.prepare import Plan, carry_out, prepare
+from gpt2_accel.data.plan import Plan
+from gpt2_accel.data.prepare import carry_out, prepare
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
-from gpt2_accel.data.sources import (
-    Drawn,
-    chunks,
-    file_pieces,
-    held_out,
-    hold_out_of,
-    one_text_pieces,
-    text_files,
-)
+from gpt2_accel.data.sources import file_pieces, one_text_pieces, text_files
 from gpt2_accel.files import exclusive
 from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
 
@@ -106,11 +99,11 @@ def corpus(tmp_path):
 )
 @settings(deadline=None, max_examples=300)
 def test_tokens_of_the_chunks_are_those_of_the_text(bpe, text, size):
-    old, sources.CHUNK = sources.CHUNK, size
+    old, documents.CHUNK = documents.CHUNK, size
     try:
         parts = list(chunks([text[:100], text[100:]]))
     finally:
-        sources.CHUNK = old
+        documents.CHUNK = old
     assert "".join(parts) == text
     assert [i for part in parts for i in encode(bpe, [part])[0]] == encode(bpe, [text])[0]
 
@@ -121,8 +114,8 @@ def bpe():
 
 
 def test_a_long_text_comes_in_chunks_even_without_a_place_to_cut(monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(sources, "LONGEST_WORD", 5000)
+    monkeypatch.setattr(documents, "CHUNK", 1000)
+    monkeypatch.setattr(documents, "LONGEST_WORD", 5000)
     parts = list(chunks(["x" * 20_000, " y" * 500]))
     assert "".join(parts) == "x" * 20_000 + " y" * 500
     assert max(map(len, parts)) <= 6000
@@ -179,7 +172,7 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
     ]
     (folder / "a.jsonl").write_bytes(b"\n".join(lines))
     (folder / "b.txt").write_bytes(b"Z\xfcrich")
-    monkeypatch.setattr(sources, "held_out", lambda name: name == "b.txt")
+    monkeypatch.setattr(documents, "held_out", lambda name: name == "b.txt")
     pieces = file_pieces(names_of(folder))
     manifest = carry_out(plan(pieces, tmp_path / "d"))
     assert manifest["counts"] == {
@@ -364,13 +357,13 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
     tried = []
 
-    def failing(self, number, documents, progress, write=preparation.PieceWriter.write):
+    def failing(self, number, documents, progress, write=tokenizing.PieceWriter.write):
         tried.append(number)
         if len(tried) == 6:
             raise OSError("No space left on device")
         write(self, number, documents, progress)
 
-    monkeypatch.setattr(preparation.PieceWriter, "write", failing)
+    monkeypatch.setattr(tokenizing.PieceWriter, "write", failing)
     with pytest.raises(OSError, match="No space"):
         carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "d"))
@@ -407,7 +400,7 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
 def test_a_disk_that_is_too_small_is_known_before(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]))
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="0.0 GB free.*make room"):
         carry_out(plan(pieces, tmp_path / "d"))
 

@@ -16,13 +16,14 @@ from gpt2_accel import GPT, GPTConfig
 sys.path.append(str(ROOT / "benchmarks"))
 
 import ladder
+from rung import Variant, Workload, build_model
 from slow_model import PlainLoss, slow_gpt
 from timing import matmul_flops, peak_memory, seconds_each
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
-TINY = ladder.Workload("tiny", 2, 8, 32, 2, steps=2, warmup=1, attention=[1, 2, 32, 16])
+TINY = Workload("tiny", 2, 8, 32, 2, steps=2, warmup=1, attention=[1, 2, 32, 16])
 CPU = torch.device("cpu")
 
 
@@ -39,7 +40,7 @@ def speed_ladder(*flags, **env):
 
 
 def job(workload=TINY, **changes):
-    return {"workload": asdict(workload), "variant": asdict(ladder.Variant(**changes))}
+    return {"workload": asdict(workload), "variant": asdict(Variant(**changes))}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -113,11 +114,11 @@ def test_the_last_step_runs_on_several_processes():
 
 
 def test_each_rung_keeps_those_before_it():
-    variant = ladder.Variant()
+    variant = Variant()
     for rung in ladder.RUNGS:
         assert not rung.changes or replace(variant, **rung.changes) != variant
         variant = replace(variant, **rung.changes)
-    assert variant == ladder.Variant(
+    assert variant == Variant(
         stored_mask=False,
         tf32=True,
         fused=True,
@@ -133,7 +134,7 @@ def test_each_rung_keeps_those_before_it():
         accumulate=True,
         ddp=True,
     )
-    assert type(ladder.build_model(TINY, variant)) is GPT
+    assert type(build_model(TINY, variant)) is GPT
 
 
 def test_the_timing_helpers():

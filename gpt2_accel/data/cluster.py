@@ -13,16 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpt2_accel.data.prepare import (
-    PieceWriter,
-    Plan,
-    begin,
-    finish,
-    finished_before,
-    record_path,
-)
+from gpt2_accel.data.assembly import finish
+from gpt2_accel.data.documents import Document, chunks, held_out, split_of
+from gpt2_accel.data.plan import Plan
+from gpt2_accel.data.prepare import begin, finished_before
 from gpt2_accel.data.shards import MANIFEST
-from gpt2_accel.data.sources import Document, chunks, held_out, split_of
+from gpt2_accel.data.tokenizing import PieceWriter, record_path
 from gpt2_accel.tokenizer import load_tokenizer
 
 try:

@@ -10,19 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2_accel.data.sources import (
+from gpt2_accel.data.documents import (
     PIECE_BYTES,
     ByHash,
     Document,
     HeldOut,
-    ParquetPiece,
     Piece,
     chunks,
-    column_of,
-    open_parquet,
-    parquet_pieces,
     split_of,
 )
+from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces
 
 SECONDS_TO_ANSWER = 8
 

@@ -19,10 +19,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.checkpoint import unwrap
 from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
 from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.scoring import batched, fits, share_out
+from gpt2_accel.tensors import unwrap
 from gpt2_accel.tokenizer import encode
 
 CORPUS_OF = {

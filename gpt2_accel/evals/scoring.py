@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.checkpoint import unwrap
+from gpt2_accel.tensors import unwrap
 from gpt2_accel.tokenizer import encode
 
 Item = TypeVar("Item")

@@ -19,8 +19,9 @@ import torch
 from conftest import ROOT, as_flags, free_port, losses, run, tiny_config
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint import damage, list_checkpoints
+from gpt2_accel.checkpoint import list_checkpoints
 from gpt2_accel.metrics import read_json_lines
+from gpt2_accel.wholeness import damage
 
 SCRIPT = str(ROOT / "tests/train_script.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]

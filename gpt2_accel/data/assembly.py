@@ -1,0 +1,174 @@
+"""Pieces of tokens -> shards and their manifest: the last step of a preparation.
+
+Several threads write a shard each. A piece's file goes as soon as no further shard needs it, so that a large
+corpus takes little more room than its shards.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.data.plan import Plan
+from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, VERSION, ShardWriter
+from gpt2_accel.data.tokenizing import COUNTS, record_path, tokens_path
+from gpt2_accel.files import replace_file, sync, sync_tree, write_json
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
+
+BLOCK = 2**22  # tokens copied at once
+
+
+def finish(plan: Plan) -> dict:
+    """Cuts the pieces into shards, writes the manifest, gives the folder its name; returns the manifest."""
+    count = len(plan.pieces)
+    records = [json.loads(record_path(plan.work, i).read_text()) for i in range(count)]
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "version": VERSION,
+        "tokenizer": {
+            "name": tokenizer_name(plan.tokenizer),
+            "vocab_size": len(plan.tokenizer),
+            "fingerprint": fingerprint(plan.tokenizer),
+            "end_of_text": plan.separator,
+        },
+        "dtype": plan.dtype.name,
+        "source": plan.source,
+        "revision": plan.revision,
+        "command": plan.command,
+        "plan": plan.mark,
+        "counts": total_counts(records),
+        "splits": write_shards(plan, records),
+    }
+    for split in plan.splits:
+        if not manifest["splits"].get(split, {}).get("bytes"):
+            shorter = ", or lower --shard_tokens" if plan.validation_shard else ""
+            raise ValueError(
+                f"{plan.source} holds no text for the split {split!r}: add documents{shorter}"
+            )
+    write_json(plan.work / MANIFEST, manifest)
+    shutil.rmtree(plan.work / "pieces")
+    (plan.work / "plan.json").unlink()
+    (plan.work / ".lock").unlink(missing_ok=True)
+    sync_tree(plan.work)
+    plan.work.rename(plan.data_dir)
+    sync(plan.data_dir.parent)
+    return manifest
+
+
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the manifest calls a tokenizer."""
+    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
+        return "gpt2"
+    return tokenizer.name_or_path or type(tokenizer).__name__
+
+
+def total_counts(records: list[dict]) -> dict[str, int]:
+    """The counts of all pieces together."""
+    totals = {
+        name: sum(record["counts"][name] for record in records)
+        for name in COUNTS
+        if name != "longest"
+    }
+    return {
+        **totals,
+        "longest": max((record["counts"]["longest"] for record in records), default=0),
+    }
+
+
+def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
+    """The shards of all splits, from the pieces' files, which go as they are used up.
+
+    Returns the splits' entries in the manifest.
+    """
+    jobs: list[tuple[str, str, list[tuple[Path, int, int]]]] = []  # split, file, parts
+    for split in sorted({split for record in records for split in record["splits"]}):
+        for number, parts in enumerate(layout(plan, records, split)):
+            validates = plan.validation_shard and number == 0
+            name = (
+                "val_000000.bin"
+                if validates
+                else f"{split}_{number - plan.validation_shard:06d}.bin"
+            )
+            jobs.append(("val" if validates else split, name, parts))
+    uses = Counter(path for _, _, parts in jobs for path, _, _ in parts)
+    lock = Lock()
+    table = bytes_per_token(plan.tokenizer) if plan.validation_shard else None
+
+    def make(job: tuple[str, str, list[tuple[Path, int, int]]]) -> dict:
+        _, name, parts = job
+        entry = make_shard(plan, name, parts, table)
+        with lock:
+            uses.subtract(path for path, _, _ in parts)
+            for path, _, _ in parts:
+                if not uses[path]:
+                    path.unlink(missing_ok=True)
+        return entry
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        entries = list(tqdm(pool.map(make, jobs), "writing shards", len(jobs), disable=None))
+    splits: dict[str, dict] = {}
+    for (split, _, _), entry in zip(jobs, entries, strict=True):
+        totals = splits.setdefault(split, {"tokens": 0, "documents": 0, "bytes": 0, "shards": []})
+        totals["tokens"] += entry["tokens"]
+        totals["documents"] += entry["documents"]
+        totals["bytes"] += entry.pop("bytes")
+        totals["shards"].append(entry)
+    if not plan.validation_shard:  # the records are exact with any tokenizer
+        for split, totals in splits.items():
+            of_split = [r["splits"][split] for r in records if split in r["splits"]]
+            for name in ("documents", "bytes"):
+                totals[name] = sum(part[name] for part in of_split)
+    return splits
+
+
+def layout(plan: Plan, records: list[dict], split: str) -> list[list[tuple[Path, int, int]]]:
+    """For each shard of a split the parts of the pieces' files it is made of: path, first token, tokens."""
+    shards: list[list[tuple[Path, int, int]]] = []
+    room = 0
+    for number, record in enumerate(records):
+        start, end = 0, record["splits"].get(split, {}).get("tokens", 0)
+        while start < end:
+            if not room:
+                shards.append([])
+                room = plan.shard_tokens
+            count = min(room, end - start)
+            shards[-1].append((tokens_path(plan.work, number, split), start, count))
+            start += count
+            room -= count
+    return shards
+
+
+def make_shard(
+    plan: Plan, name: str, parts: list[tuple[Path, int, int]], table: np.ndarray | None
+) -> dict:
+    """Writes a shard, unless an earlier call did; returns its entry in the manifest, and its text's bytes by
+    the `table` of each token's, 0 without one."""
+    note = plan.work / "pieces" / f"{name}.json"
+    if note.exists():
+        return json.loads(note.read_text())
+    writer = ShardWriter(plan.work / f"{name}.tmp", plan.dtype)
+    documents = size = 0
+    for path, start, count in parts:
+        with open(path, "rb") as file:
+            file.seek(start * plan.dtype.itemsize)
+            while count:
+                tokens = np.fromfile(file, plan.dtype, min(count, BLOCK))
+                assert len(tokens), path
+                count -= len(tokens)
+                writer.append(tokens)
+                if table is not None:
+                    size += int(table[tokens].sum())
+                if plan.separator is not None:
+                    documents += int(np.count_nonzero(tokens == plan.separator))
+    entry = {**writer.close(), "file": name, "documents": documents, "bytes": size}
+    sync(writer.path)
+    writer.path.rename(plan.work / name)
+    replace_file(note, json.dumps(entry).encode())
+    return entry
