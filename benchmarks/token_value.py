@@ -10,7 +10,6 @@ tokens at what was best. A figure is the loss in nats per token over the validat
 tokens. Runs that the results hold already are not run again. At the end an update of each kind is timed, in turns.
 """
 
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 
 LENGTH = 64
-SIZES = {"4 layers of 128": (4, 4, 128), "6 layers of 192": (6, 6, 192)}
+SIZES = {"4 layers of 128": (4, 4, 128), "2 layers of 64": (2, 2, 64)}
 FIRST_RATE = {"adamw": 2e-3, "muon": 8e-3}  # a search doubles or halves it until that is worse
 WARMUP = 0.05  # of the updates
 WARM_UP, TIMED = 3, 50  # updates, of those that are timed
@@ -80,6 +79,10 @@ class Runs:
             self.write()
         return self.done[trial]
 
+    def loss(self, trial: Trial) -> float:
+        """The validation loss that `trial` came to, in nats per token."""
+        return self.run(trial).loss
+
     def write(self, **figures: object) -> None:
         """Writes what has been run so far, and further `figures`."""
         runs = [asdict(outcome) for outcome in self.done.values()]
@@ -93,7 +96,8 @@ def main() -> None:
         runs.run(nanogpt(size, config.updates))
         for optimizer, updates in (("adamw", config.updates), ("muon", config.updates // 2)):
             best = search(runs, size, optimizer, updates)
-        for trial in itertools.chain(other_batches(best), fewer_tokens(best, config.updates)):
+        best = min((best, *other_batches(best)), key=runs.loss)
+        for trial in fewer_tokens(best):
             runs.run(trial)
     runs.write(updates=update_times(config.corpus, list(runs.done)))
 
@@ -105,15 +109,13 @@ def nanogpt(size: str, updates: int) -> Trial:
 
 def search(runs: Runs, size: str, optimizer: str, updates: int) -> Trial:
     """The best learning rate under a linear schedule, and the best schedule there."""
-
-    def loss(trial: Trial) -> float:
-        return runs.run(trial).loss
-
     best = Trial(size, optimizer, FIRST_RATE[optimizer], updates)
     for factor in (2, 0.5):
-        while loss(other := replace(best, rate=best.rate * factor)) < loss(best):
+        while runs.loss(other := replace(best, rate=best.rate * factor)) < runs.loss(best):
             best = other
-    return min((replace(best, schedule=name) for name in ("linear", "cosine", "wsd")), key=loss)
+    return min(
+        (replace(best, schedule=name) for name in ("linear", "cosine", "wsd")), key=runs.loss
+    )
 
 
 def other_batches(trial: Trial) -> Iterator[Trial]:
@@ -127,9 +129,9 @@ def other_batches(trial: Trial) -> Iterator[Trial]:
         )
 
 
-def fewer_tokens(trial: Trial, updates: int) -> Iterator[Trial]:
-    """A third and a quarter of the tokens of so many updates."""
-    return (replace(trial, updates=updates // part) for part in (3, 4))
+def fewer_tokens(trial: Trial) -> Iterator[Trial]:
+    """A third and a quarter of the tokens of which `trial` has half."""
+    return (replace(trial, updates=2 * trial.updates // part) for part in (3, 4))
 
 
 class Training:

@@ -1,6 +1,7 @@
 """The recipes as a user runs them, on less data and for fewer updates."""
 
 import importlib.util
+import math
 import os
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from conftest import ROOT, launch, make_text
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.data import sources
 from gpt2_accel.metrics import read_json_lines
@@ -92,6 +93,24 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
         )
         assert done.returncode == 0, done.stderr
         assert "def " in done.stdout
+
+
+def nats_per_character(text):
+    """What the text costs by the frequencies of its words."""
+    words = text.split(" ")
+    return sum(math.log(len(words) / words.count(word)) for word in words) / len(text)
+
+
+def test_shakespeare_fast_learns_the_words(tmp_path):
+    text = tmp_path / "input.txt"
+    text.write_text(make_text(3000, 0))
+    flags = ("--input", text, "--data_dir", tmp_path / "data", "--output_dir", tmp_path / "run")
+    shorter = ("--max_steps", 60, "--eval_every", 60, "--sample_every", 60)
+    done = launch("recipes/shakespeare_fast.py", *map(str, (*flags, *shorter)))
+    assert done.returncode == 0, done.stderr
+    last = read_json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["val/loss"] < 1.3 * nats_per_character(text.read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 
 
 def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
