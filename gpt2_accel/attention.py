@@ -97,8 +97,8 @@ def causal_attention_backward(
     arXiv:2205.14135, algorithm 4): the probabilities come back from the scores and `log_sums`."""
     shape = q.shape
     T, D = shape[2:]
-    delta = (grad * y).sum(dim=-1, dtype=torch.float32).view(-1, T, 1)
-    log_sums = log_sums.reshape(-1, T, 1)
+    delta = (grad * y).sum(dim=-1, dtype=torch.float32).view(-1, 1, T)
+    log_sums = log_sums.reshape(-1, 1, T)
     grad, q, k, v = (part.reshape(-1, T, D) for part in (grad, q, k, v))
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
@@ -106,16 +106,17 @@ def causal_attention_backward(
         keys, seeing = slice(start, start + BLOCK), slice(start, None)
         k_block, v_block = k[:, keys].contiguous(), v[:, keys].contiguous()
         q_seeing, grad_seeing = q[:, seeing].contiguous(), grad[:, seeing].contiguous()
-        scores = q_seeing @ k_block.mT
-        width = scores.shape[2]
-        scores[:, :width] += future(width, scores)
-        slopes = grad_seeing @ v_block.mT
+        # Keys before queries: so two of the three products below have their factors as they lie in memory.
+        scores = k_block @ q_seeing.mT
+        width = scores.shape[1]
+        scores[:, :, :width] += future(width, scores).mT.contiguous()
+        slopes = v_block @ grad_seeing.mT
         probabilities, slopes = fused(score_gradients)(
-            scores, slopes, log_sums[:, seeing], delta[:, seeing], 1 / math.sqrt(D)
+            scores, slopes, log_sums[:, :, seeing], delta[:, :, seeing], 1 / math.sqrt(D)
         )
-        grad_v[:, keys] = probabilities.mT @ grad_seeing
-        grad_k[:, keys] = slopes.mT @ q_seeing
-        grad_q[:, seeing] += slopes @ k_block
+        grad_v[:, keys] = probabilities @ grad_seeing
+        grad_k[:, keys] = slopes @ q_seeing
+        grad_q[:, seeing] += slopes.mT @ k_block
     return grad_q.to(q.dtype).view(shape), grad_k.view(shape), grad_v.view(shape)
 
 
@@ -144,7 +145,7 @@ def score_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and the gradient of the scores, from the scores and from `slopes`, the gradient of the
-    probabilities: all (N, queries, keys); `log_sums` and `delta` (N, queries, 1)."""
+    probabilities: all (N, keys, queries); `log_sums` and `delta` (N, 1, queries)."""
     probabilities = torch.exp2(scores.float() * (scale * LOG2E) - log_sums * LOG2E)
     gradient = probabilities * (slopes.float() - delta) * scale
     return probabilities.to(scores.dtype), gradient.to(scores.dtype)
