@@ -13,7 +13,7 @@ test: .venv/installed  ## the tests: offline, on CPU
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability
 
-bench: .venv/installed  ## speed and memory against other trainers, into the README: 15 minutes on 2 cores
+bench: .venv/installed  ## speed and memory against other trainers, into the README: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
 	$(BIN)/python benchmarks/training.py --size baby
 	$(BIN)/python benchmarks/parts.py
