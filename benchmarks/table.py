@@ -151,7 +151,7 @@ def tokens_row(folder: str | Path) -> Row:
     missed = [title for title, shares in found.items() if shares is None]
     if missed:
         return row(what, f"≤ {aim:.0%}", f"not reached: {', '.join(missed)}", False)
-    share, time = map(max, zip(*found.values(), strict=True))
+    share, time = max(found.values())
     return row(what, f"≤ {aim:.0%}", f"{share:.0%}, in {time:.0%} of their time", share <= aim)
 
 
