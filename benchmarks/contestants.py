@@ -18,7 +18,7 @@ import torch
 from timing import matmul_flops, peak_memory, synchronize, this_device
 from training import HF_DEFAULTS
 
-from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 # Contestants import the rest where they need it: what one of them imports is no memory of another's.
 
@@ -105,7 +105,7 @@ def hf_trainer(job: Job, gate: Gate) -> None:
         TrainingArguments,
     )
 
-    from gpt2_accel.convert import hf_config
+    from gpt2_accel.hf.convert import hf_config
 
     class GateCallback(TrainerCallback):
         def on_step_end(self, *_, **__) -> None:
@@ -157,7 +157,7 @@ class Windows(torch.utils.data.Dataset):
 def plain_loop(job: Job, gate: Gate) -> None:
     """nanoGPT's loop: the loss from all logits. Its vocabulary has the pad rows too, as nanoGPT's has."""
     from nanogpt import plain_optimizer, update
-    from slow_model import PlainLoss
+    from reference_model import PlainLoss
 
     shape = GPTConfig(**job.shape)
     model = GPT(GPTConfig(**{**job.shape, "vocab_size": shape.padded_vocab_size})).to(gate.device)
@@ -174,14 +174,14 @@ def bare_loop(job: Job, gate: Gate) -> None:
     """The toolkit's model, kernels, optimizer and batches in a loop without Accelerate, log or guard."""
     from nanogpt import update
 
-    from gpt2_accel.launch import save_on_memory
+    from gpt2_accel.kernels.cpu import tune_memory
     from gpt2_accel.optim import build_optimizer
 
     model = GPT(GPTConfig(**job.shape)).to(gate.device)
     if gate.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     else:
-        save_on_memory()
+        tune_memory()
     optimizer = build_optimizer(model, lr=LEARNING_RATE, betas=(0.9, BETA2))
     loss_of = compiled(model, job)
     for batch in batches(job, gate):

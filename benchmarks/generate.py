@@ -20,8 +20,8 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.convert import hf_config, to_hf
-from gpt2_accel.generate import DTYPES, Sampling, tokens
+from gpt2_accel.generation.sampling import DTYPES, Sampling, tokens
+from gpt2_accel.hf.convert import hf_config, to_hf
 
 
 @dataclass
@@ -76,7 +76,7 @@ def contestants(
     config: Benchmark, model: GPT, hf: GPT2LMHeadModel, batch_size: int
 ) -> dict[str, Callable[[], int]]:
     """By name, what writes once; each returns how many tokens a row it wrote."""
-    device = model.wte.weight.device
+    device = model.device
     prompt = torch.randint(50257, (batch_size, config.prompt_tokens), device=device)
     sampling = Sampling(config.new_tokens, temperature=0)
 

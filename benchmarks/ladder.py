@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from rung import Variant, Workload, ladder_config
 
+from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import atomic_files
-from gpt2_accel.model import SIZES, flops_per_token
-from gpt2_accel.pictures import COLOURS, INK, new_figure, require_matplotlib, set_title
+from gpt2_accel.models.gpt2 import SIZES
+from gpt2_accel.report.figures import COLOURS, INK, new_figure, require_matplotlib, set_title
 
 LADDER_SIZES = (*SIZES, "tiny")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from slow_model import PlainLoss
+from reference_model import PlainLoss
 
-from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from made_up import many_characters, random_sentences, random_shards
 from results import RESULTS, summary, write_result
+from synthetic_data import many_characters, random_sentences, random_shards
 from timing import seconds_each, this_device
 
 from gpt2_accel import GPT, GPTConfig, cli
-from gpt2_accel.checkpoint import CheckpointWriter
+from gpt2_accel.checkpoint.state_dict import optimizer_tensors, unwrap
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.data.loader import TrainLoader, open_split
-from gpt2_accel.hub import Training
-from gpt2_accel.launch import build_accelerator
+from gpt2_accel.hf.model_card import Training
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.tensors import optimizer_tensors, unwrap
+from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.tokenizer import tiktoken_gpt2
 
 ROOT = Path(__file__).parent.parent

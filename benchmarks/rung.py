@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from slow_model import PlainLoss, slow_gpt, standard_attention
+from reference_model import PlainLoss, slow_gpt, standard_attention
 from timing import matmul_flops, peak_memory, seconds_each, this_device
 from torch import nn
 
-from gpt2_accel.launch import no_inductor, slow_precision
-from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.device import inductor_problem, precision_problem
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
 
 TOKENS = 50257  # GPT-2's vocabulary without padding
@@ -67,7 +67,7 @@ def describe_device() -> dict:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     dtypes = [torch.float32]
-    if not slow_precision(device, "bf16"):
+    if not precision_problem(device, "bf16"):
         dtypes.append(torch.bfloat16)
     if device.type == "cuda":
         dtypes.append(torch.float16)
@@ -84,8 +84,8 @@ def describe_device() -> dict:
 
 def lacking(device: torch.device) -> dict[str, str]:
     """The rungs that `device` cannot do, by name, and why."""
-    reasons = {"bf16": slow_precision(device, "bf16") and "only emulated here"}
-    reasons["compile"] = no_inductor(device)
+    reasons = {"bf16": precision_problem(device, "bf16") and "only emulated here"}
+    reasons["compile"] = inductor_problem(device)
     if device.type != "cuda":
         reasons |= dict.fromkeys(("TF32", "pinned, prefetched data", "fp16"), "CUDA only")
     elif torch.cuda.get_device_capability(device) < (8, 0):
@@ -238,7 +238,7 @@ def measure_attention(shape: list[int], kind: str) -> dict:
     peak of memory in bytes. Shape: (B, H, T, D). In fp16 on CUDA, elsewhere in bf16 where it is not
     emulated."""
     device = this_device()
-    dtype = torch.float32 if slow_precision(device, "bf16") else torch.bfloat16
+    dtype = torch.float32 if precision_problem(device, "bf16") else torch.bfloat16
     if device.type == "cuda":
         dtype = torch.float16
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))

@@ -209,7 +209,7 @@ def prepare(shape: dict, folder: Path) -> dict:
     """Makes shards of random tokens in a process of its own; returns what that says beside."""
     command = [
         sys.executable,
-        str(HERE / "made_up.py"),
+        str(HERE / "synthetic_data.py"),
         json.dumps(shape),
         str(TOKENS),
         str(folder),

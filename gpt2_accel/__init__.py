@@ -1,7 +1,7 @@
 """gpt2_accel: train GPT-2-class language models on the Hugging Face stack."""
 
-from gpt2_accel.convert import from_pretrained, save_pretrained
-from gpt2_accel.model import GPT, GPTConfig
+from gpt2_accel.hf.convert import from_pretrained, save_pretrained
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "from_pretrained", "save_pretrained"]
 __version__ = "0.1.0"

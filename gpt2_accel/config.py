@@ -15,8 +15,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from gpt2_accel.hub import HUB_STRATEGIES
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES
+from gpt2_accel.files import write_file
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule
+
+HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
 def setting(default: Any, help: str) -> Any:
@@ -173,9 +175,22 @@ class TrainConfig:
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
 
+    def batch_schedule(self, processes: int) -> BatchSchedule:
+        """How many sequences each update has on so many processes; raises `ValueError` as `BatchSchedule.of_run`."""
+        names = [
+            "total_batch_size",
+            "micro_batch_size",
+            "sequence_length",
+            "ramp_tokens",
+            "ramp_start",
+        ]
+        return BatchSchedule.of_run(
+            processes=processes, **{name: getattr(self, name) for name in names}
+        )
+
     def save(self, path: str | Path) -> None:
         """Writes all settings as a YAML file that `--config` reads."""
-        Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
+        write_file(path, yaml.safe_dump(asdict(self), sort_keys=False))
 
 
 Config = TypeVar("Config")

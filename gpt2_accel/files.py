@@ -1,33 +1,86 @@
-"""Writing folders and files so that a reader sees the old state or the new one, never a half."""
+"""Atomic writes and the lock of a folder: a reader sees the old content or the new, never half of it.
+
+Everything is written under a hidden temporary name, `.NAME.HOST.PID.NUMBER.partial` beside its place, synced to
+disk and renamed. The name is unique: two processes that write the same file do not disturb each other. The
+process in the name tells what a killed process left behind (`remove_leftovers`).
+"""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+import psutil
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
+_numbers = itertools.count()
+
+# Atomic writes
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Yields a binary file that becomes `path` when the block ends without an error, in one step and after it is
+    on disk. If the block raises, `path` stays as it was."""
+    scratch = scratch_path(Path(path))
+    try:
+        with open(scratch, "xb", 2**20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Replaces the content of a file in one step, text as UTF-8. Creates its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: str | Path, value: object) -> None:
+    """Writes `value` as indented JSON, in one step."""
+    write_file(path, json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def atomic_files(directory: str | Path) -> Iterator[Path]:
+    """Yields an empty folder whose files replace those of `directory` when the block ends without an error, each
+    in one step and after all of them are on disk."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(directory / "files") as scratch:
+        yield scratch
+        sync_tree(scratch)
+        for file in sorted(scratch.iterdir()):
+            file.replace(directory / file.name)
+        sync(directory)
+
 
 @contextmanager
 def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that becomes `path` when the block ends without an error.
+    """Yields an empty folder that becomes `path` when the block ends without an error, after it is on disk.
 
-    It is on disk before it gets its name. If the block raises, nothing is left behind; what a killed
-    process left is removed by the next call for the same `path`.
-
-    Raises `FileExistsError` if `path` is there already, unless it is to be replaced.
+    If the block raises, nothing is left behind. What a killed process left is removed by the next call for the
+    same `path`. Raises `FileExistsError` if `path` exists, unless it is to be replaced.
     """
     path = Path(path)
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already: remove it or choose another folder")
-    with scratch_directory(path.with_name(f".{path.name}.partial")) as scratch:
+    remove_leftovers(path.parent, path.name)
+    with scratch_directory(path) as scratch:
         yield scratch
         sync_tree(scratch)
         if path.exists():
@@ -36,19 +89,75 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
         sync(path.parent)
 
 
+@contextmanager
+def scratch_directory(path: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `path`, which is gone afterwards, whatever happens."""
+    scratch = scratch_path(path)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def discard(folder: Path) -> None:
     """Removes a folder so that a kill on the way leaves no half of it under its name."""
-    hidden = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
+    hidden = scratch_path(folder)
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
-@contextmanager
-def exclusive(folder: str | Path, mend: str = "choose another --output_dir") -> Iterator[None]:
-    """Holds `folder`, made if need be, for this process alone; the system lets go of it if that dies.
+def scratch_path(path: Path) -> Path:
+    """A hidden name beside `path` that no other writer has: `.NAME.HOST.PID.NUMBER.partial`."""
+    unique = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+    return path.with_name(f".{path.name}.{unique}.partial")
 
-    Raises `OSError` if another process holds it; `mend` ends the sentence.
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Removes the temporary files and folders in `folder`, of the target `name`, whose process on this machine has
+    ended."""
+    host = socket.gethostname()
+    for path in folder.glob(f".{name}.{host}.*.partial"):
+        with suppress(ValueError):
+            if not psutil.pid_exists(int(path.name.split(".")[-3])):
+                remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder; does nothing if it is gone already."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until everything below `folder` is on disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or folder is on disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows does not open folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The lock of a folder
+
+
+@contextmanager
+def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -> Iterator[None]:
+    """Locks `folder`, which is created if need be, for this process; the system releases the lock if it dies.
+
+    Removes what killed processes left there half-written. Raises `OSError` if another process holds the lock; `hint`
+    ends the sentence.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,12 +168,16 @@ def exclusive(folder: str | Path, mend: str = "choose another --output_dir") -> 
             except BlockingIOError as error:
                 file.seek(0)
                 raise OSError(
-                    f"{folder} is in use by {file.read() or 'another run'}: wait for it to end, or {mend}"
+                    f"{folder} is in use by {file.read() or 'another run'}: wait for it to end, or {hint}"
                 ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
+        remove_leftovers(folder)
         yield
+
+
+# Checks
 
 
 def digest(path: Path) -> str:
@@ -83,59 +196,47 @@ def plain_name(name: object) -> bool:
     )
 
 
-@contextmanager
-def atomic_files(directory: str | Path) -> Iterator[Path]:
-    """Yields an empty folder whose files replace those of `directory` when the block ends without an
-    error, each in one step and after it is on disk."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(directory / ".partial") as scratch:
-        yield scratch
-        sync_tree(scratch)
-        for file in sorted(scratch.iterdir()):
-            file.replace(directory / file.name)
-        sync(directory)
+# JSON lines
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Makes `data` the content of a file in one step, also beside other processes that write there."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    scratch.write_bytes(data)
-    sync(scratch)
-    scratch.replace(path)
+class JsonLines:
+    """An append-only log: one JSON object with a `step` per line, each line written at once.
+
+    Opening it drops the lines of steps after `last_step`, which a resumed run writes again, and a line that a
+    crash cut short.
+    """
+
+    def __init__(self, path: str | Path, last_step: int):
+        kept = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
+        write_file(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        self._file = open(path, "ab", buffering=0)
+        self._unwritten = b""
+
+    def write(self, entry: dict) -> None:
+        """Appends one entry; on a full disk it waits in memory for the next."""
+        self._unwritten += json.dumps(entry).encode() + b"\n"
+        with suppress(OSError):
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written:]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
 
-def write_json(path: str | Path, value: object) -> None:
-    """Writes `value` as JSON to `path`, replacing what is there in one step."""
-    path = Path(path)
-    with atomic_files(path.parent) as folder:
-        (folder / path.name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def read_json_lines(path: str | Path) -> list[dict]:
+    """The entries of a `JsonLines` file, none if it does not exist; leaves out a line that a crash cut short or
+    damaged."""
+    if not Path(path).exists():
+        return []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    return [entry for line in lines if (entry := read_json_line(line)) is not None]
 
 
-@contextmanager
-def scratch_directory(path: Path) -> Iterator[Path]:
-    """Yields `path` as an empty folder, which is gone afterwards, whatever happens."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+def read_json_line(line: str) -> dict | None:
+    """One line of a `JsonLines` file, None if it is not a complete one."""
     try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_tree(folder: Path) -> None:
-    """Waits until all below `folder` is on disk."""
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows does not open folders
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

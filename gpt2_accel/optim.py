@@ -11,6 +11,8 @@ import math
 import torch
 from torch import nn
 
+from gpt2_accel.device import has_bf16
+
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -74,6 +76,38 @@ class BatchSchedule:
             size = start + (full - start) * seen // ramp_sequences
             self.before.append(seen + size // start * start)
 
+    @classmethod
+    def of_run(
+        cls,
+        *,
+        total_batch_size: int,
+        micro_batch_size: int,
+        sequence_length: int,
+        processes: int,
+        ramp_tokens: int,
+        ramp_start: int,
+    ) -> "BatchSchedule":
+        """The schedule of a run: `total_batch_size` and `ramp_tokens` in tokens, `micro_batch_size` and `ramp_start` in
+        sequences.
+
+        Raises `ValueError` if an update is not a whole number of micro-batches on each of the `processes`.
+        """
+        tokens = micro_batch_size * sequence_length * processes
+        if total_batch_size % tokens:
+            nearest = max(1, round(total_batch_size / tokens)) * tokens
+            raise ValueError(
+                f"total_batch_size ({total_batch_size} tokens) is not a multiple of micro_batch_size x "
+                f"sequence_length x processes = {micro_batch_size} x {sequence_length} x {processes} = {tokens}: "
+                f"try {nearest}"
+            )
+        if ramp_tokens and ramp_start % processes:
+            raise ValueError(
+                f"ramp_start ({ramp_start} sequences) is not a multiple of the {processes} processes: "
+                "set one that is, and that divides the full batch"
+            )
+        full, ramp = total_batch_size // sequence_length, ramp_tokens // sequence_length
+        return cls(full, ramp_start, ramp)
+
     def first(self, step: int) -> int:
         """The number of sequences before update `step`."""
         ramp = len(self.before) - 1
@@ -126,13 +160,21 @@ def build_optimizer(
             {"params": vectors, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    hidden = hidden_matrices(model)
+    hidden_names = {n for n, _ in hidden}
     groups = [
-        {"params": [(n, p) for n, p in matrices if id(p) not in embeddings], "muon": True},
-        {"params": [(n, p) for n, p in matrices if id(p) in embeddings]},
+        {"params": hidden, "muon": True},
+        {"params": [(n, p) for n, p in matrices if n not in hidden_names]},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return Muon(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+
+
+def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The matrices of the blocks, which Muon takes: all with two dimensions but the embeddings."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = model.named_parameters()
+    return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in embeddings]
 
 
 class Muon(torch.optim.AdamW):
@@ -215,5 +257,5 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
     """bf16, as Muon's authors use, unless the CPU would have to emulate it."""
-    emulated = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    emulated = device.type == "cpu" and not has_bf16(device)
     return torch.float32 if emulated else torch.bfloat16

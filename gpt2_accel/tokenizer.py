@@ -20,7 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from gpt2_accel.errors import first_line
+
 END_OF_TEXT = "<|endoftext|>"
+GPT2_VOCAB_SIZE = 50257
 # `fingerprint` of GPT-2's own BPE, by which tiktoken is known to give the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
 
@@ -131,7 +134,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{name} holds no tokenizer that transformers can load ({str(error).splitlines()[0]})"
+            f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
         ) from error
 
 

@@ -2,58 +2,38 @@
 
 import json
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.build import (
-    build_batch_schedule,
-    build_evaluations,
-    build_loaders,
-    build_model,
-    build_tokenizer,
-    check_data,
-    check_optimizer,
-    document_separator,
-)
-from gpt2_accel.checkpoint import (
-    CheckpointWriter,
-    clean_up,
-    find_checkpoint,
-    list_checkpoints,
-    load_training_state,
-)
-from gpt2_accel.config import AUTO, TrainConfig
-from gpt2_accel.convert import save_pretrained
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
-from gpt2_accel.data.shards import data_fingerprint
-from gpt2_accel.dry_run import dry_run
-from gpt2_accel.files import exclusive, write_json
-from gpt2_accel.fit import fitting_batch_size
-from gpt2_accel.generate import Sampling, complete
-from gpt2_accel.guard import Guard, Patience
-from gpt2_accel.hub import Uploads, check_repo_id
-from gpt2_accel.launch import build_accelerator, close, is_sharded, profiler
-from gpt2_accel.metrics import RunLog, peak_flops
-from gpt2_accel.optim import BatchSchedule, build_optimizer, learning_rate, set_learning_rate
-from gpt2_accel.pictures import draw_loss
-from gpt2_accel.stopping import StopRequest
-from gpt2_accel.summary import Facts, closing, describe_run, describe_training, opening
-from gpt2_accel.tensors import full_model, unwrap, whole
-from gpt2_accel.trackers import Trackers, check_trackers, run_identity
+from gpt2_accel.device import is_sharded
+from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.generation.sampling import Sampling, complete
+from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.hf.hub import PICTURE, check_repo_id
+from gpt2_accel.optim import learning_rate, set_learning_rate
+from gpt2_accel.report.figures import draw_loss
+from gpt2_accel.runtime.accelerator import build_accelerator, close
+from gpt2_accel.runtime.context import RunContext
+from gpt2_accel.runtime.metadata import closing
+from gpt2_accel.runtime.setup import TrainState, setup
+from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime.trackers import check_trackers
 
 
 def train(config: TrainConfig) -> bool:
-    """Trains as `config` says, on the hardware and in the precision that the Accelerate config says.
+    """Trains as `config` says, on the hardware and in the precision of the Accelerate config.
 
-    Leaves in `config.output_dir` checkpoints, logs and the final model, an HF directory. Every rank
-    calls it. Returns whether all updates are done: a signal or `max_hours` ends it earlier, with a
-    checkpoint. Raises `ValueError` or an `OSError` for settings or data that cannot work, before anything
-    is written, and `ValueError` if the run diverges.
+    Leaves in `config.output_dir` checkpoints, logs and the final model, an HF directory. Every rank calls it. Returns
+    whether all updates are done: a signal or `max_hours` ends it earlier, with a checkpoint. Raises `ValueError` or an
+    `OSError` for settings or data that cannot work, before anything is written, and `ValueError` if the run diverges.
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
@@ -62,76 +42,21 @@ def train(config: TrainConfig) -> bool:
     if config.dry_run:
         accelerator.print(dry_run(config, accelerator))
         return False
-    check_optimizer(config, accelerator)
-    run_dir = Path(config.output_dir)
-    checkpoint = find_checkpoint(config.resume_from, run_dir, accelerator.print)
-    tokenizer = build_tokenizer(config)
-    torch.manual_seed(config.seed)
-    model = build_model(config, len(tokenizer), checkpoint)
-    optimizer = build_optimizer(
-        model,
-        config.optimizer,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(config.beta1, config.beta2),
-    )
-    gpt_config = model.config
-    model.checkpoint_activations = config.checkpoint_activations
-    if config.document_mask:
-        model.separator = document_separator(config.data_dir)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if config.micro_batch_size == AUTO:
-        config.micro_batch_size = fitting_batch_size(config, accelerator, model)
-    schedule = build_batch_schedule(config, accelerator)
-    train_loader, val_loader = build_loaders(config, accelerator)
-    evaluations = build_evaluations(config, accelerator, gpt_config, tokenizer, val_loader)
+    state, inputs = setup(config, accelerator)
+    model, optimizer, schedule = state.model, state.optimizer, inputs.schedule
     if config.eval_only:
-        for _, evaluate in evaluations:
+        for _, evaluate in inputs.evaluations:
             accelerator.print(json.dumps(evaluate(accelerator, model)))
         close(accelerator)
         return False
-    guard, patience = Guard(config.spike_z), Patience(config.patience)
-    step, run_id = 0, None
-    if checkpoint is not None:
-        state = load_training_state(checkpoint, accelerator, optimizer)
-        check_data(config, state["data"], checkpoint)
-        guard.load(state["guard"])
-        patience.load(state["guard"])
-        step, run_id = state["step"], state["run_id"]
-    updates = schedule.updates(config.max_steps)  # more than max_steps if some are smaller
-    run_id = run_identity(config, checkpoint, run_id)
-    facts = describe_run(config, gpt_config, accelerator, train_loader, schedule, run_id)
+
     model.train()
-
-    with (
-        hold_folder(run_dir, accelerator),
-        StopRequest(config.max_hours) as stop,
-        start_log(config, facts, accelerator, schedule, step) as log,
-        Trackers(config, facts, accelerator, log),
-        start_uploads(config, accelerator, log) as uploads,
-        profiler(config.profile, run_dir, accelerator) as profile,
-    ):
-        writer = start_writer(config, tokenizer, log, uploads)
-        if checkpoint is not None and accelerator.is_main_process:
-            writer.rotate(step)  # a kill may have come before that
-
-        def save(step: int) -> None:
-            writer.save(
-                step,
-                accelerator,
-                model,
-                optimizer,
-                describe_training(config, accelerator, log),
-                guard=guard.state() | patience.state(),
-                data=data_fingerprint(config.data_dir),
-                val_loss=log.at_this_step("val/loss"),
-                run_id=run_id,
-            )
-
+    with RunContext(config, accelerator, state, inputs) as run:
+        interrupted = partial(should_stop, accelerator, run.stop)
         stopping = diverged = converged = False
-        while step < updates and not (stopping or diverged or converged):
+        while state.step < inputs.updates and not (stopping or diverged or converged):
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
-            first, sequences = schedule.first(step), schedule.sequences(step)
+            first, sequences = schedule.first(state.step), schedule.sequences(state.step)
             lr = learning_rate(
                 first / schedule.full,
                 peak=config.learning_rate,
@@ -142,149 +67,53 @@ def train(config: TrainConfig) -> bool:
                 decay_share=config.decay_share,
             )
             set_learning_rate(optimizer, lr)
-            torch.manual_seed(int(hash64(config.seed, step, accelerator.process_index)[0]))
-            loss = accumulate_gradients(accelerator, model, train_loader, first, sequences)
+            torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
+            loss = accumulate_gradients(accelerator, model, inputs.loader, first, sequences)
             grad_norm = accelerator.clip_grad_norm_(
                 model.parameters(), config.max_grad_norm or math.inf
             )
-            loss, grad_norm, stopping = agree(accelerator, stop, loss, grad_norm)
-            problem = guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+            loss, grad_norm, stopping = reduce_step_stats(accelerator, run.stop, loss, grad_norm)
+            problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
             if problem is None:
                 optimizer.step()
             elif accelerator.scaler is not None:
                 accelerator.scaler.update()
             optimizer.zero_grad()
-            step += 1
+            state.step = step = state.step + 1
 
-            log.advance(step)
+            run.log.advance(step)
             if problem is not None:
-                log.skipped(problem, train_loader.samples(first, sequences))
-                diverged = guard.bad_in_a_row == config.max_bad_steps
-            elif due(config.log_every, step, updates):
-                log.training(loss, grad_norm, lr)
-            for every, evaluate in evaluations:
-                if due(every, step, updates) and not stopping:
-                    results = evaluate(accelerator, model, lambda: to_stop(accelerator, stop))
+                run.log.skipped(problem, inputs.loader.samples(first, sequences))
+                diverged = state.guard.bad_in_a_row == config.max_bad_steps
+            elif due(config.log_every, step, inputs.updates):
+                run.log.training(loss, grad_norm, lr)
+            for every, evaluate in inputs.evaluations:
+                if due(every, step, inputs.updates) and not stopping:
+                    results = evaluate(accelerator, model, interrupted)
                     stopping = not results
-                    log.evaluation(results)
-                    converged = converged or patience.exhausted(results.get("val/loss"))
-            if due(config.sample_every, step, updates) and not stopping:
-                write_samples(config, accelerator, model, tokenizer, log)
-            last = stopping or converged or step == updates
-            if (last or due(config.save_every, step, updates)) and not diverged:
-                save(step)
-            log.end_step()
-            profile.step()
+                    run.log.evaluation(results)
+                    converged |= state.early_stopping.exhausted(results.get("val/loss"))
+            if due(config.sample_every, step, inputs.updates) and not stopping:
+                write_samples(run, state)
+            last = stopping or converged or step == inputs.updates
+            if (last or due(config.save_every, step, inputs.updates)) and not diverged:
+                run.save(state, step)
+            run.log.end_step()
+            run.profile.step()
 
         if diverged:
-            # The weights are those from before the first of the bad updates.
-            save(step - guard.bad_in_a_row)
-            writer.wait()
-            raise ValueError(
-                f"{guard.bad_in_a_row} updates in a row were bad, the last since {problem}: "
-                f"checkpoint-{step - guard.bad_in_a_row} is from before; lower --learning_rate or look at "
-                f"the samples that {run_dir / 'metrics.jsonl'} names"
-            )
-        writer.wait()
-        log.say(closing(log))
+            save_before_divergence(run, state, problem)
+        run.writer.wait()
+        run.log.say(closing(run.log))
         if converged:
-            log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
-        finished = converged or step == updates
-        if not finished:
-            log.stopped(stop.reason or "a signal to another process", stop.requeue)
+            run.log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
+        finished = converged or state.step == inputs.updates
+        if finished:
+            export_model(run, state)
         else:
-            plain = full_model(accelerator, model)
-            if accelerator.is_main_process:
-                training = describe_training(config, accelerator, log)
-                save_pretrained(plain, run_dir, tokenizer, training=training)
-                if config.push_to_hub:
-                    draw_loss(run_dir, run_dir)
-                newest = (list_checkpoints(run_dir) or [checkpoint])[-1]
-                uploads.push(run_dir, newest, final=True)
+            run.log.stopped(run.stop.reason or "a signal to another process", run.stop.requeue)
     close(accelerator)
     return finished
-
-
-def agree(
-    accelerator: Accelerator, stop: StopRequest, loss: torch.Tensor, grad_norm: torch.Tensor
-) -> tuple[float, float, bool]:
-    """The loss over all ranks, the gradient norm, and whether any rank is to stop.
-
-    The one moment of an update at which the host waits for the device.
-    """
-    flag = torch.full_like(loss, float(stop.reason is not None))
-    mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
-    loss_value, norm_value, flag_value = torch.stack((mean_loss, whole(grad_norm), flags)).tolist()
-    return loss_value, norm_value, flag_value > 0
-
-
-def to_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
-    """Whether any rank is to stop."""
-    flag = torch.tensor(float(stop.reason is not None))
-    if accelerator.num_processes > 1:
-        flag = accelerator.reduce(flag.to(accelerator.device), "sum")
-    return flag.item() > 0
-
-
-def hold_folder(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
-    """Holds the run's folder on the main process, and removes there what a kill left half-written."""
-    if not accelerator.is_main_process:
-        return nullcontext()
-    held = ExitStack()
-    held.enter_context(exclusive(run_dir))
-    clean_up(run_dir)
-    return held
-
-
-def start_writer(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, log: RunLog, uploads: Uploads
-) -> CheckpointWriter:
-    """The writer of the run's checkpoints, each of which then goes to the Hub if that is asked for."""
-    return CheckpointWriter(
-        config.output_dir,
-        tokenizer,
-        keep_last=config.keep_last,
-        keep_every=config.keep_every,
-        keep_best=config.keep_best,
-        saved=lambda path: uploads.push(path, path),
-        say=log.say,
-    )
-
-
-def start_log(
-    config: TrainConfig, facts: Facts, accelerator: Accelerator, schedule: BatchSchedule, step: int
-) -> RunLog:
-    """Creates the run's folder, writes there what the run is and says what is about to run."""
-    if accelerator.is_main_process:
-        run_dir = Path(config.output_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        config.save(run_dir / "config.yaml")
-        write_json(run_dir / "run.json", asdict(facts))
-        print(opening(config, facts, accelerator, step), flush=True)
-    device, peak = accelerator.device, None
-    if device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device))
-    return RunLog(
-        config.output_dir,
-        first_step=step,
-        max_steps=facts.updates,
-        tokens_at=lambda step: schedule.first(step) * config.sequence_length,
-        flops_per_token=facts.flops_per_token,
-        flops_per_second=peak and peak * accelerator.num_processes,
-        device_type=device.type,
-        enabled=accelerator.is_main_process,
-    )
-
-
-def start_uploads(config: TrainConfig, accelerator: Accelerator, log: RunLog) -> Uploads:
-    """The uploads to the Hub beside the run, from the main process only."""
-    return Uploads(
-        config.push_to_hub if accelerator.is_main_process else None,
-        config.output_dir,
-        log.say,
-        strategy=config.hub_strategy,
-        private=config.hub_private_repo,
-    )
 
 
 def accumulate_gradients(
@@ -294,8 +123,8 @@ def accumulate_gradients(
     first: int,
     sequences: int,
 ) -> torch.Tensor:
-    """Backward over this rank's micro-batches of the update that has `sequences` sequences from position
-    `first` on; returns their mean loss, a scalar.
+    """Backward over this rank's micro-batches of the update that has `sequences` sequences from position `first` on;
+    returns their mean loss, a scalar.
 
     Ranks exchange gradients in the last backward only.
     """
@@ -309,20 +138,60 @@ def accumulate_gradients(
     return total
 
 
-def write_samples(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    log: RunLog,
-) -> None:
+def reduce_step_stats(
+    accelerator: Accelerator, stop: StopRequest, loss: torch.Tensor, grad_norm: torch.Tensor
+) -> tuple[float, float, bool]:
+    """The loss over all ranks, the gradient norm, and whether any rank has to stop.
+
+    The one moment of an update at which the host waits for the device.
+    """
+    flag = torch.full_like(loss, float(stop.reason is not None))
+    mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
+    stats = torch.stack((mean_loss, full_tensor(grad_norm), flags))
+    loss_value, norm_value, flag_value = stats.tolist()
+    return loss_value, norm_value, flag_value > 0
+
+
+def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
+    """Whether any rank has to stop."""
+    flag = torch.tensor(float(stop.reason is not None))
+    if accelerator.num_processes > 1:
+        flag = accelerator.reduce(flag.to(accelerator.device), "sum")
+    return flag.item() > 0
+
+
+def write_samples(run: RunContext, state: TrainState) -> None:
     """Continues each of the run's prompts; on the main process only, uncompiled, in fp32."""
-    sharded = is_sharded(accelerator)
-    plain = full_model(accelerator, model) if sharded else unwrap(accelerator, model)
+    config, accelerator, model = run.config, run.accelerator, state.model
+    plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
     if accelerator.is_main_process:
         sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-        for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
-            log.sample(sample.prompt, sample.prompt + sample.text)
+        for sample in complete(plain, run.inputs.tokenizer, config.sample_prompts, sampling):
+            run.log.sample(sample.prompt, sample.prompt + sample.text)
+
+
+def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> None:
+    """Saves the weights, which are those from before the first of the bad updates, and raises `ValueError`."""
+    bad = state.guard.bad_in_a_row
+    run.save(state, state.step - bad)
+    run.writer.wait()
+    raise ValueError(
+        f"{bad} updates in a row were bad, the last since {problem}: checkpoint-{state.step - bad} is from "
+        "before; lower --learning_rate or look at the samples that "
+        f"{run.config.output_dir}/metrics.jsonl names"
+    )
+
+
+def export_model(run: RunContext, state: TrainState) -> None:
+    """Writes the final model into the run's folder, and pushes it if that is asked for."""
+    config, accelerator = run.config, run.accelerator
+    plain = full_model(accelerator, state.model)
+    if accelerator.is_main_process:
+        save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
+        if config.push_to_hub:
+            draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
+        newest = (list_checkpoints(config.output_dir) or [run.inputs.checkpoint])[-1]
+        run.uploads.push(Path(config.output_dir), newest, final=True)
 
 
 def due(every: int, step: int, max_steps: int) -> bool:

@@ -28,9 +28,16 @@ except ImportError:  # said in `main`
 import gpt2_accel
 from gpt2_accel import GPT, cli, save_pretrained
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.convert import describe
 from gpt2_accel.files import atomic_directory
-from gpt2_accel.generate import Sampling, complete, encode_prompt, likeliest, load, stream
+from gpt2_accel.generation.sampling import (
+    Sampling,
+    complete,
+    encode_prompt,
+    likeliest,
+    load,
+    stream,
+)
+from gpt2_accel.hf.convert import describe
 
 MAX_SAMPLES = 4
 MAX_NEW_TOKENS = 1000  # of one visit: the others wait

@@ -18,18 +18,18 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint import model_directory
+from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.convert import describe, local_directory, read_config
 from gpt2_accel.evals.harness import run_harness
 from gpt2_accel.evals.sources import SOURCES, read_items
 from gpt2_accel.evals.table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
 from gpt2_accel.files import write_json
-from gpt2_accel.generate import Sampling, complete
-from gpt2_accel.hub import add_results
-from gpt2_accel.launch import build_accelerator
-from gpt2_accel.tensors import unwrap
+from gpt2_accel.generation.sampling import Sampling, complete
+from gpt2_accel.hf.convert import describe, local_directory, read_config
+from gpt2_accel.hf.model_card import add_results
+from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.tokenizer import load_tokenizer
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.neighbours import read_checkpoint
+from gpt2_accel.hf.importers import read_checkpoint
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
 
 

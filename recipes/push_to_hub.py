@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint import model_directory
+from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.convert import describe, read_config
-from gpt2_accel.hub import model_card, push_model
-from gpt2_accel.pictures import draw_loss
-from gpt2_accel.weights import weight_files
+from gpt2_accel.hf.convert import describe, read_config
+from gpt2_accel.hf.hub import push_model
+from gpt2_accel.hf.model_card import model_card
+from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.report.figures import draw_loss
 
 
 @dataclass

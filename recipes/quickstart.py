@@ -17,12 +17,12 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.convert import local_directory
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
 from gpt2_accel.data.sources import read_text, text_files
-from gpt2_accel.launch import processes
+from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.runtime.accelerator import processes
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 

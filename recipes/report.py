@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.report import write_report
-from gpt2_accel.runs import read_run
+from gpt2_accel.report.page import write_report
+from gpt2_accel.report.reader import read_run
 
 
 def main() -> None:

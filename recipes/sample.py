@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.generate import Completion, Sampling, load, stream
+from gpt2_accel.generation.sampling import Completion, Sampling, load, stream
 
 
 @dataclass

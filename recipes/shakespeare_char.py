@@ -18,7 +18,7 @@ from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import tiny_shakespeare
-from gpt2_accel.launch import processes
+from gpt2_accel.runtime.accelerator import processes
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 

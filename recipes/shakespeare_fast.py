@@ -14,7 +14,7 @@ from shakespeare_char import ShakespeareChar, prepare_text
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config
-from gpt2_accel.launch import processes
+from gpt2_accel.runtime.accelerator import processes
 from gpt2_accel.train import train
 
 

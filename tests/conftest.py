@@ -1,5 +1,6 @@
 """What the tests share: no network, a small text, its token shards, and a run of a few updates."""
 
+import importlib.util
 import os
 import random
 import socket
@@ -20,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.metrics import read_json_lines
+from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
 from gpt2_accel.train import train
 
@@ -125,6 +126,14 @@ def launch(script: str, *args: str, processes: int = 1, **env: str) -> subproces
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240
     )
+
+
+def load_recipe(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def free_port() -> str:

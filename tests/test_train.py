@@ -15,7 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
 from gpt2_accel.data.shards import TokenStream
-from gpt2_accel.metrics import JsonLines, peak_flops, read_json_lines
+from gpt2_accel.device import peak_flops
+from gpt2_accel.files import JsonLines, read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
 
 # Ten updates of `tiny_config`, AdamW, fp32 on a CPU.

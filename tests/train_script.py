@@ -5,11 +5,12 @@
 
 import os
 
-from gpt2_accel import cli, loss
+from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.train import train
 
-loss.LOGITS_AT_ONCE = int(os.environ.get("LOGITS_AT_ONCE", loss.LOGITS_AT_ONCE))
+cross_entropy.LOGITS_AT_ONCE = int(os.environ.get("LOGITS_AT_ONCE", cross_entropy.LOGITS_AT_ONCE))
 
 
 def main() -> None:

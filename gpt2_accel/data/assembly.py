@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, VERSION, ShardWriter
 from gpt2_accel.data.tokenizing import COUNTS, record_path, tokens_path
-from gpt2_accel.files import replace_file, sync, sync_tree, write_json
+from gpt2_accel.files import sync, sync_tree, write_file, write_json
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 
 BLOCK = 2**22  # tokens copied at once
@@ -170,5 +170,5 @@ def make_shard(
     entry = {**writer.close(), "file": name, "documents": documents, "bytes": size}
     sync(writer.path)
     writer.path.rename(plan.work / name)
-    replace_file(note, json.dumps(entry).encode())
+    write_file(note, json.dumps(entry))
     return entry

@@ -20,6 +20,7 @@ from gpt2_accel.data.documents import (
     split_of,
 )
 from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces
+from gpt2_accel.errors import first_line
 
 SECONDS_TO_ANSWER = 8
 
@@ -121,7 +122,7 @@ def open_builder(name: str, options: dict[str, Any]):
     try:
         return load_dataset_builder(name, **options)
     except (ValueError, RuntimeError, FileNotFoundError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         if "script" in reason:
             reason += "; try --revision refs/convert/parquet"
         raise ValueError(f"the data set {name} cannot be opened: {reason}") from error

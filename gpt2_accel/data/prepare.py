@@ -19,7 +19,7 @@ from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import Texts
 from gpt2_accel.data.tokenizing import tokenize
-from gpt2_accel.files import exclusive, write_json
+from gpt2_accel.files import lock_folder, remove_leftovers, write_json
 
 
 def prepare(
@@ -60,7 +60,7 @@ def carry_out(plan: Plan, workers: int = 1) -> dict:
     """
     if plan.data_dir.exists():
         return finished_before(plan)
-    with exclusive(plan.work, "choose another --data_dir"):
+    with lock_folder(plan.work, "choose another --data_dir"):
         try:
             begin(plan)
             tokenize(plan, workers)
@@ -94,8 +94,7 @@ def begin(plan: Plan) -> None:
             "command, or remove the folder"
         )
     (work / "pieces").mkdir(exist_ok=True)
-    for path in (work / "pieces").glob("*.tmp"):
-        path.unlink(missing_ok=True)
+    remove_leftovers(work / "pieces")
     if not begun.exists():
         plan.tokenizer.save_pretrained(work / "tokenizer")
         write_json(begun, {"plan": plan.mark})

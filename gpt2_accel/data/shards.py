@@ -25,7 +25,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
 Each document is preceded by `<|endoftext|>` where the tokenizer has it, and nothing else gives that id:
 so it marks where documents begin. A split is one long array of tokens, its shards in the manifest's order.
 
-Folders of other trainers' token files (`foreign.py`) open like these. A folder may also be a mixture of
+Folders of other trainers' token files (`third_party.py`) open like these. A folder may also be a mixture of
 others: its manifest then says `"mixture": [{"data_dir": …, "weight": …}, …]`, paths relative to it, and its
 splits have no shards.
 """
@@ -43,8 +43,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_accel.data.foreign import OWN_MAGIC as MAGIC
-from gpt2_accel.data.foreign import foreign_manifest
+from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
+from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, write_json
 
 VERSION = 1
@@ -96,23 +96,23 @@ def open_shard(path: str | Path) -> np.ndarray:
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not a whole shard of this format.
     """
     path = Path(path)
-    mend = "prepare the data again"
+    hint = "prepare the data again"
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size:
-        raise ValueError(f"{path} is cut short inside its header: {mend}")
+        raise ValueError(f"{path} is cut short inside its header: {hint}")
     magic, version, width, tokens, _ = HEADER.unpack(header)
     if magic != MAGIC:
-        raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {mend}")
+        raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {hint}")
     if version != VERSION:
         raise ValueError(
-            f"{path} has format version {version}, this release reads {VERSION}: {mend}"
+            f"{path} has format version {version}, this release reads {VERSION}: {hint}"
         )
     if width not in (2, 4):
-        raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {mend}")
+        raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {hint}")
     size, expected = path.stat().st_size, HEADER.size + tokens * width
     if size != expected:
-        raise ValueError(f"{path} has {size} bytes, its header announces {expected}: {mend}")
+        raise ValueError(f"{path} has {size} bytes, its header announces {expected}: {hint}")
     dtype = "<u2" if width == 2 else "<u4"
     if tokens == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
@@ -137,7 +137,7 @@ def read_manifest(data_dir: str | Path) -> dict:
     """
     path = Path(data_dir) / MANIFEST
     if not path.is_file():
-        if manifest := foreign_manifest(data_dir):
+        if manifest := third_party_manifest(data_dir):
             return manifest
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
@@ -153,12 +153,12 @@ def read_manifest(data_dir: str | Path) -> dict:
             f"{path} is {found[0]!r} version {found[1]}, this release reads "
             f"{MANIFEST_FORMAT!r} version {VERSION}: prepare the data again"
         )
-    if damage := manifest_damage(manifest):
-        raise ValueError(f"{path} {damage}: prepare the data again")
+    if corruption := manifest_corruption(manifest):
+        raise ValueError(f"{path} {corruption}: prepare the data again")
     return manifest
 
 
-def manifest_damage(manifest: dict) -> str | None:
+def manifest_corruption(manifest: dict) -> str | None:
     """What a manifest lacks or says wrongly, None if nothing."""
     try:
         vocab_size = manifest["tokenizer"]["vocab_size"]

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
-from gpt2_accel.files import replace_file
+from gpt2_accel.files import atomic_file, write_file
 from gpt2_accel.tokenizer import END_OF_TEXT, load_tokenizer, token_encoder
 
 # What is counted of the documents, beside how many they are: those without any text, which are left out;
@@ -193,19 +193,13 @@ class PieceWriter:
                 split = document.split
                 if split not in files:
                     path = tokens_path(self.work, number, split)
-                    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-                    stack.callback(scratch.unlink, missing_ok=True)
-                    files[split] = stack.enter_context(open(scratch, "wb", 2**20))
+                    files[split] = stack.enter_context(atomic_file(path))
                     splits[split] = Counter(tokens=0, documents=0, bytes=0)
                 for more in self.write_document(document, files[split], counts):
                     splits[split].update(more)
                     progress(more["documents"], more["tokens"], more["bytes"])
-            for split, file in files.items():
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, tokens_path(self.work, number, split))
         record = {"splits": splits, "counts": counts}
-        replace_file(record_path(self.work, number), json.dumps(record).encode())
+        write_file(record_path(self.work, number), json.dumps(record))
 
     def write_document(
         self, document: Document, file: BinaryIO, counts: Counter

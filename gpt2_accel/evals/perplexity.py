@@ -19,10 +19,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
 from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
-from gpt2_accel.evals.scoring import batched, fits, share_out
-from gpt2_accel.tensors import unwrap
+from gpt2_accel.evals.scoring import batched, fits, run_sharded
 from gpt2_accel.tokenizer import encode
 
 CORPUS_OF = {
@@ -135,7 +135,7 @@ def text_loss(
         sorted(todo, key=lambda window: (-window.length, window.context, window)),
         lambda batch: fits(len(batch), *shape(batch), config.vocab_size),
     )
-    found = dict(share_out(accelerator, model, batches, run, interrupted))
+    found = dict(run_sharded(accelerator, model, batches, run, interrupted))
     return (todo, [found[window] for window in todo]) if found else ([], [])
 
 
@@ -156,7 +156,7 @@ def window_loss(
         ids = torch.tensor(documents[window.document].ids[window.start : window.end + 1])
         input_ids[i, : window.length] = ids[:-1]
         targets[i, window.context : window.length] = ids[window.context + 1 :]
-    device = model.wte.weight.device
+    device = model.device
     loss = model(
         input_ids.to(device),
         targets[:, -kept:].to(device),
@@ -178,7 +178,7 @@ def corpus_perplexity(
     """`loss` per token with its standard error over windows, `perplexity_per_token`, `perplexity_per_word`
     and `bits_per_byte` of the documents. All ranks call it, each reads its share.
 
-    A `stride` of None is `n_positions`. `interrupted` ends it without a result, as in `share_out`.
+    A `stride` of None is `n_positions`. `interrupted` ends it without a result, as in `run_sharded`.
     """
     found, nats = text_loss(accelerator, model, documents, stride, interrupted)
     if not found:

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.tensors import unwrap
+from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.tokenizer import encode
 
 Item = TypeVar("Item")
@@ -175,7 +175,7 @@ def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tenso
 
 def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> list[tuple[int, int, Score]]:
     """The scores of each row's continuations, each with its question and its place there."""
-    inputs = collate(batch, model.wte.weight.device)
+    inputs = collate(batch, model.device)
     targets = inputs.pop("targets")
     logits = model(**inputs, logits_to_keep=targets.shape[1]).float()  # (B, S, V)
     first_choice = logits.argmax(dim=-1) == targets
@@ -217,13 +217,13 @@ def score(
 ) -> list[list[Score]]:
     """The score of every continuation of every question, on all ranks, which all call it.
 
-    `model` and `interrupted` are those of `share_out`. Raises as `fit_rows`.
+    `model` and `interrupted` are those of `run_sharded`. Raises as `fit_rows`.
     """
     config = unwrap(accelerator, model).config
     rows, _ = fit_rows(questions, config.n_positions)
     rows.sort(key=lambda row: (-(row.answers // 8), -len(row.context), row.question, row.places))
     batches = batched(rows, lambda batch: fits(len(batch), *shape(batch), config.vocab_size))
-    scored = share_out(accelerator, model, batches, score_batch, interrupted)
+    scored = run_sharded(accelerator, model, batches, score_batch, interrupted)
     results: list[list[Score]] = [[] for _ in questions]
     for question, _, found in sorted(scored):
         results[question].append(found)
@@ -231,7 +231,7 @@ def score(
 
 
 @torch.no_grad()
-def share_out(
+def run_sharded(
     accelerator: Accelerator,
     model: torch.nn.Module,
     batches: Sequence[Batch],

@@ -8,39 +8,13 @@ import json
 import re
 from pathlib import Path
 from types import UnionType
-from typing import NamedTuple
 
 from huggingface_hub import hf_hub_download
 
+from gpt2_accel.errors import first_line
+from gpt2_accel.hf.benchmarks import SOURCES, Source
+
 PARQUET_REVISION = "refs/convert/parquet"  # of every data set, made by the Hub
-
-
-class Source(NamedTuple):
-    """A split of a data set on the Hub, and the column that its text is in."""
-
-    repo_id: str
-    config: str
-    split: str
-    column: str | None = None
-
-    @property
-    def file(self) -> str:
-        """Where the Hub keeps the split as Parquet; all of those here are small enough to be one file."""
-        return f"{self.config}/{self.split}/0000.parquet"
-
-
-SOURCES = {
-    "hellaswag": Source("Rowan/hellaswag", "default", "validation"),
-    "hellaswag_lm_eval": Source("Rowan/hellaswag", "default", "validation"),
-    # OpenAI's own copy of LAMBADA, which keeps case and punctuation.
-    "lambada": Source("EleutherAI/lambada_openai", "default", "test", "text"),
-    # The files of Salesforce/wikitext, an article a row.
-    "wikitext2": Source("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "test", "page"),
-    "wikitext103": Source(
-        "EleutherAI/wikitext_document_level", "wikitext-103-raw-v1", "test", "page"
-    ),
-    "ptb": Source("ptb-text-only/ptb_text_only", "penn_treebank", "test", "sentence"),
-}
 
 
 def read_items(task: str, data: str | Path | None = None) -> list[dict]:
@@ -74,7 +48,7 @@ def from_hub(source: Source) -> list[dict]:
     except (OSError, ValueError) as error:  # of the Hub's client or its HTTP library
         raise FileNotFoundError(
             f"{source.repo_id} cannot be read from the Hub: connect to it, or give a local file "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"({first_line(error)})"
         ) from error
     return Dataset.from_parquet(path).to_list()
 

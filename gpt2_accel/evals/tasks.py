@@ -22,7 +22,7 @@ from gpt2_accel.evals.perplexity import (
 from gpt2_accel.evals.scoring import LOGIT_VALUES
 from gpt2_accel.evals.sources import texts
 from gpt2_accel.evals.validation import validation_loss
-from gpt2_accel.model import GPTConfig
+from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import fingerprint
 
 TASKS = ("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text")
@@ -42,7 +42,7 @@ class Prepared:
 
 def prepare_task(
     tokenizer: PreTrainedTokenizerBase,
-    config: GPTConfig,
+    config: ModelConfig,
     task: str,
     items: Sequence[dict],
     stride: int | None = None,
@@ -99,7 +99,7 @@ def shorten(numbers: Sequence[int]) -> str:
 def prepare_loss(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
-    config: GPTConfig,
+    config: ModelConfig,
     data_dir: str | Path,
     max_tokens: int,
 ) -> Prepared:

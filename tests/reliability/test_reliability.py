@@ -19,9 +19,9 @@ import torch
 from conftest import ROOT, as_flags, free_port, losses, run, tiny_config
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint import list_checkpoints
-from gpt2_accel.metrics import read_json_lines
-from gpt2_accel.wholeness import damage
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.files import read_json_lines
 
 SCRIPT = str(ROOT / "tests/train_script.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -143,7 +143,7 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        whole = [path for path in list_checkpoints(folder) if damage(path) is None]
+        whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert whole, "a checkpoint was lost"
         assert forked(config, None) == 0
         assert weights(folder) == weights(tmp_path / "whole"), number
@@ -178,7 +178,7 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys,
         said = "".join(capsys.readouterr())
         assert "checkpoint-4 could not be written, training goes on" in said
         [checkpoint] = list_checkpoints(disk / "run")
-        assert checkpoint.name == "checkpoint-2" and damage(checkpoint) is None
+        assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
         assert not list((disk / "run").glob(".checkpoint*"))
         assert status(disk / "run")["state"] == "failed"
         assert last_step(disk / "run") == 8  # it had gone on
@@ -197,7 +197,7 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     settings = {"save_every": 4, "resume_from": "latest"}
     whole = run(tiny_config(data_dir, tmp_path / "run", **settings))
     newest = tmp_path / "run/checkpoint-8"
-    assert damage(newest) is None
+    assert find_corruption(newest) is None
     shutil.copytree(tmp_path / "run/checkpoint-4", tmp_path / "copy")
     tried = 0
     for path in sorted(p for p in newest.rglob("*") if p.is_file()):
@@ -207,27 +207,27 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
             broken = bytearray(content)
             broken[position] ^= 1 << (tried % 8)
             path.write_bytes(broken)
-            assert damage(newest), (path, position)
+            assert find_corruption(newest), (path, position)
             tried += 1
         for length in (0, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:length])
-            assert damage(newest), (path, length)
+            assert find_corruption(newest), (path, length)
             tried += 1
         path.unlink()
-        assert damage(newest), path
+        assert find_corruption(newest), path
         path.write_bytes(content)
-    assert damage(newest) is None
+    assert find_corruption(newest) is None
 
     (newest / "model.safetensors").write_bytes(b"")
     (tmp_path / "run/model.safetensors").unlink()
     resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
     assert "checkpoint-8 is passed over: model.safetensors has 0 bytes" in capsys.readouterr().out
-    assert losses(resumed) == losses(whole) and damage(newest) is None
+    assert losses(resumed) == losses(whole) and find_corruption(newest) is None
     # A save on the way keeps itself and not the damaged one, though that has the higher number.
     (newest / "model.safetensors").write_bytes(b"")
     one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
     run(tiny_config(data_dir, tmp_path / "run", **one))
-    assert damage(tmp_path / "run/checkpoint-6") is None
+    assert find_corruption(tmp_path / "run/checkpoint-6") is None
     shutil.rmtree(tmp_path / "run/checkpoint-6")
     shutil.copytree(tmp_path / "copy", tmp_path / "run/checkpoint-4")
     with pytest.raises(ValueError, match="checkpoint-8 is damaged: .*config.json"):
@@ -287,7 +287,7 @@ def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path):
     process.wait(20)
     assert status(tmp_path / "run")["state"] == "stopped"
     assert not status(tmp_path / "run")["requeue"]
-    assert all(damage(path) is None for path in list_checkpoints(tmp_path / "run"))
+    assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path / "run"))
 
 
 def poison(monkeypatch, bad):

@@ -1,0 +1,65 @@
+"""Data that needs no network: shards of random tokens, and text of random words.
+
+`python synthetic_data.py SHAPE TOKENS FOLDER` makes the shards for a model of that shape, JSON, and says in a line
+of JSON what a benchmark has to know beside.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.tokenizer import char_tokenizer
+
+FIRST = 0x10000  # 65,536 code points from here on are characters, whatever comes before has gaps
+
+
+def many_characters(vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of so many characters, each a token, numbered from `FIRST` on."""
+    return char_tokenizer("".join(map(chr, range(FIRST, FIRST + vocab_size))))
+
+
+def random_shards(folder: str | Path, vocab_size: int, tokens: int) -> None:
+    """Training data of random tokens: random characters, each a token."""
+    numbers = np.random.default_rng(0).integers(vocab_size, size=tokens)
+    text = (numbers + FIRST).astype("<u4").tobytes().decode("utf-32-le")
+    prepare({"train": [text]}, many_characters(vocab_size), folder, source="random characters")
+
+
+def random_sentences(size: int) -> list[str]:
+    """Documents of so many characters in all, which tokenize about like English: words of random syllables,
+    the first ones much the most frequent."""
+    chance = random.Random(0)
+    syllables = [a + b for a in "tshrnlmdcw" for b in ("a", "e", "i", "o", "er", "ing", "on", "ed")]
+    words = [
+        "".join(chance.choices(syllables, k=chance.choice((1, 1, 2, 2, 3)))) for _ in range(9999)
+    ]
+    weights = [1 / (rank + 1) for rank in range(len(words))]
+    sentences = []
+    for _ in range(1000):
+        sentence = " ".join(chance.choices(words, weights, k=chance.randint(5, 25)))
+        sentences.append(sentence.capitalize() + chance.choice((". ", ". ", "? ", ".\n")))
+    documents, total = [], 0
+    while total < size:
+        documents.append("".join(chance.choices(sentences, k=chance.randint(5, 60))))
+        total += len(documents[-1])
+    return documents
+
+
+def main() -> None:
+    shape, tokens, folder = sys.argv[1:]
+    config = GPTConfig(**json.loads(shape))
+    random_shards(folder, config.vocab_size, int(tokens))
+    flops = flops_per_token(config, config.n_positions)
+    print(json.dumps({"cuda": torch.cuda.is_available(), "flops_per_token": flops}))
+
+
+if __name__ == "__main__":
+    main()

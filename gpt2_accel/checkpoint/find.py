@@ -1,0 +1,109 @@
+"""Finds the checkpoints of a run's folder: the newest, the best, the one to resume."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt2_accel.checkpoint.manifest import STATE, find_corruption, read_state
+from gpt2_accel.files import remove, scratch_path
+from gpt2_accel.hf import hub
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first."""
+    found = {
+        int(match[1]): path
+        for path in Path(run_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def find_checkpoint(
+    resume_from: str | None, run_dir: str | Path, say: Callable[[str], None] = print
+) -> Path | None:
+    """The checkpoint that `--resume_from` means, None for a fresh start.
+
+    `latest` is the newest whole one of `run_dir`; those passed over are named through `say`. A Hub id
+    means what a run with `--hub_strategy checkpoint` pushed there.
+
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged, or if `latest`
+    finds only damaged ones; `FileExistsError` if the run would write over checkpoints of another.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    if resume_from is None:
+        if checkpoints:
+            raise FileExistsError(
+                f"{run_dir} holds {checkpoints[-1].name} of an earlier run: continue it with "
+                "--resume_from latest, or choose another --output_dir"
+            )
+        return None
+    if resume_from == "latest":
+        for path in reversed(checkpoints):
+            if (problem := find_corruption(path)) is None:
+                return path
+            say(f"{path} is passed over: {problem}")
+        if checkpoints:
+            raise ValueError(
+                f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
+            )
+        return None
+    path = Path(resume_from)
+    if not path.exists() and hub.is_repo_id(resume_from):
+        path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
+    if not (path / STATE / "state.json").is_file():
+        raise FileNotFoundError(
+            f"--resume_from {resume_from} is not a checkpoint of this toolkit: give a checkpoint-<step> "
+            "folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
+        )
+    if problem := find_corruption(path):
+        raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
+    if checkpoints and checkpoints[-1].resolve() != path.resolve():
+        raise FileExistsError(
+            f"{run_dir} holds {checkpoints[-1].name}, which going on from {path} would write over: "
+            "choose another --output_dir"
+        )
+    return path
+
+
+def model_directory(name: str | Path) -> str | Path:
+    """Where the newest weights of a run's folder are: in the folder itself once training has ended, in
+    its last checkpoint before. Any other name is returned as it is."""
+    checkpoints = list_checkpoints(name)
+    if checkpoints and not (Path(name) / "config.json").exists():
+        return checkpoints[-1]
+    return name
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of updates in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def best_checkpoint(checkpoints: list[Path]) -> Path | None:
+    """The one of lowest validation loss among those that were evaluated."""
+    losses = {}
+    for path in checkpoints:
+        try:
+            loss = read_state(path)["val_loss"]
+        except ValueError:  # damaged since it was written
+            continue
+        if loss is not None:
+            losses[path] = loss
+    return min(losses, key=losses.get, default=None)
+
+
+def point_to(link: Path, target: Path) -> None:
+    """Makes `link` a symbolic link to its neighbour `target`, in one step."""
+    new = scratch_path(link)
+    new.symlink_to(target.name)
+    new.replace(link)
+
+
+def clean_up(run_dir: str | Path) -> None:
+    """Removes half-written checkpoints of killed processes, also those of other machines.
+
+    Only the process that holds the folder's lock writes checkpoints there, so only it may call this.
+    """
+    for path in Path(run_dir).glob(".checkpoint-*"):
+        remove(path)

@@ -1,0 +1,184 @@
+"""Writes checkpoints: an HF model directory, and under `training_state/` what only a resume needs.
+
+    checkpoint-<step>/
+        config.json, model.safetensors, tokenizer.json, …      opens in transformers
+        training_state/optimizer.safetensors                   its tensors, by parameter name
+        training_state/state.json                              step, optimizer, scaler, guard, data, run id
+        training_state/manifest.json                           size and SHA-256 of every file above
+
+There is little to keep: data order, learning rate and random seeds are functions of the step. A checkpoint
+is copied to host memory, then written behind the loop: aside, synced, checksummed, renamed.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.checkpoint.find import best_checkpoint, list_checkpoints, point_to, step_of
+from gpt2_accel.checkpoint.manifest import STATE, read_state, write_manifest
+from gpt2_accel.checkpoint.state_dict import (
+    full_model,
+    host_copy,
+    load_optimizer_tensors,
+    optimizer_name,
+    optimizer_tensors,
+)
+from gpt2_accel.device import is_sharded
+from gpt2_accel.files import atomic_directory, discard, write_json
+from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.hf.model_card import Training
+from gpt2_accel.models import LanguageModel
+
+
+@dataclass
+class Snapshot:
+    """A checkpoint in host memory: all that is written to disk."""
+
+    step: int
+    model: LanguageModel
+    optimizer: dict[str, torch.Tensor]
+    state: dict
+    training: Training
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, each in the background while the loop goes on.
+
+    The link `latest` leads to the newest. `keep_last` newest ones stay, every one whose step is a multiple of `keep_every` (0: none), and with
+    `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called with
+    each new one, in the background too. A write that fails is reported through `say` and leaves the
+    older checkpoints as they are.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keep_last: int,
+        keep_every: int = 0,
+        keep_best: bool = False,
+        saved: Callable[[Path], None],
+        say: Callable[[str], None],
+    ):
+        self.run_dir, self.tokenizer = Path(run_dir), tokenizer
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.saved, self.say = saved, say
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(
+        self,
+        step: int,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        training: Training,
+        *,
+        guard: dict,
+        data: str,
+        val_loss: float | None,
+        run_id: str,
+    ) -> None:
+        """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
+
+        `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
+        the data; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
+        run. Waits for the write before, if that is still going on. All ranks call it.
+        """
+        if not (accelerator.is_main_process or is_sharded(model)):
+            return
+        self._join()
+        plain = full_model(accelerator, model)
+        states = optimizer_tensors(optimizer).items()
+        optimizer_state = {name: host_copy(tensor) for name, tensor in states}
+        if not accelerator.is_main_process:
+            return
+        snapshot = Snapshot(
+            step,
+            plain,
+            optimizer_state,
+            {
+                "step": step,
+                "optimizer": optimizer_name(optimizer),
+                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
+                "guard": guard,
+                "data": data,
+                "val_loss": val_loss,
+                "run_id": run_id,
+            },
+            training,
+        )
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
+        self._join()
+        if self._error is not None:
+            message = f"the last checkpoint could not be written: {self._error}"
+            raise OSError(message) from self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        path = self.run_dir / f"checkpoint-{snapshot.step}"
+        try:
+            with atomic_directory(path, replace=True) as folder:
+                save_pretrained(snapshot.model, folder, self.tokenizer, training=snapshot.training)
+                (folder / STATE).mkdir()
+                save_file(snapshot.optimizer, folder / STATE / "optimizer.safetensors")
+                write_json(folder / STATE / "state.json", snapshot.state)
+                write_manifest(folder)
+            self._error = None
+            self.rotate(snapshot.step)
+            self.saved(path)
+        except Exception as error:  # the run goes on: the next may succeed
+            self._error = error
+            self.say(f"{path.name} could not be written, training goes on: {error}")
+
+    def rotate(self, step: int) -> None:
+        """Removes what is not to be kept beside the whole checkpoint of `step`.
+
+        Newer ones, which can only be damaged, neither count nor go: the run will write them again.
+        """
+        checkpoints = [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
+        keep = checkpoints[-self.keep_last :]
+        if self.keep_every:
+            keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]
+        if self.keep_best and (best := best_checkpoint(checkpoints)):
+            keep.append(best)
+            point_to(self.run_dir / "best", best)
+        if checkpoints:
+            point_to(self.run_dir / "latest", checkpoints[-1])
+        for path in checkpoints:
+            if path not in keep:
+                discard(path)
+
+
+def load_training_state(
+    path: Path, accelerator: Accelerator, optimizer: torch.optim.Optimizer
+) -> dict:
+    """Puts a checkpoint's optimizer and scaler state back; returns `step` and what else was saved.
+
+    The weights are not its business: the model was built from the same folder.
+    Raises `ValueError` if the state is that of another optimizer or model.
+    """
+    state = read_state(path)
+    if state["optimizer"] != optimizer_name(optimizer):
+        raise ValueError(
+            f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "
+            "resume with the --optimizer of the first run"
+        )
+    load_optimizer_tensors(optimizer, load_file(path / STATE / "optimizer.safetensors"), path)
+    if accelerator.scaler and state["scaler"]:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    return state

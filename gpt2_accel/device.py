@@ -1,0 +1,163 @@
+"""Questions about the machine: bf16 units, a compiler, peak FLOP/s, memory, whether a model is sharded.
+
+`GPT2_ACCEL_DEVICE` in the environment overrides answers, for tests and for a machine that reports itself wrongly: a
+JSON object of function names and answers, such as `{"has_bf16": false, "free_memory": 1000000000}`.
+"""
+
+import functools
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+OVERRIDES = "GPT2_ACCEL_DEVICE"
+# Dense FLOP/s in bf16 (V100 and T4: fp16) by a part of the device's name, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+def overridable(question: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+    """Lets `GPT2_ACCEL_DEVICE` answer in place of the function."""
+
+    @functools.wraps(question)
+    def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
+        name = question.__name__
+        return overrides[name] if name in overrides else question(*args, **kwargs)
+
+    return answer
+
+
+# Precision and compilation
+
+
+@overridable
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 matrices in hardware.
+
+    A CPU needs AVX512-BF16 or AMX; one that `ATEN_CPU_CAPABILITY` holds to AVX2 has neither.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        allowed = "AVX512" in torch.backends.cpu.get_cpu_capability()
+        return allowed and torch.cpu._is_avx512_bf16_supported()
+    return True
+
+
+def precision_problem(device: torch.device, precision: str) -> str | None:
+    """What to say of a precision (no, fp16 or bf16) that the device only emulates, None if it is fast."""
+    if precision == "bf16" and not has_bf16(device):
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            return f"{name} emulates bf16, slowly: launch with --mixed_precision fp16"
+        return "this CPU emulates bf16, slowly: launch with accelerate_configs/cpu.yaml"
+    if precision == "fp16" and device.type == "cpu":
+        return "CPUs have no fast fp16: launch with accelerate_configs/cpu.yaml"
+    return None
+
+
+@overridable
+def has_cpp_compiler() -> bool:
+    """Whether inductor can compile for the CPU: it takes `CXX`, else g++ or clang++."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    return any(shutil.which(name) for name in names)
+
+
+def inductor_problem(device: torch.device) -> str | None:
+    """Why inductor cannot compile for the device, None if it can."""
+    if device.type == "cpu" and not has_cpp_compiler():
+        return "no C++ compiler found (install g++ or set CXX)"
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 7:
+            return f"inductor needs compute capability 7.0, this GPU has {major}.{minor}"
+    if device.type == "mps":
+        return "inductor's support of Apple GPUs is not complete"
+    return None
+
+
+# Speed
+
+
+@overridable
+def peak_flops(device_name: str) -> float | None:
+    """The published peak of one device in FLOP/s, None if it is unknown.
+
+    `device_name` is what `torch.cuda.get_device_name` returns.
+    """
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+@overridable
+def matmul_flops(device: torch.device, precision: str) -> float:
+    """FLOP/s of a large matrix product in `precision` (no, fp16 or bf16) on the device, measured: the best of 3."""
+    size = 1024 if device.type == "cpu" else 4096
+    a = torch.ones(size, size, device=device, dtype=DTYPES.get(precision, torch.float32))
+    best = math.inf
+    for _ in range(4):  # the first warms up
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+# Memory
+
+
+@overridable
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a CUDA device, elsewhere on the machine.
+
+    Raises `ValueError` where the system does not report it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ValueError(
+            "this system does not report its free memory: set --micro_batch_size to a number"
+        ) from error
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+
+
+def memory_gb(device_type: str) -> float:
+    """Memory of this process in GB (1e9 bytes): the most that torch has reserved on the current CUDA device so
+    far, elsewhere what the process holds of the machine's memory now."""
+    if device_type == "cuda":
+        return torch.cuda.max_memory_reserved() / 1e9
+    return psutil.Process().memory_info().rss / 1e9
+
+
+# Sharding
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the model's parameters are spread over the processes (FSDP2)."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

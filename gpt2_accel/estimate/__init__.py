@@ -1,0 +1,1 @@
+"""Estimates of FLOPs, time and memory before a run."""

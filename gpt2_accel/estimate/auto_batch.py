@@ -1,0 +1,85 @@
+"""The largest micro-batch that fits into a device's memory."""
+
+import gc
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.device import free_memory, is_sharded
+from gpt2_accel.estimate.memory import activation_bytes
+
+
+def fitting_batch_size(
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module
+) -> int:
+    """The largest micro-batch that fits on every rank, among those that divide the batch evenly.
+
+    On a GPU sizes are tried, forward and backward with random tokens, beside memory as large as the
+    optimizer's state will be; where an attempt that fails cannot be caught (on a CPU, or with a model
+    that is spread over the ranks) they are computed. Parameters and random states are left as they were.
+
+    Raises `ValueError` if not even one sequence fits.
+    """
+    per_rank, rest = divmod(
+        config.total_batch_size, config.sequence_length * accelerator.num_processes
+    )
+    if rest or not per_rank:
+        return 1  # whose error says what does not come out even
+    if config.ramp_tokens:
+        per_rank = min(per_rank, config.ramp_start)
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    caught = accelerator.device.type == "cuda" and not is_sharded(model)
+    fits = try_size if caught else compute_size
+    best = 0
+    for size in sizes:
+        if not fits(config, accelerator, model, size):
+            break
+        best = size
+    best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
+    if not best:
+        raise ValueError(
+            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
+            "the model (accelerate_configs/8xa100_fsdp2.yaml)"
+        )
+    accelerator.print(f"micro_batch_size {best}: the largest that fits")
+    return best
+
+
+def try_size(
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
+) -> bool:
+    """Whether a micro-batch of so many sequences goes through forward and backward."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
+        shape = (size, config.sequence_length)
+        tokens = torch.randint(0, 100, shape, device=accelerator.device)
+        with accelerator.no_sync(model):
+            model(tokens, tokens).backward()
+        del reserve
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def compute_size(
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
+) -> bool:
+    """Whether the activations of so many sequences should fit beside weights, gradients and optimizer."""
+    plain = unwrap(accelerator, model)
+    shards = accelerator.num_processes if is_sharded(model) else 1
+    weights = sum(p.numel() for p in plain.parameters())
+    needed = 12 * weights // shards + activation_bytes(
+        plain.config, size, config.sequence_length, accelerator.mixed_precision
+    )
+    free = free_memory(accelerator.device)
+    if accelerator.device.type != "cuda":  # the processes share the machine's memory
+        free //= accelerator.num_processes
+    return needed < 0.9 * free

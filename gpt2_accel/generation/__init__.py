@@ -1,0 +1,1 @@
+"""Text generation: sampling with a key-value cache."""

@@ -1,0 +1,106 @@
+"""Keys and values of the tokens read so far, so that a model reads on without recomputing them.
+
+Rows of different lengths are padded on the left, so that all of them end at the same slot. The memory is reserved
+once. Shape letters as in `models/gpt2.py`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gpt2_accel.device import has_cpp_compiler
+from gpt2_accel.models import LanguageModel, LayerCache
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each block: (B, H, slots, D)
+
+
+class KVCache:
+    """What a model in evaluation mode has read of some rows of tokens.
+
+    `rows` are token ids, at least one in each row, `slots` the tokens that the longest row may come to,
+    at most `n_positions`. Device and dtype are those of the weights. With `compile` the forward of one
+    token is compiled: for one row, for several, and for several of different lengths, once each.
+
+    `logits` (B, vocab_size) are those of the token that follows each row, in the dtype of the weights.
+    """
+
+    def __init__(
+        self, model: LanguageModel, rows: Sequence[list[int]], slots: int, *, compile: bool = False
+    ):
+        config, device = model.config, model.device
+        longest = max(map(len, rows))
+        assert 0 < min(map(len, rows)) and longest <= slots <= config.n_positions
+        self.model, self.compile = model, compile
+        self.end = 0  # slots in use
+        padding = [longest - len(row) for row in rows]
+        self.padding = torch.tensor(padding, device=device) if any(padding) else None
+        # One slot more than is ever used: to the compiler, a slice of all slots is another case.
+        n_layer, n_head, head_dim = config.cache_shape
+        shape = (len(rows), n_head, slots + 1, head_dim)
+        options = {"device": device, "dtype": model.dtype}
+        self.layers: Layers = [
+            (torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in range(n_layer)
+        ]
+        padded = [[0] * pad + row for pad, row in zip(padding, rows, strict=True)]
+        self.logits = self._read(torch.tensor(padded, device=device))
+
+    def repeat(self, times: int) -> None:
+        """Puts so many copies of each row one after the other."""
+        if times > 1:
+            self.layers = [
+                (keys.repeat_interleave(times, dim=0), values.repeat_interleave(times, dim=0))
+                for keys, values in self.layers
+            ]
+            self.logits = self.logits.repeat_interleave(times, dim=0)
+            if self.padding is not None:
+                self.padding = self.padding.repeat_interleave(times)
+
+    def append(self, ids: torch.Tensor) -> None:
+        """Reads the next token of each row, ids: (B,) int64."""
+        self.logits = self._read(ids[:, None])
+
+    def _read(self, input_ids: torch.Tensor) -> torch.Tensor:
+        T = input_ids.shape[1]
+        self.end += T
+        slots = torch.arange(self.end - T, self.end, device=input_ids.device)
+        positions, mask = slots[None], None
+        if self.padding is not None:
+            positions = (slots - self.padding[:, None]).clamp(min=0)  # (B, T)
+            mask = padding_mask(self.padding, slots, self.end)
+        run = compiled() if self.compile and T == 1 and self.end > 1 else next_logits
+        return run(self.model, input_ids, positions, mask, self.layers, slots, self.end)
+
+
+def padding_mask(padding: torch.Tensor, slots: torch.Tensor, end: int) -> torch.Tensor:
+    """Which of the first `end` slots the tokens in `slots` (T) see: (B, 1, T, end), True where they do.
+
+    A pad slot sees itself, since a softmax over nothing would be NaN; nobody else sees it.
+    """
+    seen = torch.arange(end, device=slots.device)
+    causal = seen <= slots[:, None]  # (T, end)
+    itself = seen == slots[:, None]
+    filled = seen >= padding[:, None, None, None]  # (B, 1, 1, end)
+    return causal & (filled | itself)
+
+
+def next_logits(
+    model: LanguageModel,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+    layers: Layers,
+    slots: torch.Tensor,
+    end: int,
+) -> torch.Tensor:
+    """`model.decode` of tokens (B, T) that go to `slots` (T), the last of the first `end`: -> (B, vocab_size)."""
+    cache = [LayerCache(keys, values, slots, end) for keys, values in layers]
+    return model.decode(input_ids, positions, mask, cache)
+
+
+@functools.cache
+def compiled() -> Callable[..., torch.Tensor]:
+    """`next_logits`, compiled for any length. Raises `ValueError` where there is nothing to compile with."""
+    if not torch.cuda.is_available() and not has_cpp_compiler():
+        raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
+    return torch.compile(next_logits, dynamic=True)

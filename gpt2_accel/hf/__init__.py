@@ -1,0 +1,1 @@
+"""Hugging Face: conversion, weight files, model cards, the Hub, other toolkits' checkpoints."""

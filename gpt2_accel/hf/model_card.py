@@ -1,0 +1,153 @@
+"""The model card: a model directory's `README.md`, with the metadata that the Hub reads."""
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from gpt2_accel.files import write_file
+from gpt2_accel.hf.benchmarks import SOURCES
+
+PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # whose versions are recorded
+OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
+
+
+@dataclass
+class Training:
+    """What a model card says of how a model was made.
+
+    `settings` of the run; `data`: what the text was; `tokens` seen, `hours` of training, `flops` spent
+    in all; `hardware` and precision in words; `results`: metric -> value, such as `val/loss`.
+    """
+
+    settings: Mapping[str, object]
+    data: str
+    tokens: int
+    hours: float
+    flops: float
+    hardware: str
+    results: Mapping[str, float]
+
+
+def model_card(name: str, description: str, training: Training | None = None) -> str:
+    """The `README.md` of a model directory: metadata that the Hub reads, then text and code.
+
+    `name` is the repository's id, or the folder until there is one; `description` the model in words.
+    """
+    settings = training.settings if training else {}
+    init_from = str(settings.get("init_from") or "")
+    on_the_hub = init_from and not Path(init_from).exists()
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2", "gpt2_accel"],
+        license=settings.get("license"),
+        base_model=init_from.partition("@")[0] if on_the_hub else None,
+        model_name=name.rpartition("/")[2],
+        eval_results=eval_results(training.results, training.data) if training else None,
+    )
+    card = f"""---
+{metadata.to_yaml()}
+---
+
+# {name.rpartition("/")[2]}
+
+{description}
+
+```python
+from transformers import pipeline
+
+name = {json.dumps(name)}
+print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
+```
+"""
+    return card + (training_section(training) if training else "")
+
+
+def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:
+    """Results by `TASK/METRIC` in the Hub's own form, standard errors left out; None if there are none.
+
+    `data` says what the run's own data was, of which train and val are splits.
+    """
+    found = []
+    for name, value in results.items():
+        task, _, metric = name.partition("/")
+        if metric.endswith("_stderr") or not math.isfinite(value):
+            continue
+        source = SOURCES.get(task)
+        benchmark = task.removeprefix("lm_eval:")
+        named = {"train": data or "training data", "val": f"held out of {data or 'its data'}"}
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=source.repo_id if source else OWN_SPLITS.get(task, benchmark),
+                dataset_name=named.get(task, benchmark),
+                dataset_config=source and source.config,
+                dataset_split=source and source.split,
+                metric_type=metric,
+                metric_name=name,
+                metric_value=round(value, 6),
+            )
+        )
+    return found or None
+
+
+def add_results(directory: Path, results: Mapping[str, float], description: str) -> None:
+    """Puts results into the metadata of a model directory's card, in place of those of the same name.
+
+    A directory without a card gets one; `description` is the model in words.
+    """
+    path = directory / "README.md"
+    text = (
+        path.read_text(encoding="utf-8")
+        if path.exists()
+        else model_card(str(directory), description)
+    )
+    card = ModelCard(text, ignore_metadata_errors=True)
+    new = eval_results(results, None) or []
+    names = {result.metric_name for result in new}
+    old = [found for found in card.data.eval_results or [] if found.metric_name not in names]
+    card.data.eval_results = [*old, *new]
+    card.data.model_name = card.data.model_name or directory.resolve().name
+    write_file(path, str(card))
+
+
+def training_section(training: Training) -> str:
+    """The part of the card that says how the model was trained."""
+    versions = ", ".join(f"{name} {found}" for name, found in installed_versions().items())
+    results = "".join(f"| {name} | {value:.4f} |\n" for name, value in training.results.items())
+    table = f"\n## Results\n\n| metric | value |\n|---|---|\n{results}" if results else ""
+    return f"""
+## Training
+
+- Data: {training.data}
+- Tokens seen: {training.tokens:,}
+- Compute: {training.flops:.3g} FLOPs in {training.hours:.3g} hours on {training.hardware}
+- Versions: {versions}
+{table}
+## Settings
+
+```yaml
+{yaml.safe_dump(dict(training.settings), sort_keys=False).strip()}
+```
+"""
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of Python and `PACKAGES`."""
+    found = {package: installed_version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package, `(from source)` where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(from source)"

@@ -1,0 +1,101 @@
+"""Uploads to the Hub in the background of a running training."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub.utils import disable_progress_bars
+
+from gpt2_accel.errors import first_line
+from gpt2_accel.hf.hub import LAST_CHECKPOINT, check_repo_id, link, push_patiently, reason, stage
+
+LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
+
+
+class Uploads:
+    """Pushes the checkpoints of a run in the background; a context manager around its loop.
+
+    Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of
+    each checkpoint; `checkpoint` that and, in `last-checkpoint/`, what a resume needs. A checkpoint is
+    held by hard links until it is sent. While one upload runs, only the newest checkpoint waits. What
+    fails is tried again, then reported through `say`; nothing here ends the run.
+
+    With `repo_id` None it does nothing. Raises `ValueError` for a `repo_id` that cannot be one.
+    """
+
+    def __init__(
+        self,
+        repo_id: str | None,
+        run_dir: str | Path,
+        say: Callable[[str], None],
+        *,
+        strategy: str = "every_save",
+        private: bool = True,
+    ):
+        if repo_id is not None:
+            check_repo_id(repo_id)
+        self.repo_id, self.run_dir, self.say = repo_id, Path(run_dir), say
+        self.strategy, self.private = strategy, private
+        self.scratch = self.run_dir / ".uploads"
+        self._lock = threading.Lock()
+        self._waiting: Path | None = None
+        self._worker: threading.Thread | None = None
+
+    def __enter__(self) -> "Uploads":
+        if self.repo_id is not None:
+            disable_progress_bars()  # they would tear the run's own
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        worker = self._worker
+        if kind is None and worker is not None:
+            self.say(f"waiting for the upload to {self.repo_id}; the model is in {self.run_dir}")
+            worker.join(LONGEST_WAIT)
+            if worker.is_alive():
+                self.say(f"the upload to {self.repo_id} does not end: left alone")
+        if self.repo_id is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
+        """Pushes the model in `directory` and, if the strategy says so, `checkpoint` for a resume.
+
+        Returns at once. `final` marks the last model of the run.
+        """
+        if self.repo_id is None or (self.strategy == "end" and not final):
+            return
+        folder = self.scratch / f"{time.time_ns()}"
+        try:
+            stage(directory, folder, self.repo_id)
+            if self.strategy == "checkpoint":
+                shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
+        except OSError as error:  # a full disk must not end the run
+            self.say(f"no upload to {self.repo_id}: {first_line(error)}")
+            return
+        with self._lock:
+            overtaken, self._waiting = self._waiting, folder
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, daemon=True)
+                self._worker.start()
+        if overtaken is not None:
+            shutil.rmtree(overtaken, ignore_errors=True)
+
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Pushes a checkpoint of the run, as `push` does."""
+        self.push(checkpoint, checkpoint)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                folder, self._waiting = self._waiting, None
+                if folder is None:
+                    self._worker = None
+                    return
+            try:
+                url = push_patiently(folder, self.repo_id, private=self.private)
+                self.say(f"uploaded to {url}")
+            except Exception as error:
+                self.say(f"could not upload to {self.repo_id}: {reason(error)}")
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,9 @@
+"""Faster ways to compute what plain PyTorch computes, each for some device.
+
+`models/` calls a kernel by the name of what it computes, where that module's `applies` says so, and plain PyTorch
+everywhere else. `GPT2_ACCEL_KERNELS=off` in the environment, or `kernels.enabled = False`, turns all of them off.
+"""
+
+import os
+
+enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on") != "off"

@@ -1,0 +1,162 @@
+"""Output head and cross-entropy in one, in chunks, so that the logits of all positions never exist at once.
+
+At GPT-2's vocabulary the logits are the largest tensor in training: 6.6 GB in bf16 for 64 sequences of 1,024 tokens,
+and the plain loss makes copies of them in fp32. Here each chunk of rows is computed, turned in place into its own
+gradient, multiplied into the gradients of the input and the weight, and freed.
+
+Shape letters as in `models/gpt2.py`, and N rows, one for each position of each sequence.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gpt2_accel import kernels
+from gpt2_accel.kernels.compile import fused
+
+LOGITS_AT_ONCE = 2**26  # elements: 1,334 rows of GPT-2's vocabulary
+ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
+# Below 6e-8 fp16 is zero, and so are many of 50,257 probabilities: those times 4 are fewer, and a column of a whole
+# chunk of them still adds up to a finite number.
+FP16_SCALE = 4.0
+
+
+def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x: (N, C) and weight: (V, C) give more logits than are computed at once."""
+    return kernels.enabled and chunk_count(x, weight) > 1
+
+
+def chunk_count(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """The number of chunks of rows, none with more than about `LOGITS_AT_ONCE` logits."""
+    return -(-len(x) * len(weight) // LOGITS_AT_ONCE)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Cross-entropy in nats of the logits `x @ weight.T`, without those from `vocab_size` on.
+
+    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, -100 where there is nothing
+    to predict. Returns the mean over the other targets, a scalar, or with `reduction` "none" that of each, (N,), 0 at
+    -100. Under autocast the products are in its dtype. There is no second derivative of a mean.
+    """
+    rows = -(-len(x) // chunk_count(x, weight))
+    if reduction == "mean" and torch.is_grad_enabled():
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        total, _, _ = chunked_cross_entropy(
+            x, weight, targets, vocab_size, rows, torch.compiler.is_compiling()
+        )
+        return total / (targets != -100).sum()
+    bias = x.new_zeros(len(weight))
+    bias[vocab_size:] = -math.inf
+    chunks = zip(x.split(rows), targets.split(rows), strict=True)
+    nats = torch.cat(
+        [F.cross_entropy(F.linear(part, weight, bias), t, reduction="none") for part, t in chunks]
+    )
+    return nats if reduction == "none" else nats.sum() / (targets != -100).sum()
+
+
+# A custom operator, opaque to Dynamo: the compiler would move what only the gradients need to the backward pass, and
+# keep the logits of all rows until then.
+@torch.library.custom_op("gpt2_accel::linear_cross_entropy", mutates_args=())
+def chunked_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    rows: int,
+    compiled: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the rows' cross-entropies, and its gradients, from the logits of so many `rows` at a time.
+
+    x: (N, C), whose dtype is that of the products; weight: (V, C); targets: (N,). Returns the sum, a scalar, the
+    gradient of x, (N, C), and that of the weight, (V, C), all in fp32, or in fp64 if x is. `compiled` fuses
+    the elementwise part.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
+    w = weight.to(x.dtype)
+    softmax_, add_transposed_, transposed = (
+        fused(function) if compiled else function
+        for function in (scaled_softmax_, add_transposed, transpose)
+    )
+    # A CPU goes over a row several times: while few rows are in its cache.
+    at_once = ROWS_IN_CACHE if x.device.type == "cpu" else rows
+    total = x.new_zeros((), dtype=wide)
+    grad_x = torch.empty_like(x, dtype=wide)
+    grad_w = torch.zeros_like(weight, dtype=wide)
+    buffer = x.new_empty(rows, len(weight))
+    with torch.autocast(x.device.type, enabled=False):
+        for start in range(0, len(x), rows):
+            x_rows, t = x[start : start + rows], targets[start : start + rows, None]
+            counts = t != -100
+            t = t.clamp(min=0)
+            row = torch.arange(len(t), device=t.device)[:, None]
+            logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
+            logits[:, vocab_size:] = -math.inf
+            at_target = logits[row, t].to(wide)
+            log_sum = torch.cat([softmax_(part, scale) for part in logits.split(at_once)])
+            gradient = logits  # by now
+            log_probability = at_target - log_sum
+            total -= log_probability.masked_fill(~counts, 0).sum()
+            # Softmax less one at the target, where most of the gradient is: exact also when both are close.
+            gradient[row, t] = (log_probability.expm1() * scale).to(gradient.dtype)
+            grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
+            # To transpose the small factor takes less than a product along the rows of the large one.
+            add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
+    return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
+
+
+@chunked_cross_entropy.register_fake
+def _(x, weight, targets, vocab_size, rows, compiled):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    like = functools.partial(torch.empty_like, dtype=wide)
+    return x.new_empty((), dtype=wide), like(x), like(weight)
+
+
+def keep_gradients(ctx, inputs, output) -> None:
+    """Saves for the backward pass what the forward has found."""
+    x, weight, *_ = inputs
+    _, grad_x, grad_w = output
+    ctx.dtypes = x.dtype, weight.dtype
+    ctx.save_for_backward(grad_x, grad_w)
+
+
+def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+    """The gradients by the chain rule: `grad_total` is a scalar."""
+    grads = [
+        (grad * grad_total).to(dtype)
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    ]
+    return *grads, None, None, None, None
+
+
+chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Turns logits, (rows, V), into their softmax times `scale`, in place. Returns the logarithm of the sum of
+    each row's exponentials, (rows, 1) in fp32 or fp64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_sum = wide.logsumexp(dim=1, keepdim=True)
+    logits.copy_((wide - log_sum).exp() * scale)
+    return log_sum
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """(rows, C) -> (C, rows), in memory too."""
+    return x.t().contiguous()
+
+
+def add_transposed(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Adds to `total`, (V, C), the transposed of `more`, (C, V)."""
+    total.add_(more.t())

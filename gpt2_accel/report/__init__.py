@@ -1,0 +1,1 @@
+"""The report of runs: reading their folders, figures, the HTML page."""

@@ -1,0 +1,359 @@
+"""Figures of runs and of weights, drawn with matplotlib: for the report, model cards, the README.
+
+Each function returns a `Figure`, whose `savefig` writes PNG; `themed_svg` turns one into SVG that takes its
+colours from the page around it.
+"""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.report.reader import Run, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
+COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
+INK, FAINT = "#202124", "#d5d7db"
+AXES = {
+    "tokens": "tokens",
+    "minutes": "minutes of training",
+    "hours": "hours of training",
+    "flops": "FLOPs",
+}
+TITLES = {
+    "train/learning_rate": "learning rate",
+    "train/grad_norm": "gradient norm, before clipping",
+    "train/tokens_per_second": "tokens per second",
+    "train/mfu": "model FLOPs utilisation",
+    "train/memory_gb": "memory in GB",
+    "val/bits_per_byte": "validation bits per byte",
+    "val/perplexity": "validation perplexity",
+    "hellaswag/acc_norm": "HellaSwag accuracy",
+}
+MOST_POINTS = 1000  # of one curve
+
+
+def require_matplotlib() -> None:
+    """Raises `ValueError` if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib: pip install 'gpt2_accel[report]'") from error
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
+    """A figure of inches and its axes in the house's style, (rows, columns)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.spines[:].set_visible(False)
+        ax.spines["bottom"].set(visible=True, color=FAINT)
+        ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8, length=3)
+        ax.xaxis.label.set(color=INK, fontsize=8)
+        ax.yaxis.label.set(color=INK, fontsize=8)
+        ax.grid(axis="y", color=FAINT, linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.patch.set_visible(False)
+    return figure, axes
+
+
+def set_title(ax: "Axes", text: str) -> None:
+    """The line above a picture."""
+    ax.set_title(text, loc="left", fontsize=9, color=INK)
+
+
+def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
+    """Training loss, thin, and validation loss, bold, of several runs over one of `AXES`."""
+    figure, [[ax]] = new_figure(8, 4.2)
+    highest = []
+    for run, colour in zip(runs, cycle(len(runs)), strict=True):
+        x, y = thinned(*run.curve("train/loss", axis))
+        ax.plot(x, y, color=colour, linewidth=0.7, alpha=0.35)
+        ax.plot(x, smoothed(y), color=colour, linewidth=1, gid=f"{run.name}, training")
+        highest += y[len(y) // 20 :]
+        x, y = run.curve("val/loss", axis)
+        marker = "o" if len(x) <= 60 else None
+        style = {"linewidth": 2.2, "marker": marker, "markersize": 4, "label": run.name}
+        ax.plot(x, y, color=colour, gid=f"{run.name}, validation", **style)
+        highest += y
+    draw_gpt2_line(ax, runs, "val/loss")
+    finish_axes(ax, axis, "loss in nats per token: training thin, validation bold")
+    finite = [value for value in highest if math.isfinite(value)]
+    if finite:  # the first updates' fall would flatten all else
+        ax.set_ylim(top=max(finite) * 1.02)
+    if runs:
+        ax.legend(frameon=False, loc="upper right", labelcolor=INK, fontsize=9)
+    return figure
+
+
+def draw_loss(run_dir: str | Path, path: str | Path) -> None:
+    """Draws the curves of a run's loss into the PNG file `path`; nothing without matplotlib or without curves."""
+    if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
+        figure = loss_figure([read_run(run_dir)])
+        figure.savefig(path, facecolor="white")
+
+
+def metrics_figure(runs: list[Run], names: list[str], axis: str = "tokens") -> "Figure":
+    """Small pictures side by side, each of one metric of several runs."""
+    columns = min(2, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = new_figure(8, 2.3 * rows, rows, columns)
+    for ax in axes.flat[len(names) :]:
+        ax.set_visible(False)
+    for ax, name in zip(axes.flat, names, strict=False):
+        for run, colour in zip(runs, cycle(len(runs)), strict=True):
+            x, y = thinned(*run.curve(name, axis))
+            marker = "o" if len(x) <= 60 and not name.startswith("train/") else None
+            style = {"marker": marker, "markersize": 3, "gid": run.name}
+            ax.plot(x, y, color=colour, linewidth=1.3, **style)
+        draw_gpt2_line(ax, runs, name)
+        finish_axes(ax, axis, TITLES.get(name, name))
+        if name.startswith("train/"):
+            ax.set_ylim(bottom=0)
+    return figure
+
+
+def finish_axes(ax: "Axes", axis: str, title: str) -> None:
+    """Title, the name of the horizontal axis, and numbers such as 10M."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    set_title(ax, title)
+    ax.set_xlabel(AXES[axis])
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    if axis == "tokens":
+        ax.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    if ax.get_ylim()[1] >= 10_000:
+        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> None:
+    """GPT-2's value of a metric, where it applies to one of the runs."""
+    lines = {line for run in runs if (line := run.gpt2_line(name)) and run.last(name) is not None}
+    for value, source in sorted(lines):
+        ax.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        text = f"GPT-2 124M: {value:.4g} ({source})"
+        ax.annotate(
+            text,
+            (0.01, value),
+            (0, 3),
+            ax.get_yaxis_transform(),
+            "offset points",
+            fontsize=8,
+            color=INK,
+        )
+
+
+def cycle(count: int) -> list[str]:
+    """A colour for each of `count` runs."""
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def short_number(value: float) -> str:
+    """1.5B, 10M, 300k, 20."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+    """At most `MOST_POINTS` of the points, evenly, the last included."""
+    step = math.ceil(len(x) / MOST_POINTS) or 1
+    return x[::-step][::-1], y[::-step][::-1]
+
+
+def smoothed(y: list[float]) -> list[float]:
+    """The mean of each value and its neighbours, of 1/40 of all on either side; only of the finite ones."""
+    reach = len(y) // 40
+    if not reach:
+        return y
+    finite = np.isfinite(y)
+    sums, counts = (
+        np.concatenate(([0.0], np.cumsum(part))) for part in (np.where(finite, y, 0), finite)
+    )
+    low = np.maximum(np.arange(len(y)) - reach, 0)
+    high = np.minimum(np.arange(len(y)) + reach + 1, len(y))
+    return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
+
+
+def position_figure(weight: np.ndarray) -> "Figure":
+    """Position embeddings, (n_positions, n_embd): all as an image, and single channels as curves over the position.
+
+    The channels are the three that vary most, by the distance of their 10% and 90% quantiles: what stands
+    out at the first position alone does not count.
+    """
+    figure, [[image, curves]] = new_figure(8, 3.4, 1, 2)
+    limit = np.quantile(np.abs(weight), 0.99) or 1.0
+    draw_signed(image, weight / limit)
+    image.set(xlabel="channel", ylabel="position")
+    set_title(image, "position embeddings: blue above 0, orange below")
+    low, high = np.quantile(weight, (0.1, 0.9), axis=0)
+    channels = np.sort(np.argsort(high - low)[::-1][:3])
+    for channel, colour in zip(channels, COLOURS, strict=False):
+        name = f"channel {channel}"
+        curves.plot(weight[:, channel], color=colour, linewidth=1, label=name, gid=name)
+    set_title(curves, "the three channels that vary most")
+    curves.set_xlabel("position")
+    curves.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=3, loc="upper center")
+    low, high = curves.get_ylim()
+    curves.set_ylim(low, high + 0.15 * (high - low))
+    return figure
+
+
+class AttentionRecorder(TorchFunctionMode):
+    """Collects the attention weights of each call of `F.scaled_dot_product_attention`, (B, H, T, T), which computes
+    them but does not return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            q, k = args[0].float(), args[1].float()  # (B, H, T, D)
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            self.found.append(scores.masked_fill(later, -math.inf).softmax(dim=-1))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def attention_weights(model: LanguageModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """How much each position attends to each before it: input_ids (1, T) -> (n_layer, n_head, T, T).
+
+    Each row sums to 1. Works for any model that computes causal attention by `F.scaled_dot_product_attention`.
+    """
+    was_training = model.training
+    model.eval()
+    with AttentionRecorder() as recorder:
+        model(input_ids)
+    model.train(was_training)
+    return torch.cat(recorder.found)
+
+
+def attention_figure(weights: torch.Tensor) -> "Figure":
+    """All heads as small images, a row per layer, a column per head; weights: (L, H, T, T)."""
+    L, H, T, _ = weights.shape
+    gap = max(1, T // 12)
+    canvas = np.full((L * (T + gap) - gap, H * (T + gap) - gap), np.nan)
+    visible = np.tril(np.ones((T, T), bool))
+    for layer in range(L):
+        for head in range(H):
+            rows, columns = (slice(i * (T + gap), i * (T + gap) + T) for i in (layer, head))
+            canvas[rows, columns] = np.where(visible, weights[layer, head].cpu(), np.nan)
+    side = min(1.3, 7.2 / H)  # inches
+    figure, [[ax]] = new_figure(side * H + 0.8, side * L + 0.6)
+    draw_share(ax, canvas)
+    middles = [i * (T + gap) + T / 2 - 0.5 for i in range(max(H, L))]
+    ax.set_xticks(middles[:H], range(H))
+    ax.set_yticks(middles[:L], range(L))
+    ax.set(xlabel="head", ylabel="layer")
+    return figure
+
+
+def heads_figure(weights: torch.Tensor, tokens: list[str]) -> "Figure":
+    """Three heads in large, with the tokens: those that look most at the token before, at the first, and
+    at the most tokens evenly. weights: (L, H, T, T); tokens: T strings."""
+    mean_entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1).mean(-1)
+    wanted = {
+        "looks most at the token before": weights.diagonal(-1, 2, 3).mean(-1),
+        "looks most at the first token": weights[..., 1:, 0].mean(-1),
+        "looks most widely": mean_entropy,
+    }
+    figure, axes = new_figure(8, 3.4, 1, 3)
+    for ax, (title, score) in zip(axes[0], wanted.items(), strict=True):
+        layer, head = divmod(int(score.argmax()), weights.shape[1])
+        matrix = weights[layer, head].cpu().numpy()
+        draw_share(ax, np.where(np.tril(np.ones_like(matrix, bool)), matrix, np.nan))
+        set_title(ax, f"{title}\nlayer {layer}, head {head}")
+        ax.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6, family="monospace")
+        ax.set_yticks(range(len(tokens)), tokens, fontsize=6, family="monospace")
+        ax.tick_params(length=0)
+    return figure
+
+
+def draw_signed(ax: "Axes", values: np.ndarray) -> None:
+    """An image of values in [-1, 1]: the stronger the further from 0, blue above, orange below."""
+    draw_rgba(ax, values > 0, np.abs(values).clip(0, 1))
+
+
+def draw_share(ax: "Axes", values: np.ndarray) -> None:
+    """An image of shares in [0, 1], NaN for nothing there; the root lets small shares show."""
+    strength = np.where(np.isnan(values), 0, 0.06 + 0.94 * np.sqrt(np.nan_to_num(values)))
+    draw_rgba(ax, np.ones_like(values, bool), strength)
+
+
+def draw_rgba(ax: "Axes", first: np.ndarray, strength: np.ndarray) -> None:
+    """The first colour where `first`, else the second, as opaque as `strength`: good on black and white."""
+    from matplotlib.colors import to_rgb
+
+    rgb = np.where(first[..., None], to_rgb(COLOURS[0]), to_rgb(COLOURS[1]))
+    ax.imshow(np.dstack((rgb, strength)), aspect="auto", interpolation="none")
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+
+
+def chart_data(figure: "Figure") -> list[dict]:
+    """Where the axes of a drawn figure with curves lie, in shares of its size from the upper left, and their
+    curves: what the report shows under the pointer."""
+    charts = []
+    for ax in figure.axes:
+        lines = [
+            {
+                "name": line.get_gid(),
+                "colour": line.get_color(),
+                "x": rounded(line.get_xdata()),
+                "y": rounded(line.get_ydata()),
+            }
+            for line in ax.get_lines()
+            if line.get_gid() and len(line.get_xdata())
+        ]
+        if lines:
+            place, (low, high) = ax.get_position(), ax.get_xlim()
+            edges = {
+                "left": place.x0,
+                "right": place.x1,
+                "top": 1 - place.y1,
+                "bottom": 1 - place.y0,
+            }
+            charts.append({**edges, "from": low, "to": high, "lines": lines})
+    return charts
+
+
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """To five digits; what is not finite, which JSON does not have, is None."""
+    return [float(f"{v:.5g}") if math.isfinite(v) else None for v in map(float, values)]
+
+
+def themed_svg(figure: "Figure") -> str:
+    """A figure as an `<svg>` element without ids of its own, in the colours of the page around it."""
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gpt2_accel"}):
+        figure.savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
+    width = f'style="max-width: {figure.get_figwidth() / 8:.0%}"'  # 8 inches fill the page
+    svg = re.sub(r'width="[\d.]+pt"', width, svg, count=1)
+    return svg.replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")

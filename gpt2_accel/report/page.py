@@ -1,0 +1,244 @@
+"""The report of one run or several: one HTML file that needs no network, and its pictures as PNGs."""
+
+import html
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+import torch
+
+from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.files import atomic_files
+from gpt2_accel.hf.convert import from_pretrained
+from gpt2_accel.report import figures
+from gpt2_accel.report.figures import AXES
+from gpt2_accel.report.reader import Run, has_model
+from gpt2_accel.runtime.progress import duration
+from gpt2_accel.tokenizer import encode, load_tokenizer
+
+TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
+MOST_TOKENS = 32  # of the text whose attention is drawn
+MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+@dataclass
+class Page:
+    """The report while it is put together: sections of HTML, and pictures by the name of their file."""
+
+    sections: list[str] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+
+    def picture(self, name: str, figure: object, caption: str = "") -> str:
+        """Notes a figure as `<name>.png`; returns it as HTML."""
+        self.figures[name] = figure
+        text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+        svg = figures.themed_svg(figure)
+        charts = html.escape(json.dumps(figures.chart_data(figure)))
+        return f'<figure data-charts="{charts}">{svg}{text}</figure>'
+
+    def section(self, title: str, *parts: str) -> None:
+        """Adds a section, unless it has nothing to show."""
+        if any(parts):
+            self.sections.append(
+                f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
+            )
+
+
+def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -> Path:
+    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file.
+
+    `text` is what the attention is drawn for, by default the beginning of the run's newest sample. Draws
+    what is there, and says in the report, as in `Run.problems`, what is not. Raises `ValueError` if
+    matplotlib is missing.
+    """
+    figures.require_matplotlib()
+    tell_apart(runs)
+    page = Page()
+    page.section("Runs", table_of_runs(runs))
+    add_curves(page, runs)
+    page.section("Samples", *(samples(run) for run in runs if run.samples))
+    for run in runs:
+        add_weights(page, run, text)
+    page.section("Left out", problems(runs))
+    title = ", ".join(run.name for run in runs)
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    document = template.substitute(title=html.escape(title), body="\n".join(page.sections))
+    with atomic_files(folder) as scratch:
+        (scratch / "report.html").write_text(document, encoding="utf-8")
+        for name, figure in page.figures.items():
+            figure.savefig(scratch / f"{name}.png", facecolor="white")
+    return Path(folder) / "report.html"
+
+
+def tell_apart(runs: list[Run]) -> None:
+    """Gives runs whose folders have the same name longer ones, of which also files are named."""
+    names = [run.name for run in runs]
+    for number, run in enumerate(runs, start=1):
+        if names.count(run.name) > 1:
+            run.name = f"{run.folder.resolve().parent.name}-{run.name}"
+            if run.name in [other.name for other in runs if other is not run]:
+                run.name += f" ({number})"
+
+
+def table_of_runs(runs: list[Run]) -> str:
+    """What each run is and how far it came, a run a column."""
+    rows: dict[str, Callable[[Run], str]] = {
+        "state": lambda run: state_of(run),
+        "parameters": lambda run: number(run.metadata.get("parameters")),
+        "data": lambda run: run.metadata.get("data"),
+        "tokens": lambda run: number(run.last("tokens")),
+        "training": lambda run: time_of(run),
+        "FLOPs": lambda run: compute_of(run),
+        "hardware": lambda run: run.metadata.get("hardware"),
+        "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
+    }
+    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+        rows[name] = lambda run, name=name: decimals(run.last(name))
+    head = "".join(
+        f'<th scope="col"><i style="background:{colour}"></i>{html.escape(run.name)}</th>'
+        for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
+    )
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(title)}</th>'
+        + "".join(f"<td>{html.escape(str(value(run) or '-'))}</td>" for run in runs)
+        + "</tr>"
+        for title, value in rows.items()
+    )
+    return f'<div class="wide"><table><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def state_of(run: Run) -> str:
+    """Such as `stopped at update 120 of 2,000: SIGTERM`."""
+    if not run.status:
+        return ""
+    of = f" of {run.settings['max_steps']:,}" if "max_steps" in run.settings else ""
+    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
+    return f"{run.status.get('state')} at update {run.status.get('step', 0):,}{of}{reason}"
+
+
+def number(value: float | None) -> str:
+    """1,234,567."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def decimals(value: float | None) -> str:
+    """3.4742."""
+    return f"{value:.4f}" if isinstance(value, (int, float)) else ""
+
+
+def short_commit(commit: str | None) -> str:
+    """The first characters of a commit, and whether it was changed."""
+    name, _, dirty = (commit or "").partition("-")
+    return name[:12] + (" with changes" if dirty else "")
+
+
+def time_of(run: Run) -> str:
+    """How long the run has trained."""
+    hours, _ = run.curve("step", "hours")
+    return duration(hours[-1] * 3600) if hours else ""
+
+
+def compute_of(run: Run) -> str:
+    """The FLOPs spent so far."""
+    flops, _ = run.curve("step", "flops")
+    return f"{flops[-1]:.3g}" if flops else ""
+
+
+def add_curves(page: Page, runs: list[Run]) -> None:
+    """The sections with the loss, other evaluations and the figures of training."""
+    drawn = [run for run in runs if run.lines]
+    if not drawn:
+        return
+    others = [name for run in drawn for name in run.evaluations]
+    others = [name for name in dict.fromkeys(others) if name not in ("val/loss", "val/perplexity")]
+    training = [f"train/{name}" for name in TRAINING]
+    training = [name for name in training if any(run.last(name) is not None for run in drawn)]
+    page.section("Loss", tabs(page, "loss", drawn, figures.loss_figure))
+    if others:
+
+        def draw(runs: list[Run], axis: str) -> object:
+            return figures.metrics_figure(runs, others, axis)
+
+        page.section("Evaluations", tabs(page, "evaluations", drawn, draw))
+    if training:
+        figure = figures.metrics_figure(drawn, training, "tokens")
+        page.section("Training", page.picture("training", figure))
+
+
+def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str], object]) -> str:
+    """One picture over each of `AXES` that some run knows, to switch between."""
+    longest = max((max(run.curve("step", "hours")[0], default=0) for run in runs), default=0)
+    unused = "minutes" if longest > 2 else "hours"
+    known = [a for a in AXES if a != unused and any(run.curve("step", a)[0] for run in runs)]
+    parts = []
+    for axis in known:
+        checked = " checked" if axis == known[0] else ""
+        file = name if axis == known[0] else f"{name}-over-{axis}"
+        parts.append(
+            f'<input type="radio" name="{name}" id="{file}"{checked}><label for="{file}">'
+            f"{AXES[axis]}</label>{page.picture(file, draw(runs, axis))}"
+        )
+    return f'<div class="tabs">{"".join(parts)}</div>'
+
+
+def samples(run: Run) -> str:
+    """What a run wrote, by prompt, the newest first."""
+    parts = []
+    for prompt in dict.fromkeys(str(sample.get("prompt", "")) for sample in run.samples):
+        own = [sample for sample in run.samples if str(sample.get("prompt", "")) == prompt]
+        every = -(-len(own) // MOST_SAMPLES)
+        for number, sample in enumerate(own[::-every]):
+            text, shown = str(sample.get("text", "")), " open" if number == 0 else ""
+            parts.append(
+                f"<details{shown}><summary>update {sample['step']:,}</summary><pre><b>"
+                f"{html.escape(prompt)}</b>{html.escape(text.removeprefix(prompt))}</pre></details>"
+            )
+        title = f"<h3>{html.escape(run.name)}, from {html.escape(repr(prompt))}</h3>"
+        parts.insert(len(parts) - len(own[::-every]), title)
+    return "".join(parts)
+
+
+def add_weights(page: Page, run: Run, text: str | None) -> None:
+    """The section with the pictures of a run's newest weights."""
+    if not has_model(run.folder):
+        run.problems.append("no weights yet: no pictures of them")
+        return
+    directory = model_directory(run.folder)
+    try:
+        model, tokenizer = from_pretrained(directory), load_tokenizer(directory)
+        text = text or (str(run.samples[-1].get("text")) if run.samples else TEXT)
+        ids = encode(tokenizer, [text])[0][: min(MOST_TOKENS, model.config.n_positions)]
+    except (OSError, ValueError) as error:
+        run.problems.append(f"its weights cannot be read: {error}")
+        return
+    parts = [page.picture(f"{run.name}-positions", figures.position_figure(model))]
+    if len(ids) < 2:
+        run.problems.append("the text for the attention has fewer than two tokens")
+    else:
+        weights = figures.attention_weights(model, torch.tensor([ids]))
+        tokens = [visible(tokenizer.decode([i])) for i in ids]
+        caption = "Each row is a token, and shows how much it looks at each token before it and at itself."
+        heads = figures.heads_figure(weights, tokens)
+        parts.append(page.picture(f"{run.name}-heads", heads, caption))
+        grid = figures.attention_figure(weights)
+        parts.append(page.picture(f"{run.name}-attention", grid, "The same for all heads."))
+    page.section(f"Weights of {run.name}", *parts)
+
+
+def visible(token: str) -> str:
+    """A token as a short label in which spaces and ends of lines show."""
+    label = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    return label if len(label) <= 10 else label[:9] + "…"
+
+
+def problems(runs: list[Run]) -> str:
+    """What could not be drawn, and why."""
+    lines = [f"{run.folder}: {problem}" for run in runs for problem in dict.fromkeys(run.problems)]
+    return (
+        "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
+        if lines
+        else ""
+    )

@@ -1,0 +1,172 @@
+"""Reads a run's folder: settings, metadata, curves, samples, the newest weights."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.hf.convert import read_config
+from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
+
+# What OpenAI's GPT-2 124M reaches: (metric, part of the data's source, value, source of the value).
+GPT2_LINES = (
+    ("val/loss", "fineweb-edu", 3.2924, "build-nanogpt"),
+    ("val/loss", "fineweb", 3.4250, "llm.c"),
+    ("val/loss", "openwebtext", 3.12, "nanoGPT"),
+    ("hellaswag/acc_norm", "", 0.2945, "build-nanogpt"),
+)
+
+
+@dataclass
+class Run:
+    """A run's folder as it was found. `problems` says in a line each what is missing or unreadable.
+
+    `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`; `metadata` of `run.json`, as far as
+    they are known; `status` of `status.json`.
+    """
+
+    folder: Path
+    name: str
+    settings: dict = field(default_factory=dict)
+    metadata: dict = field(default_factory=dict)
+    status: dict = field(default_factory=dict)
+    lines: list[dict] = field(default_factory=list)
+    samples: list[dict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def evaluations(self) -> list[str]:
+        """The names of all results of evaluations, such as `val/loss`."""
+        names = (name for line in self.lines for name in line if is_evaluation(name))
+        return list(dict.fromkeys(names))
+
+    def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
+        """(x, y) of a metric over `tokens`, `minutes` or `hours` of training, or `flops`; empty where one is
+        unknown."""
+        points = [
+            (x, line[name])
+            for x, line in zip(self._axis(axis), self.lines, strict=True)
+            if x is not None and isinstance(line.get(name), (int, float))
+        ]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric, None if it has none."""
+        return next((line[name] for line in reversed(self.lines) if name in line), None)
+
+    def gpt2_line(self, name: str) -> tuple[float, str] | None:
+        """What GPT-2 124M has in the metric `name` and where that is from, None where it does not apply:
+        losses are comparable on the same text in the same tokens only."""
+        source = str(self.metadata.get("data", "")).lower()
+        for metric, part, value, where in GPT2_LINES:
+            same_tokens = self.metadata.get("vocab_size") == GPT2_VOCAB_SIZE or not part
+            if metric == name and part in source and same_tokens:
+                return value, where
+        return None
+
+    def _axis(self, axis: str) -> list[float | None]:
+        if axis == "tokens":
+            return [line.get("tokens") for line in self.lines]
+        if axis == "flops":
+            each = self.metadata.get("flops_per_token")
+            return [each and "tokens" in line and line["tokens"] * each for line in self.lines]
+        scale = {"hours": 1, "minutes": 60}[axis]
+        return [hours and hours * scale for hours in training_hours(self.lines)]
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a name in `metrics.jsonl` is the result of an evaluation."""
+    return "/" in name and not name.startswith("train/")
+
+
+def training_hours(lines: list[dict]) -> list[float | None]:
+    """The hours of training up to each line; in runs of older releases, from the speed."""
+    seconds, hours, tokens = 0.0, [], 0
+    for line in lines:
+        if "train/seconds" in line:
+            seconds = line["train/seconds"]
+        elif speed := line.get("train/tokens_per_second"):
+            seconds += (line.get("tokens", tokens) - tokens) / speed
+        if "train/tokens_per_second" in line:
+            tokens = line.get("tokens", tokens)
+        hours.append(seconds / 3600 if seconds else None)
+    return hours
+
+
+def read_run(folder: str | Path) -> Run:
+    """All that a run left so far. Raises `FileNotFoundError` if there is no such folder, `ValueError` if it
+    holds nothing of a run."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder: give that of a run, its --output_dir")
+    run = Run(folder, folder.resolve().name)
+    run.settings = read_part(run, "config.yaml")
+    run.metadata = read_part(run, "run.json")
+    run.status = read_part(run, "status.json")
+    for part, name in (("lines", "metrics.jsonl"), ("samples", "samples.jsonl")):
+        entries = read_json_lines(folder / name)
+        setattr(run, part, sorted(entries, key=lambda entry: entry["step"]))
+        note_lost_lines(run, name, len(entries))
+    if not (run.settings or run.lines or list_checkpoints(folder) or has_model(folder)):
+        raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")
+    complete_metadata(run)
+    if not run.lines:
+        run.problems.append("metrics.jsonl has no lines yet: no curves")
+    return run
+
+
+def read_part(run: Run, name: str) -> dict:
+    """A JSON or YAML file of the run's folder, empty if it is missing or damaged."""
+    path = run.folder / name
+    if not path.exists():
+        run.problems.append(f"{name} is missing: the run is of another release, or just starting")
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError):
+        values = None
+    if not isinstance(values, dict):
+        run.problems.append(f"{name} is damaged: left out")
+        return {}
+    return values
+
+
+def note_lost_lines(run: Run, name: str, whole: int) -> None:
+    """Says how many lines of a log could not be read, and whether steps stand in it twice."""
+    path = run.folder / name
+    written = sum(map(bool, path.read_bytes().split(b"\n"))) if path.exists() else 0
+    if lost := written - whole:
+        run.problems.append(f"{name}: {lost} line(s) cut short or damaged, left out")
+    steps = [entry["step"] for entry in run.lines] if name == "metrics.jsonl" else []
+    if any(step == after for step, after in pairwise(steps)):
+        run.problems.append(f"{name}: some steps stand in it twice")
+
+
+def complete_metadata(run: Run) -> None:
+    """Fills in what a run of an older release did not write down, from its model and its data."""
+    if "flops_per_token" not in run.metadata and has_model(run.folder):
+        try:
+            shape = read_config(Path(model_directory(run.folder)))
+            length = run.settings.get("sequence_length") or shape.n_positions
+            run.metadata["parameters"] = shape.parameter_count
+            run.metadata["vocab_size"] = shape.vocab_size
+            run.metadata["flops_per_token"] = flops_per_token(shape, length)
+        except (OSError, ValueError):
+            run.problems.append("its model's config.json is damaged: no curves over FLOPs")
+    if "flops_per_token" not in run.metadata:
+        run.problems.append("neither run.json nor a checkpoint is there: no curves over FLOPs")
+    if "data" not in run.metadata and run.settings.get("data_dir"):
+        try:
+            run.metadata["data"] = read_manifest(run.settings["data_dir"])["source"]
+        except (OSError, ValueError):
+            run.problems.append(f"its data, {run.settings['data_dir']}, is not there any more")
+
+
+def has_model(folder: Path) -> bool:
+    """Whether a run's folder holds weights, of a checkpoint or final ones."""
+    return (Path(model_directory(folder)) / "config.json").is_file()

@@ -1,0 +1,1 @@
+"""What surrounds the training loop: launch, setup, logs, trackers, signals, guards."""

@@ -1,0 +1,131 @@
+"""The Accelerator of a run: processes, device, precision and compilation, checked before anything else."""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DynamoBackend, parse_flag_from_env
+
+from gpt2_accel import kernels
+from gpt2_accel.device import inductor_problem, precision_problem
+from gpt2_accel.kernels.compile import kernels_fingerprint
+from gpt2_accel.kernels.cpu import tune_memory
+
+
+def build_accelerator(deterministic: bool = False) -> Accelerator:
+    """Accelerate as its config file and environment set it up, after checking that they took effect.
+
+    `deterministic` asks for torch's deterministic algorithms.
+
+    Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is set
+    there: here it follows from the batch size.
+    """
+    # By default in the temporary folder: after a restart of the machine all would be compiled anew.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
+    torch.compiler.config.cache_key_tag = kernels_fingerprint()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        accelerator = Accelerator()
+    except ValueError as error:  # such as fp16 on a CPU
+        raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"WORLD_SIZE is {started}, but Accelerate sees {accelerator.num_processes} process(es): for "
+            "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
+            "accumulation follows from --total_batch_size"
+        )
+    check_exchange(accelerator)
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+    if accelerator.device.type == "cpu" and kernels.enabled:
+        tune_memory()
+    if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
+        accelerator.print(problem)
+    dynamo = accelerator.state.dynamo_plugin
+    if dynamo.backend == DynamoBackend.INDUCTOR and (
+        problem := inductor_problem(accelerator.device)
+    ):
+        accelerator.print(f"{problem}: running uncompiled")
+        dynamo.backend = DynamoBackend.NO
+    return accelerator
+
+
+def user_cache() -> Path:
+    """Where this program keeps, for the user, what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
+
+
+def processes() -> PartialState:
+    """Accelerate's view of the processes, for what a recipe does before it trains, such as
+    `with processes().main_process_first():`. `PartialState()` alone would not see those of a CPU."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def check_exchange(accelerator: Accelerator) -> None:
+    """Lets the processes exchange something, before anything else is done; with several nodes says how fast.
+
+    Raises `RuntimeError` if the sum over all processes is not their number.
+    """
+    if accelerator.num_processes == 1:
+        return
+    ones = torch.ones((), device=accelerator.device)
+    if int(accelerator.reduce(ones, "sum")) != accelerator.num_processes:
+        raise RuntimeError(
+            f"{accelerator.num_processes} processes were started, but their sum of ones is another: check "
+            "that all of them have the same --main_process_ip and port"
+        )
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        speed = exchange_speed(accelerator)
+        accelerator.print(f"all-reduce between the nodes: {speed / 1e9:.1f} GB/s per process")
+
+
+def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5) -> float:
+    """Bytes per second that each process sends in a ring all-reduce of `size` bytes: the bus bandwidth that
+    NCCL's own tests report, 2 (n - 1) / n of the buffer for each exchange."""
+    n = accelerator.num_processes
+    buffer = torch.ones(size // 4, device=accelerator.device)
+    seconds = []
+    for _ in range(repeats + 1):
+        accelerator.wait_for_everyone()
+        begun = time.perf_counter()
+        torch.distributed.all_reduce(buffer)
+        buffer[0].item()  # waits for the device
+        buffer.fill_(1)
+        seconds.append(time.perf_counter() - begun)
+    return size * 2 * (n - 1) / n / min(seconds[1:])
+
+
+def profiler(steps: int, run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
+    """A context that traces `steps` updates after the first five into `trace-<rank>.json`, for
+    https://ui.perfetto.dev; its `step()` is called after each update. With 0 it does nothing."""
+    if not steps:
+        return nullcontext(SimpleNamespace(step=lambda: None))
+    kinds = {torch.profiler.ProfilerActivity.CPU}
+    if accelerator.device.type == "cuda":
+        kinds.add(torch.profiler.ProfilerActivity.CUDA)
+    path = run_dir / f"trace-{accelerator.process_index}.json"
+    return torch.profiler.profile(
+        activities=kinds,
+        schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
+
+
+def close(accelerator: Accelerator) -> None:
+    """Ends the trackers and the connection between the processes."""
+    accelerator.end_training()
+    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        # A thread of gloo's lets go of the last exchange's tensors a moment after the exchange, for which it
+        # needs the interpreter: if that has ended by then, the process aborts.
+        time.sleep(0.2)

@@ -1,0 +1,140 @@
+"""The context of a run's loop: lock, signals, log, trackers, uploads, checkpoint writer, profiler."""
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.checkpoint.find import clean_up
+from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.shards import data_fingerprint
+from gpt2_accel.device import peak_flops
+from gpt2_accel.files import lock_folder, write_json
+from gpt2_accel.hf.model_card import Training
+from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.runtime.accelerator import profiler
+from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.metadata import describe_run, describe_training, opening
+from gpt2_accel.runtime.setup import TrainInputs, TrainState
+from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime.trackers import Trackers
+
+
+class RunContext:
+    """What surrounds the loop of a run; a context manager.
+
+    Entering locks the run's folder, writes there what the run is, starts the trackers and says what is about to run.
+    Leaving ends all of it, also after an error. Inside, `log`, `stop`, `uploads`, `writer` and `profile` are the
+    parts that the loop uses.
+    """
+
+    log: RunLog
+    stop: StopRequest
+    uploads: Uploads
+    writer: CheckpointWriter
+
+    def __init__(
+        self, config: TrainConfig, accelerator: Accelerator, state: TrainState, inputs: TrainInputs
+    ):
+        self.config, self.accelerator, self.inputs = config, accelerator, inputs
+        plain = unwrap(accelerator, state.model)
+        self.metadata = describe_run(
+            config, plain, accelerator, inputs.loader, inputs.schedule, state.run_id
+        )
+        self.first_step = state.step
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "RunContext":
+        config, run_dir = self.config, Path(self.config.output_dir)
+        with self._stack as stack:
+            stack.enter_context(lock_run_dir(run_dir, self.accelerator))
+            self.stop = stack.enter_context(StopRequest(config.max_hours))
+            self.log = stack.enter_context(self._open_log())
+            stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
+            self.uploads = stack.enter_context(self._start_uploads())
+            self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
+            self.writer = CheckpointWriter(
+                run_dir,
+                self.inputs.tokenizer,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                keep_best=config.keep_best,
+                saved=self.uploads.push_checkpoint,
+                say=self.log.say,
+            )
+            if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
+                self.writer.rotate(self.first_step)  # a kill may have come before that
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Starts to write the checkpoint of `step` updates; all ranks call it."""
+        self.writer.save(
+            step,
+            self.accelerator,
+            state.model,
+            state.optimizer,
+            self.training(),
+            guard=state.guard.state() | state.early_stopping.state(),
+            data=data_fingerprint(self.config.data_dir),
+            val_loss=self.log.at_this_step("val/loss"),
+            run_id=state.run_id,
+        )
+
+    def training(self) -> Training:
+        """What the model card says of the run so far."""
+        return describe_training(self.config, self.metadata, self.log)
+
+    def _open_log(self) -> RunLog:
+        """Creates the run's folder with `config.yaml` and `run.json`, and prints what is about to run."""
+        config, accelerator, metadata = self.config, self.accelerator, self.metadata
+        if accelerator.is_main_process:
+            run_dir = Path(config.output_dir)
+            config.save(run_dir / "config.yaml")
+            write_json(run_dir / "run.json", asdict(metadata))
+            print(opening(config, metadata, accelerator, self.first_step), flush=True)
+        device, peak = accelerator.device, None
+        if device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device))
+        return RunLog(
+            config.output_dir,
+            first_step=self.first_step,
+            max_steps=metadata.updates,
+            tokens_at=self._tokens_at,
+            flops_per_token=metadata.flops_per_token,
+            flops_per_second=peak and peak * accelerator.num_processes,
+            device_type=device.type,
+            enabled=accelerator.is_main_process,
+        )
+
+    def _tokens_at(self, step: int) -> int:
+        """The tokens of the first `step` updates."""
+        return self.inputs.schedule.first(step) * self.config.sequence_length
+
+    def _start_uploads(self) -> Uploads:
+        """Uploads to the Hub, from the main process only."""
+        config = self.config
+        return Uploads(
+            config.push_to_hub if self.accelerator.is_main_process else None,
+            config.output_dir,
+            self.log.say,
+            strategy=config.hub_strategy,
+            private=config.hub_private_repo,
+        )
+
+
+def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
+    """Locks the run's folder on the main process, and removes there what a kill left half-written."""
+    if not accelerator.is_main_process:
+        return nullcontext()
+    locked = ExitStack()
+    locked.enter_context(lock_folder(run_dir))
+    clean_up(run_dir)
+    return locked

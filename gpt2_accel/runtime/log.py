@@ -1,0 +1,171 @@
+"""Logs of a run: the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt2_accel.device import memory_gb
+from gpt2_accel.files import JsonLines, read_json_lines, write_json
+from gpt2_accel.runtime.progress import Progress
+
+
+class RunLog:
+    """What one run writes to its folder and to the terminal. As a context manager it keeps
+    `status.json`: `running`, then `finished`, `stopped` or `failed` with the reason, and whether the run
+    is to be started again.
+
+    `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates. `flops_per_second` is the peak of all devices
+    together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
+
+    Each line of `metrics.jsonl` first goes to `publish`, if set: a function of the line.
+
+    `results` holds the newest evaluations, `seconds` the time of training, that before a resume included.
+    """
+
+    publish: Callable[[dict], None] | None = None
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        first_step: int,
+        max_steps: int,
+        tokens_at: Callable[[int], int],
+        flops_per_token: float,
+        flops_per_second: float | None,
+        device_type: str = "cpu",
+        enabled: bool = True,
+    ):
+        self.run_dir, self.enabled = Path(run_dir), enabled
+        self.step, self.max_steps = first_step, max_steps
+        self.tokens_at, self.flops_per_token = tokens_at, flops_per_token
+        self.flops_per_second, self.device_type = flops_per_second, device_type
+        self._entry: dict[str, float] = {}
+        self._training_tokens, self._training_seconds = 0, 0.0
+        self.results: dict[str, float] = {}
+        self.seconds = 0.0
+        self._end: tuple = ("finished",)
+        if enabled:
+            self._metrics = JsonLines(self.run_dir / "metrics.jsonl", first_step)
+            self._recall(read_json_lines(self.run_dir / "metrics.jsonl"))
+            self._samples = JsonLines(self.run_dir / "samples.jsonl", first_step)
+
+    def __enter__(self) -> "RunLog":
+        self._write_status("running")
+        self._progress = Progress(self.step, self.max_steps, enabled=self.enabled)
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        self._progress.close()
+        if kind is None:
+            self._write_status(*self._end)
+        elif issubclass(kind, KeyboardInterrupt):
+            self._write_status("stopped", "SIGINT, twice")
+        else:
+            self._write_status("failed", f"{kind.__name__}: {error}")
+        if self.enabled:
+            self._metrics.close()
+            self._samples.close()
+
+    def advance(self, step: int) -> None:
+        """Moves the progress bar: `step` updates are done."""
+        self._training_tokens += self.tokens_at(step) - self.tokens_at(self.step)
+        self.step = step
+        self._progress.advance()
+        self._add_training_time()
+
+    def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
+        """Adds the figures of the update just done, and the speed of training since the last call."""
+        self._add_training_time()
+        speed = self._training_tokens / self._training_seconds
+        self.seconds += self._training_seconds
+        self._training_tokens = self._training_seconds = 0
+        self._entry |= {
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/learning_rate": learning_rate,
+            "train/tokens_per_second": speed,
+            "train/seconds": round(self.seconds, 3),
+            "train/memory_gb": round(memory_gb(self.device_type), 3),
+        }
+        shown = {"loss": f"{loss:.3f}", "lr": f"{learning_rate:.1e}", "tok/s": f"{speed:,.0f}"}
+        if self.flops_per_second:
+            mfu = speed * self.flops_per_token / self.flops_per_second
+            self._entry["train/mfu"] = mfu
+            shown["mfu"] = f"{mfu:.1%}"
+        self._progress.show(shown)
+
+    def skipped(self, problem: str, samples: list) -> None:
+        """Adds that the update just done left the weights alone, and which samples it had read."""
+        self._entry |= {"skipped": problem, "samples": samples}
+        shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
+        self.say(f"skipped, since {problem}; samples {shown}")
+
+    def stopped(self, reason: str, requeue: bool) -> None:
+        """Notes that the run ends here though it is not finished."""
+        self._end = ("stopped", reason, requeue)
+        self._write_status(*self._end)  # now: there may be little time left
+        self.say(f"stopped ({reason}); continue with --resume_from latest")
+
+    def at_this_step(self, name: str) -> float | None:
+        """A figure of the update just done, None if it has none."""
+        return self._entry.get(name)
+
+    def evaluation(self, results: dict[str, float]) -> None:
+        """Adds the results of an evaluation and prints them."""
+        if not results:  # it was interrupted
+            return
+        self._entry |= results
+        self.results |= results
+        errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
+        shown = (
+            f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
+            for name, value in results.items()
+            if name not in errors
+        )
+        self.say(", ".join(shown))
+
+    def sample(self, prompt: str, text: str) -> None:
+        """Writes a sample to `samples.jsonl` and prints it."""
+        if self.enabled:
+            self._samples.write({"step": self.step, "prompt": prompt, "text": text})
+        self.say(f"sample\n{text}\n")
+
+    def say(self, text: str) -> None:
+        """Prints above the progress bar."""
+        self._progress.say(f"step {self.step}: {text}")
+
+    def end_step(self) -> None:
+        """Writes what was added since the last update as one line of `metrics.jsonl`."""
+        if self.enabled and self._entry:
+            line = {"step": self.step, "tokens": self.tokens_at(self.step), **self._entry}
+            if self.publish is not None:
+                self.publish(line)
+            self._metrics.write(line)
+        self._entry = {}
+        self._clock = time.perf_counter()
+
+    def _recall(self, entries: list[dict]) -> None:
+        """Takes over what the lines before a resume say."""
+        for entry in entries:
+            self.seconds = entry.get("train/seconds", self.seconds)
+            self.results |= {
+                name: value
+                for name, value in entry.items()
+                if "/" in name and not name.startswith("train/")
+            }
+
+    def _add_training_time(self) -> None:
+        now = time.perf_counter()
+        self._training_seconds += now - self._clock
+        self._clock = now
+
+    def _write_status(self, state: str, reason: str = "", requeue: bool = False) -> None:
+        if self.enabled:
+            status = {"state": state, "step": self.step, "reason": reason, "requeue": requeue}
+            try:
+                write_json(self.run_dir / "status.json", status)
+            except OSError as failure:  # such as a full disk, which must not hide why a run ended
+                print(f"could not write {self.run_dir}/status.json: {failure}", file=sys.stderr)

@@ -1,0 +1,159 @@
+"""Run metadata: for `run.json`, the trackers, the model card, and the terminal at start and end."""
+
+import subprocess
+from dataclasses import asdict, dataclass
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.device import is_sharded, memory_gb
+from gpt2_accel.estimate.flops import TYPICAL_MFU, expected_seconds, flops_per_token
+from gpt2_accel.estimate.memory import memory_by_part
+from gpt2_accel.hf.model_card import Training, installed_versions
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.optim import BatchSchedule
+from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.progress import duration
+
+
+@dataclass
+class RunMetadata:
+    """What is known of a run beside its settings, as `run.json` and the trackers have it.
+
+    `flops` and `tokens` are those of the whole run of `updates` updates; `batch` says how the tokens of a full update
+    are divided; `expected_gb` is the memory per device, without torch itself; `git_commit` is that of the working
+    directory, with `-dirty` if files in it were changed, None outside a repository.
+    """
+
+    run_id: str
+    parameters: int
+    vocab_size: int
+    flops_per_token: int
+    flops: float
+    updates: int
+    tokens: int
+    batch: str
+    epochs: float
+    data: str
+    hardware: str
+    expected_gb: float
+    git_commit: str | None
+    versions: dict[str, str]
+
+
+def describe_run(
+    config: TrainConfig,
+    model: LanguageModel,
+    accelerator: Accelerator,
+    loader: TrainLoader,
+    schedule: BatchSchedule,
+    run_id: str,
+) -> RunMetadata:
+    """The metadata of a run that is about to start. `model` is the unwrapped one."""
+    shape = model.config
+    flops = flops_per_token(shape, config.sequence_length)
+    updates = schedule.updates(config.max_steps)
+    tokens = schedule.first(updates) * config.sequence_length
+    memory = memory_by_part(config, shape, accelerator)
+    return RunMetadata(
+        run_id=run_id,
+        parameters=shape.parameter_count,
+        vocab_size=shape.vocab_size,
+        flops_per_token=flops,
+        flops=float(flops) * tokens,
+        updates=updates,
+        tokens=tokens,
+        batch=describe_batch(config, accelerator, loader, schedule),
+        epochs=tokens / config.sequence_length / loader.windows,
+        data=describe_data(config),
+        hardware=describe_hardware(accelerator, model),
+        expected_gb=round(sum(memory.values()) / 1e9, 3),
+        git_commit=git_commit(),
+        versions=installed_versions(),
+    )
+
+
+def describe_batch(
+    config: TrainConfig, accelerator: Accelerator, loader: TrainLoader, schedule: BatchSchedule
+) -> str:
+    """How the tokens of a full update are divided."""
+    size, count = loader.micro_batches(schedule.full)
+    ramp = ""
+    if config.ramp_tokens:
+        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
+    return (
+        f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
+        f"{accelerator.num_processes} processes x {size} sequences x {config.sequence_length} tokens{ramp}"
+    )
+
+
+def describe_data(config: TrainConfig) -> str:
+    """Where the training data came from and how much it is."""
+    manifest = read_manifest(config.data_dir)
+    return f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)"
+
+
+def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
+    """Devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, precision bf16`."""
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    sharded = ", sharded by FSDP2" if is_sharded(model) else ""
+    return (
+        f"{accelerator.num_processes} x {device}{sharded}, precision {accelerator.mixed_precision}"
+    )
+
+
+def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -> Training:
+    """What the model card says of the run so far."""
+    tokens = log.tokens_at(log.step)
+    return Training(
+        settings=asdict(config),
+        data=metadata.data,
+        tokens=tokens,
+        hours=log.seconds / 3600,
+        flops=tokens * log.flops_per_token,
+        hardware=metadata.hardware,
+        results=log.results,
+    )
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory's repository, None if there is none."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
+    """What the terminal shows before the first update, `step` of which were made before."""
+    if step >= metadata.updates:
+        return f"{config.output_dir} has all {metadata.updates:,} updates: nothing left to train"
+    compiled = accelerator.state.dynamo_plugin.backend.value.lower()
+    seconds = expected_seconds(metadata.flops * (1 - step / metadata.updates), accelerator)
+    return (
+        f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}\n"
+        f"{metadata.batch}\n"
+        f"updates {step:,} to {metadata.updates:,}: {metadata.tokens:,} tokens, {metadata.epochs:.3g} epochs, "
+        f"{metadata.flops:.2g} FLOPs, into {config.output_dir}\n"
+        f"expected: about {duration(seconds)}, at {TYPICAL_MFU:.0%} of the speed of a matrix product here; "
+        f"about {metadata.expected_gb:.2g} GB per device, beside torch itself"
+    )
+
+
+def closing(log: RunLog) -> str:
+    """What the terminal shows after the last update."""
+    tokens = log.tokens_at(log.step)
+    results = ", ".join(f"{name} {value:.4f}" for name, value in log.results.items())
+    return (
+        f"trained on {tokens:,} tokens ({tokens * log.flops_per_token:.2g} FLOPs) in "
+        f"{duration(log.seconds)}, {tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
+        f"{memory_gb(log.device_type):.2g} GB of memory at the end"
+        + (f"; {results}" if results else "")
+    )

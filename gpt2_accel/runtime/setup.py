@@ -1,0 +1,234 @@
+"""Builds what a run needs and checks it against each other: model, optimizer, data, evaluations, checkpoint."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from gpt2_accel.checkpoint.find import find_checkpoint
+from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.checkpoint.writer import load_training_state
+from gpt2_accel.config import AUTO, TrainConfig
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
+from gpt2_accel.estimate.auto_batch import fitting_batch_size
+from gpt2_accel.evals.sources import read_items
+from gpt2_accel.evals.tasks import Evaluation, prepare_task
+from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.hf.convert import from_pretrained, local_directory
+from gpt2_accel.models import LanguageModel, ModelConfig
+from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.optim import BatchSchedule, build_optimizer
+from gpt2_accel.runtime.anomalies import AnomalyGuard
+from gpt2_accel.runtime.early_stopping import EarlyStopping
+from gpt2_accel.runtime.trackers import run_identity
+from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
+
+
+@dataclass
+class TrainState:
+    """What training changes, all of which a checkpoint holds.
+
+    `model` and `optimizer` are as Accelerate prepared them; `step` is the number of updates done.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    guard: AnomalyGuard
+    early_stopping: EarlyStopping
+    step: int
+    run_id: str
+
+
+@dataclass
+class TrainInputs:
+    """What training reads and does not change.
+
+    `evaluations` each have the number of updates between; `updates` is how many the whole run has, more than
+    `max_steps` if the batch starts smaller; `checkpoint` is the one that the run goes on from, None for a new run.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    schedule: BatchSchedule
+    updates: int
+    loader: TrainLoader
+    evaluations: list[tuple[int, Evaluation]]
+    checkpoint: Path | None
+
+
+def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, TrainInputs]:
+    """Builds the state and the inputs of a run; the state is that of the checkpoint if there is one to resume.
+
+    Sets an automatic `config.micro_batch_size`. Raises `ValueError` or an `OSError` for settings, data or a checkpoint
+    that cannot work together. Writes nothing.
+    """
+    check_optimizer(config, accelerator)
+    checkpoint = find_checkpoint(config.resume_from, config.output_dir, accelerator.print)
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(config.seed)
+    plain = build_model(config, len(tokenizer), checkpoint)
+    plain.checkpoint_activations = config.checkpoint_activations
+    if config.document_mask:
+        plain.separator = document_separator(config.data_dir)
+    optimizer = build_optimizer(
+        plain,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+    )
+    model, optimizer = accelerator.prepare(plain, optimizer)
+    if config.micro_batch_size == AUTO:
+        config.micro_batch_size = fitting_batch_size(config, accelerator, model)
+    schedule = config.batch_schedule(accelerator.num_processes)
+    loader, val_loader = build_loaders(config, accelerator)
+    inputs = TrainInputs(
+        tokenizer=tokenizer,
+        schedule=schedule,
+        updates=schedule.updates(config.max_steps),
+        loader=loader,
+        evaluations=build_evaluations(
+            config, accelerator, unwrap(accelerator, model).config, tokenizer, val_loader
+        ),
+        checkpoint=checkpoint,
+    )
+    guard, early_stopping = AnomalyGuard(config.spike_z), EarlyStopping(config.patience)
+    step, run_id = 0, None
+    if checkpoint is not None and not config.eval_only:
+        saved = load_training_state(checkpoint, accelerator, optimizer)
+        check_data(config, saved["data"], checkpoint)
+        guard.load(saved["guard"])
+        early_stopping.load(saved["guard"])
+        step, run_id = saved["step"], saved["run_id"]
+    run_id = run_identity(config, checkpoint, run_id)
+    return TrainState(model, optimizer, guard, early_stopping, step, run_id), inputs
+
+
+def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
+    """Raises `ValueError` if the data is not what the checkpoint was trained on."""
+    if fingerprint != data_fingerprint(config.data_dir) and not config.ignore_changes:
+        raise ValueError(
+            f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
+            "or --ignore_changes to go on with this"
+        )
+
+
+def build_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The data's tokenizer. Raises `FileNotFoundError` or `ValueError` if there is no data."""
+    read_manifest(config.data_dir)
+    return load_data_tokenizer(config.data_dir)
+
+
+def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> LanguageModel:
+    """A new model, or the one of the checkpoint, or of `config.init_from`.
+
+    Raises `ValueError` if it does not fit the data's tokenizer or the sequence length, or if the
+    checkpoint's model is not the configured one.
+    """
+    source = checkpoint or config.init_from
+    if source is not None:
+        source = local_directory(source)
+        model = from_pretrained(source, config.dropout)
+    if config.init_from is None:
+        shape = GPTConfig.from_settings(config, vocab_size)
+        if source is None:
+            model = shape.build()
+        elif model.config != shape and not config.ignore_changes:
+            raise ValueError(
+                f"{source} holds {model.config}, but the settings say {shape}: resume with the "
+                "settings of the first run, which are in its config.yaml, or with --ignore_changes"
+            )
+    if model.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
+            f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
+            "another --data_dir"
+        )
+    if source and (source / "tokenizer.json").exists() and not config.ignore_changes:
+        expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
+        if fingerprint(load_tokenizer(source)) != expected:
+            raise ValueError(
+                f"{config.data_dir} was tokenized with another tokenizer than that of {source}: prepare "
+                "the text with the model's tokenizer, in another --data_dir"
+            )
+    if config.sequence_length > model.config.n_positions:
+        raise ValueError(
+            f"sequence_length ({config.sequence_length}) exceeds n_positions "
+            f"({model.config.n_positions}): lower the one or raise the other"
+        )
+    return model
+
+
+def document_separator(data_dir: str) -> int:
+    """The token that begins each document of the data. Raises `ValueError` if it has none."""
+    separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
+    if separator is None:
+        raise ValueError(
+            f"document_mask needs data whose documents are separated, but the tokenizer of {data_dir} has "
+            "no <|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
+        )
+    return separator
+
+
+def check_optimizer(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises `ValueError` if the optimizer cannot work on the shards of a model."""
+    if config.optimizer == "muon" and accelerator.is_fsdp2:
+        raise ValueError(
+            "muon works on whole matrices, and FSDP2 leaves each process a part of them: use --optimizer "
+            "adamw, or a config without FSDP"
+        )
+
+
+def build_loaders(
+    config: TrainConfig, accelerator: Accelerator
+) -> tuple[TrainLoader, EvalLoader | None]:
+    """This rank's share of the training and the validation data, None where nothing is evaluated.
+
+    Raises what `TokenStream` raises, and `ValueError` for data that is damaged, if it is to be verified.
+    """
+    if config.verify_data:
+        verify_data(config.data_dir)
+    share = {
+        "sequence_length": config.sequence_length,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "device": accelerator.device,
+    }
+    train_loader = TrainLoader(
+        open_split(config.data_dir, "train"),
+        micro_batch_size=config.micro_batch_size,
+        seed=config.seed,
+        **share,
+    )
+    if not config.eval_every and not config.eval_only:
+        return train_loader, None
+    val_loader = EvalLoader(
+        open_split(config.data_dir, "val"),
+        batch_size=config.micro_batch_size,
+        max_tokens=config.eval_tokens,
+        **share,
+    )
+    return train_loader, val_loader
+
+
+def build_evaluations(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    shape: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    val_loader: EvalLoader | None,
+) -> list[tuple[int, Evaluation]]:
+    """What is evaluated on the way, each with the updates between. Raises `ValueError` for bad items."""
+    evaluations: list[tuple[int, Evaluation]] = []
+    if val_loader is not None:
+        evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
+    if config.hellaswag_every:
+        with accelerator.main_process_first():
+            items = read_items("hellaswag", config.hellaswag_data)
+        prepared = prepare_task(tokenizer, shape, "hellaswag", items)
+        accelerator.print("\n".join(prepared.notes))
+        evaluations += [(config.hellaswag_every, evaluate) for evaluate in prepared.evaluations]
+    return evaluations

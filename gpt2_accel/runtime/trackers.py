@@ -1,0 +1,167 @@
+"""Experiment trackers beside `metrics.jsonl`: wandb, TensorBoard and trackio, through Accelerate.
+
+A run has one id, which its checkpoints carry: a resumed run goes on as the same run in each tracker. A
+kill leaves a tracker with too much, the steps after the checkpoint, or too little, what it had not yet
+written. TensorBoard drops the steps after the checkpoint (`purge_step`); wandb and trackio, which cannot,
+keep them. Each is then sent the lines of `metrics.jsonl` from the first that it does not have. wandb
+offline cannot know what it had: each of its folders gets the whole run, so that the newest suffices.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import indent
+
+import yaml
+from accelerate import Accelerator
+from accelerate.tracking import (
+    GeneralTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+    get_available_trackers,
+)
+
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.errors import first_line
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.metadata import RunMetadata
+
+TRACKERS = ("wandb", "tensorboard", "trackio")
+PROJECT = "gpt2_accel"
+HINTS = {
+    "wandb": "log in with `wandb login`, or set WANDB_MODE=offline, which needs no account or network",
+    "tensorboard": "make room or choose another --output_dir",
+    "trackio": "set TRACKIO_DIR to a folder that can be written, and no TRACKIO_SPACE_ID to stay local",
+}
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raises `ValueError` for a name that is not one of `TRACKERS`, or one that is not installed."""
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}")
+        if name not in installed:  # Accelerate would drop it without a word
+            raise ValueError(
+                f"--report_to {name}: {name} is not installed: pip install 'gpt2_accel[trackers]'"
+            )
+
+
+def run_identity(config: TrainConfig, checkpoint: Path | None, run_id: str | None) -> str:
+    """The id of a run that goes on from `checkpoint`, whose id is `run_id`.
+
+    That one, unless there is none, or the checkpoint lies in the folder of another run, of which this
+    then is a branch. An id has eight characters.
+    """
+    folder = checkpoint.parent if checkpoint else Path(config.output_dir)
+    branch = (
+        folder.resolve() != Path(config.output_dir).resolve() and (folder / "run.json").exists()
+    )
+    return secrets.token_hex(4) if branch or run_id is None else run_id
+
+
+class TokensTensorBoard(TensorBoardTracker):
+    """The same scalars over tokens instead of updates, as tags of their own: `train_by_tokens/loss`."""
+
+    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
+        renamed = {name.replace("/", "_by_tokens/", 1): value for name, value in values.items()}
+        super().log(renamed, step=renamed.pop("tokens"), **kwargs)
+
+
+class Trackers:
+    """The trackers of `config.report_to`; a context manager around the run's loop, on the main process.
+
+    Entering starts them and has `log` send them the numbers of each line of `metrics.jsonl`. Raises
+    `OSError`, in one sentence, for one that cannot be started. One that fails later is named on the
+    screen and left out; the run goes on.
+    """
+
+    def __init__(
+        self, config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, log: RunLog
+    ):
+        self.config, self.metadata, self.accelerator, self.log = config, metadata, accelerator, log
+        self._newest: dict[GeneralTracker, int] = {}  # the last step that it has already
+
+    def __enter__(self) -> "Trackers":
+        names = self.config.report_to if self.accelerator.is_main_process else []
+        try:
+            for name in dict.fromkeys(names):
+                for tracker in self._build(name):
+                    self._start(tracker)
+        except OSError as error:
+            self.__exit__(type(error))
+            raise
+        if names:
+            for line in read_json_lines(Path(self.config.output_dir) / "metrics.jsonl"):
+                self._publish(line)
+            self.log.publish = self._publish
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        for tracker in self.accelerator.trackers:
+            with suppress(Exception):  # the run itself is done
+                if tracker.name == "wandb":
+                    tracker.tracker.finish(exit_code=0 if kind is None else 1)
+                else:
+                    tracker.finish()
+        self.accelerator.trackers.clear()
+
+    def _build(self, name: str) -> list[GeneralTracker]:
+        folder = Path(self.config.output_dir)
+        title = folder.resolve().name
+        about = {**asdict(self.config), **asdict(self.metadata)}
+        if name == "wandb":
+            project = os.environ.get("WANDB_PROJECT", PROJECT)
+            place = {"id": self.metadata.run_id, "name": title, "dir": str(folder)}
+            return [WandBTracker(project, resume="allow", config=about, **place)]
+        if name == "trackio":
+            unique = f"{title}-{self.metadata.run_id}"
+            return [TrackioTracker(PROJECT, name=unique, resume="allow", config=about)]
+        place, step = folder / "tensorboard", self.log.step
+        trackers = [
+            TensorBoardTracker("updates", place, purge_step=step + 1),
+            TokensTensorBoard("tokens", place, purge_step=self.log.tokens_at(step) + 1),
+        ]
+        if place.exists():
+            self._newest |= dict.fromkeys(trackers, step)
+        return trackers
+
+    def _start(self, tracker: GeneralTracker) -> None:
+        try:
+            tracker.start()
+            run = tracker.tracker
+            if tracker.name == "wandb":
+                run.define_metric("tokens")
+                run.define_metric("*", step_metric="tokens")
+                self._newest[tracker] = run.starting_step - 1
+            elif tracker.name == "trackio":
+                self._newest[tracker] = run._next_step - 1
+            elif not isinstance(tracker, TokensTensorBoard):
+                about = yaml.safe_dump({**asdict(self.config), **asdict(self.metadata)})
+                tracker.log({"about": indent(about, "    ")}, step=self.log.step)  # Markdown's code
+        except Exception as error:  # each library has its own
+            raise OSError(
+                f"{tracker.name} cannot be started ({first_line(error)}): {HINTS[tracker.name]}"
+            ) from error
+        self.accelerator.trackers.append(tracker)
+
+    def _publish(self, line: dict) -> None:
+        """Sends a line of `metrics.jsonl` to each tracker that does not have its step yet."""
+        values = {name: value for name, value in line.items() if isinstance(value, (int, float))}
+        step = values.pop("step")
+        for tracker in list(self.accelerator.trackers):
+            if step <= self._newest.get(tracker, -1):
+                continue
+            # wandb would hold a step back until the next, and a kill would lose it.
+            options = {"commit": True} if tracker.name == "wandb" else {}
+            try:
+                tracker.log(values, step=step, **options)
+            except Exception as error:
+                self.accelerator.trackers.remove(tracker)
+                self.log.say(
+                    f"{tracker.name} failed and is left out from here: {first_line(error)}"
+                )

@@ -1,0 +1,180 @@
+"""The speed ladder: its slow models compute what `GPT` does, and its command writes what it promises."""
+
+import csv
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from gpt2_accel import GPT, GPTConfig
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import ladder
+from reference_model import PlainLoss, slow_gpt
+from rung import Variant, Workload, build_model
+from timing import matmul_flops, peak_memory, seconds_each
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
+TINY = Workload("tiny", 2, 8, 32, 2, steps=2, warmup=1, attention=[1, 2, 32, 16])
+CPU = torch.device("cpu")
+
+
+def speed_ladder(*flags, **env):
+    command = [sys.executable, "recipes/speed_ladder.py", *map(str, flags)]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def job(workload=TINY, **changes):
+    return {"workload": asdict(workload), "variant": asdict(Variant(**changes))}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("hand_norm_gelu", [True, False])
+@pytest.mark.parametrize("stored_mask", [True, False])
+def test_the_slow_model_computes_what_gpt_does(stored_mask, hand_norm_gelu, bias):
+    config = GPTConfig(vocab_size=300, n_positions=16, n_layer=2, n_head=2, n_embd=32, bias=bias)
+    slow = slow_gpt(config, stored_mask=stored_mask, hand_norm_gelu=hand_norm_gelu)
+    for parameter in slow.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = GPT(config)
+    model.load_state_dict(slow.state_dict())
+    input_ids, targets = torch.randint(300, (2, 3, 12))
+    torch.testing.assert_close(slow(input_ids), model(input_ids), rtol=1e-5, atol=1e-5)
+    loss = PlainLoss(slow)(input_ids, targets)
+    torch.testing.assert_close(loss, model(input_ids, targets), rtol=1e-5, atol=1e-5)
+    masks = [buffer for name, buffer in slow.named_buffers() if name.endswith("seen")]
+    assert [tuple(mask.shape) for mask in masks] == ([(16, 16)] * 2 if stored_mask else [])
+
+
+def test_the_slow_model_begins_with_the_weights_of_gpt():
+    config = GPTConfig(vocab_size=300, n_positions=16, n_layer=1, n_head=2, n_embd=32)
+    torch.manual_seed(3)
+    expected = GPT(config).state_dict()
+    torch.manual_seed(3)
+    torch.testing.assert_close(slow_gpt(config).state_dict(), expected, rtol=0, atol=0)
+
+
+@needs_matplotlib
+def test_the_command_writes_every_step_and_marks_what_the_device_lacks(tmp_path):
+    flags = ["--size", "tiny", "--sequence_length", 32, "--steps", 2, "--output_dir", tmp_path]
+    flags += ["--attention", 1, 2, 32, 16, "--accumulation", 2]
+    # Without a C++ compiler: compilation alone would take longer than all else.
+    done = speed_ladder(*flags, CXX="/no/compiler", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "speed_ladder.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [rung.name for rung in ladder.RUNGS]
+    lacking = {row["name"]: row["remark"] for row in rows if row["remark"]}
+    assert "CUDA only" in lacking["TF32"] and "C++" in lacking["compile"]
+    assert "several GPUs" in lacking["DDP over all devices"]
+    assert all(remark.startswith("lacking: ") for remark in lacking.values())
+    measured = [row for row in rows if not row["remark"]]
+    for row in measured:
+        speed = 1e3 * float(row["tokens"]) / float(row["ms"])
+        assert float(row["tokens_per_second"]) == pytest.approx(speed)
+        assert float(row["peak_memory_gb"]) > 0.05 and 0 < float(row["mfu"]) < 1
+    for row in measured[:5]:  # up to SDPA they compute the same
+        assert float(row["loss"]) == pytest.approx(float(measured[0]["loss"]), abs=2e-3)
+    assert [int(row["tokens"]) for row in measured[-3:]] == [64, 256, 512]
+    table = (tmp_path / "speed_ladder.md").read_text()
+    for row in rows:
+        assert f"\n| {row['step']} {row['name']} |" in table and row["name"] in done.stdout
+    assert "| SDPA | " in table and "142,156" in table and "raschka" in table.lower()
+    assert (tmp_path / "speed_ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_without_memory_or_with_an_error_is_marked_so(capfd):
+    giant = replace(TINY, micro_batch_size=2**50)
+    assert ladder.run_job(job(giant)) == {"problem": "not enough memory"}
+    found = ladder.run_job(job(replace(TINY, size="huge")))
+    assert found["problem"].startswith("failed: ValueError: unknown model size 'huge'")
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_the_last_step_runs_on_several_processes():
+    switches = {"hand_attention": False, "fused": True, "chunked_loss": True}
+    found = ladder.run_job(job(**switches, accumulate=True, ddp=True), processes=2)
+    assert found["tokens"] == 2 * 2 * 32 * 2, found
+    assert found["loss"] == pytest.approx(10.84, abs=0.2)
+
+
+def test_each_rung_keeps_those_before_it():
+    variant = Variant()
+    for rung in ladder.RUNGS:
+        assert not rung.changes or replace(variant, **rung.changes) != variant
+        variant = replace(variant, **rung.changes)
+    assert variant == Variant(
+        stored_mask=False,
+        tf32=True,
+        fused=True,
+        prefetch=True,
+        precision="bf16",
+        hand_norm_gelu=False,
+        hand_attention=False,
+        compile=True,
+        bias=False,
+        vocab_size=50304,
+        chunked_loss=True,
+        large_batch=True,
+        accumulate=True,
+        ddp=True,
+    )
+    assert type(build_model(TINY, variant)) is GPT
+
+
+def test_the_timing_helpers():
+    calls = []
+    seconds = seconds_each(lambda: calls.append(1), CPU, warmup=2, repeats=3)
+    assert len(seconds) == 3 and len(calls) == 5 and min(seconds) > 0
+    assert matmul_flops(CPU, torch.float32, size=128) > 1e6
+    before = peak_memory(CPU)
+    torch.ones(100_000_000, dtype=torch.uint8)
+    assert 5e7 < before <= peak_memory(CPU) < 1e12
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--size", "huge"], "there is no size 'huge': choose of gpt2, "),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--attention", "1", "2"], "attention has to be four numbers"),
+        (["--batch", "2"], "unknown option --batch"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(flags, message, tmp_path):
+    done = speed_ladder(*flags, "--output_dir", tmp_path / "out")
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_micro_batch_that_does_not_fit_is_not_kept(tmp_path, monkeypatch):
+    device = {"type": "cpu", "name": "a CPU", "devices": 1, "lacking": {}, "flops": {"float32": 1}}
+
+    def answer(job, processes=1):
+        if "variant" not in job:
+            return {"problem": "failed"} if "attention" in job else device
+        large = job["variant"]["large_batch"]
+        found = {"seconds": 0.5, "tokens": 100, "loss": 1.0, "peak_memory": 10**9}
+        return {"problem": "not enough memory"} if large else found
+
+    monkeypatch.setattr(ladder, "run_job", answer)
+    monkeypatch.setattr(ladder, "write_results", lambda *results: None)
+    monkeypatch.setattr(ladder, "require_matplotlib", lambda: None)
+    rows = ladder.run_ladder(tmp_path, size="tiny")
+    assert [row.name for row in rows if row.remark] == ["larger micro-batch"]
+    assert rows[0].gain is None and rows[-1].gain == 1 and rows[-1].tokens_per_second == 200

@@ -1,0 +1,184 @@
+"""What a checkpoint keeps, refuses and rotates; faults have `reliability/`."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import losses, make_text, run, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime.anomalies import WINDOW, AnomalyGuard
+from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.tokenizer import byte_tokenizer
+
+
+def names(folder):
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def test_the_best_and_every_nth_checkpoint_stay(data_dir, tmp_path):
+    settings = {"max_steps": 12, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 6}
+    # A rate at which it gets worse after the first updates.
+    settings |= {
+        "keep_best": True,
+        "learning_rate": 0.3,
+        "warmup_steps": 0,
+        "lr_schedule": "constant",
+    }
+    metrics = run(tiny_config(data_dir, tmp_path, **settings))
+    evaluated = {entry["step"]: entry["val/loss"] for entry in metrics if "val/loss" in entry}
+    best = min(evaluated, key=evaluated.get)
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({6, 12, best})]
+    assert (tmp_path / "best").resolve().name == f"checkpoint-{best}"
+    assert (tmp_path / "best/config.json").is_file()
+
+
+def test_changed_data_is_refused_unless_told_otherwise(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path / "run", save_every=4))
+    texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
+    prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
+    settings = {"resume_from": "latest", "max_steps": 10}
+    with pytest.raises(
+        ValueError, match="other is not the data that .*checkpoint-8 was trained on"
+    ):
+        run(tiny_config(tmp_path / "other", tmp_path / "run", **settings))
+    told = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
+    assert len(run(told)) == 10
+
+
+def test_data_is_verified_where_that_is_asked_for(data_dir, tmp_path):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    shard = data / "train_000000.bin"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1  # another token, in no header
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
+        run(tiny_config(data, tmp_path / "run", verify_data=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_older_checkpoint_does_not_write_over_newer_ones(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    older = str(tmp_path / "checkpoint-4")
+    with pytest.raises(
+        FileExistsError, match="holds checkpoint-8, which going on from .* write over"
+    ):
+        run(tiny_config(data_dir, tmp_path, resume_from=older))
+
+
+def test_a_folder_is_held_by_one_run_and_let_go_by_a_killed_one(tmp_path):
+    code = "import sys, time; from gpt2_accel.files import lock_folder\n"
+    code += f"with lock_folder({str(tmp_path)!r}): print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\n"
+    with (
+        pytest.raises(OSError, match=f"is in use by process {other.pid} on "),
+        lock_folder(tmp_path),
+    ):
+        pass
+    other.kill()
+    other.wait()
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_run_into_a_folder_in_use_is_refused(data_dir, tmp_path):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(OSError, match="in use by process .* or choose another --output_dir"),
+    ):
+        run(tiny_config(data_dir, tmp_path))
+
+
+def test_saving_holds_the_loop_up_for_a_copy_only(data_dir, tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = CheckpointWriter._write
+    monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: gate.wait(20) and write(*args))
+    seen = []
+    advance = RunLog.advance
+
+    def watched(log, step):
+        seen.append((step, names(tmp_path)))
+        if step == 8:
+            gate.set()
+        advance(log, step)
+
+    monkeypatch.setattr(RunLog, "advance", watched)
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    assert (8, []) in seen  # four updates went by while the first save was still being written
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
+    assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path))
+
+
+def test_max_hours_stops_with_a_checkpoint_and_asks_to_be_started_again(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600)
+    run(config)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"], status["requeue"]) == ("stopped", "max_hours", True)
+    assert names(tmp_path) == [f"checkpoint-{status['step']}"]
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_signal_during_an_evaluation_ends_it(data_dir, tmp_path, monkeypatch):
+    import gpt2_accel.train as train_module
+
+    asked = []
+
+    def interrupted(accelerator, stop):
+        if not asked:
+            signal.raise_signal(signal.SIGTERM)
+        asked.append(stop.reason)
+        return stop.reason is not None
+
+    monkeypatch.setattr(train_module, "should_stop", interrupted)
+    metrics = run(tiny_config(data_dir, tmp_path, eval_every=4, sample_every=4))
+    assert asked == ["SIGTERM"]
+    assert len(losses(metrics)) == 4 and "val/loss" not in metrics[-1]
+    assert names(tmp_path) == ["checkpoint-4"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_second_ctrl_c_is_an_interrupt():
+    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "SIGINT" and not stop.requeue
+        signal.raise_signal(signal.SIGTERM)  # what a dying launcher sends: the reason stays
+        assert stop.reason == "SIGINT"
+        signal.raise_signal(signal.SIGINT)
+    limited = StopRequest(max_hours=1e-9)
+    time.sleep(0.01)
+    assert limited.reason == "max_hours" and limited.requeue
+
+
+def test_the_guard_knows_fp16s_own_skips_from_bad_updates():
+    guard = AnomalyGuard()
+    assert guard.check(2.0, float("inf"), scaled=True) is None
+    assert guard.check(2.0, float("inf")) == "the gradient norm is inf"
+    assert guard.check(float("nan"), 1.0, scaled=True) == "the loss is nan"
+    assert guard.bad_in_a_row == 2
+    assert guard.check(2.0, 1.0) is None and guard.bad_in_a_row == 0
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=WINDOW, max_size=2 * WINDOW))
+@settings(deadline=None, max_examples=30)
+def test_a_guard_goes_on_where_it_was(values):
+    guard = AnomalyGuard(spike_z=8.0)
+    for value in values:
+        assert guard.check(value, 1 + value) is None
+    again = AnomalyGuard(spike_z=8.0)
+    again.load(json.loads(json.dumps(guard.state())))
+    for loss in (1.5, 50.0):
+        assert guard.check(loss, 2.5) == again.check(loss, 2.5)
+    assert guard.check(50.0, 2.5).startswith("the loss is 50")

@@ -1,0 +1,334 @@
+"""Data sets of other trainers, mixtures, attention within documents, and very large data sets."""
+
+import json
+import os
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import losses, make_text, run, tiny_config
+
+from gpt2_accel.data.loader import EvalLoader, Mixture, TrainLoader, open_split, shuffled
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.shards import (
+    HEADER,
+    MAGIC,
+    TokenStream,
+    data_fingerprint,
+    read_manifest,
+    verify_data,
+    write_mixture,
+)
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+
+TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")
+
+
+def llmc(tokens, magic=20240520, version=1):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens)
+    return header.tobytes() + tokens.tobytes()
+
+
+def npy(tokens):
+    import io
+
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
+
+
+# Other trainers' files
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train.bin": TOKENS[:4000].tobytes(), "val.bin": TOKENS[4000:].tobytes()},
+        {
+            "edufineweb_train_000001.npy": npy(TOKENS[:1000]),
+            "edufineweb_train_000002.npy": npy(TOKENS[1000:4000]),
+            "edufineweb_val_000000.npy": npy(TOKENS[4000:]),
+        },
+        {
+            "fineweb_train_000001.bin": llmc(TOKENS[:2500]),
+            "fineweb_train_000002.bin": llmc(TOKENS[2500:4000]),
+            "fineweb_val_000000.bin": llmc(TOKENS[4000:]),
+        },
+        {
+            "tiny_shakespeare_train.bin": llmc(TOKENS[:4000]),
+            "tiny_shakespeare_val.bin": llmc(TOKENS[4000:]),
+        },
+    ],
+    ids=["nanoGPT", "build-nanogpt", "llm.c", "llm.c's Shakespeare"],
+)
+def test_other_trainers_files_open_as_they_are(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    train, val = (TokenStream(tmp_path, split) for split in ("train", "val"))
+    assert train.read(0, train.tokens).tolist() == TOKENS[:4000].tolist()
+    assert train.read(2490, 20).tolist() == TOKENS[2490:2510].tolist()
+    assert val.read(0, val.tokens).tolist() == TOKENS[4000:].tolist()
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+    assert verify_data(tmp_path) == len(files)
+    before = data_fingerprint(tmp_path)
+    (tmp_path / list(files)[-1]).unlink()
+    assert data_fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.bin", TOKENS.tobytes()[:-1], "cut short"),
+        ("a_train_000001.npy", npy(TOKENS)[:-2], "cut short"),
+        ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "int32"),
+        ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "of shape"),
+        ("a_train_000001.npy", b"rubbish", "not a numpy file"),
+        ("a_train_000001.bin", llmc(TOKENS)[:-2], "cut short"),
+        ("a_train_000001.bin", llmc(TOKENS, 20240801, 7), "Llama 3"),
+        ("a_train_000001.npy", npy(np.array([{}], object)), "object"),
+    ],
+)
+def test_what_is_not_tokens_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        TokenStream(tmp_path, "train")
+
+
+def test_nanogpts_characters_and_lost_manifests_are_refused(tmp_path, data_dir):
+    (tmp_path / "train.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(ValueError, match="vocabulary is in a pickle"):
+        read_manifest(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "train_000000.bin").write_bytes((data_dir / "train_000000.bin").read_bytes())
+    with pytest.raises(FileNotFoundError, match="manifest.json is missing"):
+        read_manifest(tmp_path)
+
+
+def test_a_run_on_nanogpts_files(tmp_path, gpt2):
+    text = make_text(3000, 0)
+    tokens = np.array(gpt2.encode(text), "<u2")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/train.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "d/val.bin").write_bytes(tokens[:500].tobytes())
+    last = run(tiny_config(tmp_path / "d", tmp_path / "run", eval_every=8))[-1]
+    assert last["val/loss"] < 10.8 and "val/bits_per_byte" not in last
+
+
+# Mixtures
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A mixture, 3 to 1, of a small data set and a large one; texts of capital letters, and of small ones."""
+    folder = tmp_path_factory.mktemp("mixed")
+    for name, count in (("small", 10), ("LARGE", 60)):
+        texts = [make_text(120, seed) for seed in range(count)]
+        texts = [text.upper() for text in texts] if name == "LARGE" else texts
+        splits = {"train": texts, "val": texts[:3]}
+        prepare(splits, byte_tokenizer(), folder / name, source=name)
+    write_mixture(folder / "mix", {str(folder / "small"): 3, str(folder / "LARGE"): 1})
+    return folder / "mix"
+
+
+def mixture_loader(data_dir, **changes):
+    settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1}
+    return TrainLoader(open_split(data_dir, "train"), **{**settings, **changes})
+
+
+@pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
+def test_a_mixture_keeps_its_weights_and_every_order(shares):
+    mixture = Mixture(shares, seed=5)
+    positions = np.arange(10 * Mixture.PERIOD)
+    sets, places = mixture.locate(positions)
+    for number, share in enumerate(shares):
+        own = places[sets == number]
+        assert sorted(own.tolist()) == list(range(len(own)))  # each place of its order once
+        counts = np.cumsum(sets == number)[Mixture.PERIOD - 1 :: Mixture.PERIOD]
+        assert np.abs(counts - share * Mixture.PERIOD * np.arange(1, 11)).max() <= 2
+    scattered = np.random.default_rng(0).permutation(positions)[:500]
+    assert np.array_equal(mixture.locate(scattered)[1], places[scattered])
+    assert not np.array_equal(sets[:1024], sets[1024:2048])
+
+
+def test_a_mixtures_updates_are_the_same_on_any_number_of_ranks(mixed):
+    for step in (0, 300):
+        whole = torch.cat([ids for ids, _ in mixture_loader(mixed).update(8 * step, 8)])
+        parts = [
+            torch.cat(
+                [
+                    ids
+                    for ids, _ in mixture_loader(
+                        mixed, rank=rank, world_size=2, micro_batch_size=2
+                    ).update(8 * step, 8)
+                ]
+            )
+            for rank in range(2)
+        ]
+        assert sorted(whole.tolist()) == sorted(torch.cat(parts).tolist())
+
+
+def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
+    whole = run(tiny_config(mixed, tmp_path / "whole", eval_every=4))
+    run(tiny_config(mixed, tmp_path / "parts", eval_every=4, max_hours=1e-9))
+    parts = run(tiny_config(mixed, tmp_path / "parts", eval_every=4, resume_from="latest"))
+    assert losses(parts) == losses(whole)
+    assert parts[-1]["val/bits_per_byte"] == whole[-1]["val/bits_per_byte"]
+    loader = mixture_loader(mixed)
+    seen = torch.cat([ids for step in range(256) for ids, _ in loader.update(8 * step, 8)])
+    capital = ((seen >= 65) & (seen <= 90)).any(dim=1).double().mean().item()
+    assert capital == pytest.approx(0.25, abs=0.002)
+
+
+def test_an_evaluation_of_a_mixture_takes_shares_and_counts_once(mixed):
+    settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
+    seen = []
+    for rank in range(2):
+        for _, targets in EvalLoader(open_split(mixed, "val"), rank=rank, world_size=2, **settings):
+            seen += [row.tolist() for row in targets if row[0] != -100]
+    capital = sum(any(65 <= token <= 90 for token in row) for row in seen)
+    assert (len(seen), capital) == (100, 25)
+
+
+def test_mixtures_that_cannot_be_are_refused(mixed, tmp_path):
+    prepare({"train": ["abc"]}, char_tokenizer("abc"), tmp_path / "other", source="characters")
+    small = str(mixed.parent / "small")
+    with pytest.raises(ValueError, match="has another tokenizer"):
+        write_mixture(tmp_path / "m", {small: 1, str(tmp_path / "other"): 1})
+    with pytest.raises(ValueError, match="at least a thousandth"):
+        write_mixture(tmp_path / "m", {small: 1, str(mixed.parent / "LARGE"): 0})
+    with pytest.raises(ValueError, match="is a mixture itself"):
+        write_mixture(tmp_path / "m", {str(mixed): 1})
+    assert not (tmp_path / "m").exists()
+
+
+# Attention within documents
+
+
+def test_with_the_document_mask_each_document_is_read_by_itself():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(300, n_positions=32, n_layer=2, n_head=2, n_embd=16))
+    first, second = torch.randint(0, 256, (2, 9))
+    separator = torch.tensor([256])
+    row = torch.cat((separator, first, separator, second))[None]
+    crossing = model(row)
+    model.separator = 256
+    masked = model(row)
+    # Other documents before do not matter, what comes later never does.
+    changed = row.clone()
+    changed[0, 1:10] = 7
+    assert torch.equal(model(changed)[:, 10:], masked[:, 10:])
+    assert torch.equal(masked[:, :10], crossing[:, :10]) or torch.allclose(
+        masked[:, :10], crossing[:, :10], atol=1e-6
+    )
+    assert not torch.allclose(masked[:, 10:], crossing[:, 10:], atol=1e-3)
+    # By itself, at its positions.
+    alone = row.clone()
+    alone[0, :10] = 256
+    assert torch.allclose(model(alone)[:, 10:], masked[:, 10:], atol=1e-6)
+
+
+def test_a_run_with_the_document_mask(data_dir, tmp_path):
+    plain = run(tiny_config(data_dir, tmp_path / "a", eval_every=8))
+    masked = run(tiny_config(data_dir, tmp_path / "b", eval_every=8, document_mask=True))
+    again = run(
+        tiny_config(data_dir, tmp_path / "c", eval_every=8, document_mask=True, micro_batch_size=1)
+    )
+    assert losses(masked) != losses(plain)
+    assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
+    assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)
+    characters = char_tokenizer("abc ")
+    prepare({"train": ["abc " * 100]}, characters, tmp_path / "chars", source="characters")
+    with pytest.raises(ValueError, match="document_mask needs data whose documents"):
+        run(tiny_config(tmp_path / "chars", tmp_path / "d", document_mask=True))
+
+
+# Sizes
+
+
+def sparse_data(folder, shards, tokens):
+    """A data folder of sparse files: zeros that take no disk."""
+    (folder / "d").mkdir()
+    header = HEADER.pack(MAGIC, 1, 2, tokens, bytes(32))
+    entries = []
+    for number in range(shards):
+        name = f"train_{number:06d}.bin"
+        with open(folder / "d" / name, "wb") as file:
+            file.write(header)
+            file.truncate(HEADER.size + 2 * tokens)
+        entries.append({"file": name, "tokens": tokens, "documents": 0, "sha256": "00" * 32})
+    total = {"tokens": shards * tokens, "documents": 1, "bytes": 1, "shards": entries}
+    manifest = {
+        "format": "gpt2_accel token shards",
+        "version": 1,
+        "tokenizer": {"vocab_size": 50257, "fingerprint": "", "end_of_text": 50256},
+        "dtype": "uint16",
+        "source": "nothing",
+        "splits": {"train": total},
+    }
+    (folder / "d/manifest.json").write_text(json.dumps(manifest))
+    return folder / "d"
+
+
+@pytest.mark.parametrize(
+    ("shards", "seconds"), [(100, 1), (13_000, 5)], ids=["10B tokens", "1.3T tokens"]
+)
+def test_large_data_opens_fast_with_few_files_open_and_little_memory(tmp_path, shards, seconds):
+    data = sparse_data(tmp_path, shards, 100_000_000)
+    loader = mixture_loader(data, sequence_length=1024)  # what is imported late is imported
+    begun = time.perf_counter()
+    loader = mixture_loader(data, sequence_length=1024)
+    opened = time.perf_counter() - begun
+    before = anonymous_memory()
+    for step in range(100):
+        for _ in loader.update(8 * step, 8):
+            pass
+    grown = anonymous_memory() - before
+    files = len(os.listdir("/proc/self/fd"))
+    assert opened < seconds
+    assert files < 300
+    assert grown < 20 * 2**20
+    print(f"{shards} shards: opened in {opened:.2f} s, {files} files, {grown / 2**20:.1f} MiB more")
+
+
+def anonymous_memory():
+    with open("/proc/self/status") as file:
+        [line] = [line for line in file if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
+    size = 10**12
+    positions = np.arange(200_000)
+    shuffled(positions[:10], size, 0)
+    begun = time.process_time()
+    shuffled(positions, size, 0)
+    order = (time.process_time() - begun) / len(positions)
+    loader = mixture_loader(
+        sparse_data(tmp_path, 2, 10_000_000),
+        sequence_length=1024,
+        micro_batch_size=64,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speeds = []
+    for _ in range(4):  # the first touches the pages
+        begun = time.process_time()
+        for step in range(32):
+            for _batch in loader.update(256 * step, 256):
+                pass
+        speeds.append(32 * 256 * 1024 / (time.process_time() - begun))
+    torch.set_num_threads(threads)
+    speed = max(speeds)
+    print(f"{order * 1e6:.2f} microseconds a sample, {speed / 1e6:.0f}M tokens/s")
+    assert order < 2e-6
+    assert speed > 50 * 142_000
+
+
+def test_the_header_is_as_documented():
+    assert HEADER.size == 64 and struct.calcsize("<8sIIQ32s8x") == 64

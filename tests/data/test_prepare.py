@@ -1,0 +1,444 @@
+"""Text to shards: sources, workers, kills, and what can be wrong with either."""
+
+import filecmp
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import LONG, ROOT, make_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2_accel.data import documents, tokenizing
+from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
+from gpt2_accel.data.hub import hub_pieces
+from gpt2_accel.data.plan import Plan
+from gpt2_accel.data.prepare import carry_out, prepare
+from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
+from gpt2_accel.data.sources import file_pieces, one_text_pieces, text_files
+from gpt2_accel.files import lock_folder
+from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
+
+
+def recipe(*args, **env):
+    """`prepare_data.py` as a user runs it."""
+    return subprocess.run(
+        [sys.executable, "recipes/prepare_data.py", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def names_of(folder):
+    return {path: path.relative_to(folder).as_posix() for path in text_files(folder)}
+
+
+def plan(pieces, data_dir, tokenizer=None, **settings):
+    return Plan(pieces, tokenizer or byte_tokenizer(), data_dir, "made up", **settings)
+
+
+def same(one, other):
+    """Whether two folders hold the same files with the same bytes."""
+    found = [
+        sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+        for folder in (one, other)
+    ]
+    return found[0] == found[1] and all(
+        filecmp.cmp(one / name, other / name, shallow=False) for name in found[0]
+    )
+
+
+def documents_in(data_dir, split):
+    """The documents of a byte-level split, as texts."""
+    stream = TokenStream(data_dir, split)
+    tokens = stream.read(0, stream.tokens)
+    parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+    return [bytes(part[1:].tolist()).decode() for part in parts]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """The same 200 documents of each kind of file, in a folder of its own, all in another."""
+    texts = [make_text(10, seed) + "ä" * (seed % 3) for seed in range(200)]
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (folder / f"sub/{i:03d}.txt").write_text(text)
+    (folder / "a.jsonl").write_text(lines)
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    with pyarrow.output_stream(str(folder / "c.jsonl.zst"), compression="zstd") as file:
+        file.write(lines.encode())
+    table = pyarrow.table({"text": texts, "id": range(len(texts))})
+    pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=16)
+    (folder / "notes.md").write_text("not a document")
+    return folder, texts
+
+
+# Cutting
+
+
+@given(
+    st.text(alphabet=st.sampled_from("ab1'st .,\n\tä漢\u00a0"), max_size=300), st.integers(2, 40)
+)
+@settings(deadline=None, max_examples=300)
+def test_tokens_of_the_chunks_are_those_of_the_text(bpe, text, size):
+    old, documents.CHUNK = documents.CHUNK, size
+    try:
+        parts = list(chunks([text[:100], text[100:]]))
+    finally:
+        documents.CHUNK = old
+    assert "".join(parts) == text
+    assert [i for part in parts for i in encode(bpe, [part])[0]] == encode(bpe, [text])[0]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([make_text(300, 0), "a b. c, it's 11 \n\n ab  a\t'st"] * 20, 330)
+
+
+def test_a_long_text_comes_in_chunks_even_without_a_place_to_cut(monkeypatch):
+    monkeypatch.setattr(documents, "CHUNK", 1000)
+    monkeypatch.setattr(documents, "LONGEST_WORD", 5000)
+    parts = list(chunks(["x" * 20_000, " y" * 500]))
+    assert "".join(parts) == "x" * 20_000 + " y" * 500
+    assert max(map(len, parts)) <= 6000
+
+
+def test_gpt2s_text_is_encoded_by_tiktoken_with_the_same_ids(gpt2):
+    encoder = token_encoder(gpt2)
+    for text in ("", "Hello  world\n\n <|endoftext|> it's 3.14 漢字 é\u00a0x   ", make_text(50, 1)):
+        assert encoder(text).tolist() == encode(gpt2, [text])[0]
+
+
+# Sources
+
+
+def test_every_kind_of_file_gives_its_documents_whatever_the_pieces(corpus, tmp_path):
+    folder, texts = corpus
+    made = []
+    for piece_bytes in (2**20, 900):
+        pieces = file_pieces(names_of(folder), piece_bytes=piece_bytes)
+        made.append(tmp_path / str(piece_bytes))
+        carry_out(plan(pieces, made[-1], shard_tokens=10_000))
+    assert len(pieces) > 30
+    for split in ("train", "val"):
+        one, other = (documents_in(data_dir, split) for data_dir in made)
+        assert one == other
+    train, val = (documents_in(made[0], split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts * 5)
+    assert 20 < len(val) < 90
+    entries = read_manifest(made[0])["splits"]["train"]["shards"]
+    assert {entry["tokens"] for entry in entries[:-1]} == {10_000}
+    assert sum(entry["documents"] for entry in entries) == len(train)
+
+
+def test_a_single_text_is_cut_once_and_a_large_one_read_in_parts(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(make_text(5000, 3))
+    carry_out(plan(one_text_pieces(path, 0.05, piece_bytes=1000), tmp_path / "d"))
+    [train], [val] = (documents_in(tmp_path / "d", split) for split in ("train", "val"))
+    assert train + val == path.read_text()
+    assert len(val) == pytest.approx(0.05 * len(train), rel=0.1)
+
+
+def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_path, monkeypatch):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    lines = [
+        b'{"text": ""}',
+        b'{"text": null}',
+        b'{"text": "caf\xe9"}',
+        b'{"text": "\\ud800!"}',
+        b'{"text": "a <|endoftext|> b"}',
+        b"",
+        b'{"text": "' + b"long " * 1000 + b'"}',
+    ]
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    (folder / "b.txt").write_bytes(b"Z\xfcrich")
+    monkeypatch.setattr(documents, "held_out", lambda name: name == "b.txt")
+    pieces = file_pieces(names_of(folder))
+    manifest = carry_out(plan(pieces, tmp_path / "d"))
+    assert manifest["counts"] == {
+        "empty": 2,
+        "not_utf8": 3,
+        "literal_separator": 1,
+        "longest": 5000,
+    }
+    assert documents_in(tmp_path / "d", "train") == [
+        "caf\ufffd",
+        "\ufffd!",
+        "a <|endoftext|> b",
+        "long " * 1000,
+    ]
+    assert documents_in(tmp_path / "d", "val") == ["Z\ufffdrich"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"body": "x"}', "no column 'text'.*body"), ("{", "not JSON"), ('["x"]', "it is a list")],
+)
+def test_a_wrong_line_is_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
+    pieces = file_pieces(names_of(tmp_path))
+    with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
+        carry_out(plan(pieces, tmp_path / "d"))
+
+
+def test_some_document_is_held_out_of_a_few():
+    names = [name for i in range(40) if not held_out(name := f"{i}.txt")][:3]
+    assert not any(map(held_out, names))
+    assert sum(map(hold_out_of(names), names)) == 1
+
+
+def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
+    folder, texts = corpus
+    for kind, pattern in (("parquet", "d.parquet"), ("json", "a.jsonl")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / pattern).write_bytes((folder / pattern).read_bytes())
+        pieces, revision = hub_pieces(str(tmp_path / kind), piece_bytes=1000)
+        assert revision is None and (len(pieces) > 3) == (kind == "parquet")
+        carry_out(plan(pieces, tmp_path / f"{kind}-made"))
+        made = [documents_in(tmp_path / f"{kind}-made", split) for split in ("train", "val")]
+        assert sorted(made[0] + made[1]) == sorted(texts)
+    with pytest.raises(ValueError, match="no column 'body'.*text"):
+        hub_pieces(str(tmp_path / "parquet"), column="body")
+    with pytest.raises(ValueError, match="no split 'test'.*train"):
+        hub_pieces(str(tmp_path / "parquet"), split="test")
+    with pytest.raises(ValueError, match="not stored as Parquet"):
+        hub_pieces(str(tmp_path / "json"), hold_out=lambda count: Drawn(count, 0.1, 0))
+
+
+def test_rows_are_drawn_as_datasets_draws_them(tmp_path):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"row": range(20_001)})
+    drawn = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]["row"]
+    is_held_out = Drawn(20_001, 0.0005, 2357)
+    assert sorted(drawn) == [row for row in range(20_001) if is_held_out(str(row))]
+
+
+def test_openwebtexts_and_finewebs_splits(corpus, tmp_path):
+    texts = corpus[1]
+    source = tmp_path / "set"
+    source.mkdir()
+    for i in range(2):
+        part = pyarrow.table({"text": [f"{i} {text}" for text in texts * 10]})
+        pyarrow.parquet.write_table(part, source / f"train-{i}.parquet", row_group_size=100)
+    common = ("--tokenizer", "bytes", "--workers", 1)
+    owt = recipe(
+        "openwebtext", source, "--data_files", "*.parquet", *common, "--data_dir", tmp_path / "o"
+    )
+    assert "val: 2 documents" in owt.stdout, owt.stderr
+    rows = np.random.default_rng(2357).permutation(4000)[:2]
+    everything = [f"{i} {text}" for i in range(2) for text in texts * 10]
+    assert documents_in(tmp_path / "o", "val") == [everything[row] for row in sorted(rows)]
+
+    edu = recipe(
+        "fineweb-edu",
+        *(source, "--config", "default", *common, "--data_dir", tmp_path / "e"),
+        *("--shard_tokens", 5000),
+    )
+    assert edu.returncode == 0, edu.stderr
+    splits = read_manifest(tmp_path / "e")["splits"]
+    assert splits["val"]["tokens"] == 5000 and len(splits["val"]["shards"]) == 1
+    val, train = (TokenStream(tmp_path / "e", split) for split in ("val", "train"))
+    expected = [token for text in everything for token in (256, *text.encode())]
+    assert [*val.read(0, 5000), *train.read(0, train.tokens)] == expected
+    assert splits["val"]["bytes"] == 5000 - expected[:5000].count(256)
+    assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
+
+
+def test_what_is_not_there_is_said_in_a_line_within_seconds(tmp_path):
+    begun = time.monotonic()
+    away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = recipe("hf", "nobody/nothing", "--data_dir", tmp_path / "d", **away)
+    assert time.monotonic() - begun < 15  # ten, and Python's own start on a busy machine
+    [line] = [text for text in done.stderr.splitlines() if text.strip()]
+    assert done.returncode == 1 and "Hub cannot be reached" in line
+    done = recipe("text", tmp_path / "no", "--data_dir", tmp_path / "d")
+    assert "does not exist" in done.stderr and not (tmp_path / "d").exists()
+
+
+# Workers, kills, disks
+
+
+def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path):
+    pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
+    settings = {"shard_tokens": 7000}
+    carry_out(plan(pieces, tmp_path / "one", **settings), workers=1)
+    carry_out(plan(pieces, tmp_path / "two", **settings), workers=2)
+    assert same(tmp_path / "one", tmp_path / "two")
+
+
+def test_datatrove_makes_the_same_shards(corpus, tmp_path):
+    pytest.importorskip("datatrove", reason="needs the extra [scale]")
+    args = ("text", corpus[0], "--tokenizer", "bytes", "--shard_tokens", 7000, "--workers", 2)
+    done = recipe(*args, "--data_dir", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    done = recipe(*args, "--data_dir", tmp_path / "two", "--executor", "datatrove")
+    assert done.returncode == 0, done.stderr
+    one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
+    assert one["splits"] == two["splits"] and one["counts"] == two["counts"]
+    assert verify_data(tmp_path / "two") == len(list((tmp_path / "two").glob("*.bin")))
+
+
+def started_by(process: psutil.Process) -> str | None:
+    """By which test a process, or one above it, was started."""
+    with suppress(psutil.Error):
+        return process.environ().get("STARTED_BY")
+
+
+def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, report):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for i in range(4):
+        lines = (json.dumps({"text": make_text(40, 1000 * i + j)}) for j in range(1500))
+        (folder / f"{i}.jsonl").write_text("\n".join(lines))
+    args = ("text", folder, "--tokenizer", "bytes", "--shard_tokens", 100_000, "--workers", 2)
+    begun = time.monotonic()
+    whole = recipe(*args, "--data_dir", tmp_path / "whole" / "d")
+    assert whole.returncode == 0, whole.stderr
+    duration = time.monotonic() - begun
+    rng, tries, killed = random.Random(0), times(1, 32), 0
+    for i in range(tries):
+        target = tmp_path / f"try{i}" / "d"
+        command = [sys.executable, "recipes/prepare_data.py", *map(str, args), "--data_dir", target]
+        while True:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "STARTED_BY": str(tmp_path)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                assert process.wait(rng.uniform(0.3, 1.1) * duration) == 0
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                killed += 1
+                if killed % 3 == 0:  # and once more soon after
+                    continue
+        made, expected = (read_manifest(path) for path in (target, tmp_path / "whole/d"))
+        made["command"] = expected["command"]
+        assert made == expected
+        for shard in expected["splits"]["train"]["shards"] + expected["splits"]["val"]["shards"]:
+            assert filecmp.cmp(
+                target / shard["file"], tmp_path / "whole/d" / shard["file"], shallow=False
+            )
+        assert [path.name for path in target.parent.iterdir()] == ["d"]
+    assert killed >= 1 or not LONG
+    deadline = time.monotonic() + 20
+    while left := [p for p in psutil.process_iter() if started_by(p) == str(tmp_path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    report("SIGKILL at a random time while data is prepared", killed, killed, "the pieces at hand")
+
+
+def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
+    pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
+    tried = []
+
+    def failing(self, number, documents, progress, write=tokenizing.PieceWriter.write):
+        tried.append(number)
+        if len(tried) == 6:
+            raise OSError("No space left on device")
+        write(self, number, documents, progress)
+
+    monkeypatch.setattr(tokenizing.PieceWriter, "write", failing)
+    with pytest.raises(OSError, match="No space"):
+        carry_out(plan(pieces, tmp_path / "d"))
+    carry_out(plan(pieces, tmp_path / "d"))
+    assert tried == [*range(6), *range(5, len(pieces))]
+    carry_out(plan(pieces, tmp_path / "d"))  # complete: nothing to do
+    assert len(tried) == len(pieces) + 1
+    monkeypatch.undo()
+    carry_out(plan(pieces, tmp_path / "e"))
+    assert same(tmp_path / "d", tmp_path / "e")
+
+
+def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
+        for piece in pieces:
+            object.__setattr__(piece, "size", 0)  # so that nothing warns before
+        (disk / "filler").write_bytes(bytes(2**20 - 60 * 4096))
+        with pytest.raises(OSError, match="No space left"):
+            carry_out(plan(pieces, disk / "d", shard_tokens=20_000))
+        assert not (disk / "d").exists()
+        (disk / "filler").unlink()
+        carry_out(plan(pieces, disk / "d", shard_tokens=20_000))
+        carry_out(plan(pieces, tmp_path / "d", shard_tokens=20_000))
+        assert same(disk / "d", tmp_path / "d")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_too_small_is_known_before(corpus, tmp_path, monkeypatch):
+    pieces = file_pieces(names_of(corpus[0]))
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="0.0 GB free.*make room"):
+        carry_out(plan(pieces, tmp_path / "d"))
+
+
+def test_two_preparations_other_settings_and_other_data_in_one_folder(corpus, tmp_path):
+    pieces = file_pieces(names_of(corpus[0]))
+    target = tmp_path / "d"
+    with (
+        lock_folder(tmp_path / ".d.partial"),
+        pytest.raises(OSError, match="in use by .*--data_dir"),
+    ):
+        carry_out(plan(pieces, target))
+    (tmp_path / ".d.partial/plan.json").write_text('{"plan": "of something else"}')
+    with pytest.raises(ValueError, match="work begun on other text"):
+        carry_out(plan(pieces, target))
+    (tmp_path / ".d.partial/plan.json").unlink()
+    carry_out(plan(pieces, target))
+    with pytest.raises(FileExistsError, match="exists already"):
+        carry_out(plan(pieces, target, shard_tokens=5))
+
+
+def test_verify_and_stats(tmp_path):
+    prepare(
+        {"train": ["one two", "three " * 100], "val": ["four"]},
+        byte_tokenizer(),
+        tmp_path / "d",
+        source="made up",
+    )
+    done = recipe("--verify", "--stats", "--data_dir", tmp_path / "d")
+    assert "2 shards are whole" in done.stdout
+    assert "609 tokens, 1.00 bytes per token, 2 documents of 304 tokens" in done.stdout
+    assert "4 to          7 tokens            1 █" in done.stdout
+    assert "'one two'" in done.stdout
+    path = tmp_path / "d/train_000000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    done = recipe("--verify", "--data_dir", tmp_path / "d")
+    assert "train_000000.bin does not match its checksum" in done.stderr and done.returncode == 1
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="train_000000.bin has .* bytes, by the manifest"):
+        TokenStream(tmp_path / "d", "train")
+    assert Path(tmp_path / "d/tokenizer").is_dir()

@@ -1,0 +1,247 @@
+"""Generation: the same tokens as transformers, text that ends where it should, one compilation."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2LMHeadModel
+
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.generation import kv_cache
+from gpt2_accel.generation.sampling import Sampling, choose, complete, likeliest, stream, tokens
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+
+RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random, with weights large enough that its choices differ from each other."""
+    torch.manual_seed(3)
+    model = GPT(
+        GPTConfig(vocab_size=257, n_positions=48, n_layer=2, n_head=2, n_embd=32, dropout=0.1)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def hf(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf")
+    save_pretrained(model, path)
+    return GPT2LMHeadModel.from_pretrained(path)
+
+
+def ids(model, prompts, max_new_tokens, compile=False, **sampling):
+    """The new tokens of each row; greedy unless `sampling` says otherwise."""
+    sampling = Sampling(max_new_tokens, **{"temperature": 0, **sampling})
+    steps = [ids for ids, _ in tokens(model, prompts, sampling, compile=compile)]
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+def hf_inputs(prompts):
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": padded, "attention_mask": mask}
+
+
+def hf_ids(hf, prompts, max_new_tokens):
+    inputs = hf_inputs(prompts)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    rows = hf.generate(**inputs, max_new_tokens=max_new_tokens, **options)
+    return rows[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("prompts", [[[5]], [[1, 2, 3], [200, 100, 7]], RAGGED])
+def test_greedy_tokens_are_those_of_transformers(model, hf, prompts):
+    assert ids(model, prompts, 40) == hf_ids(hf, prompts, 40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=30), min_size=1, max_size=5),
+    st.integers(1, 18),
+)
+def test_greedy_tokens_are_those_of_transformers_for_any_prompts(model, hf, prompts, length):
+    assert ids(model, prompts, length) == hf_ids(hf, prompts, length)
+
+
+def test_bf16_weights_choose_what_transformers_finds_likeliest_in_bf16(model, hf):
+    half, theirs = GPT(model.config), GPT2LMHeadModel(hf.config)
+    half.load_state_dict(model.state_dict())
+    theirs.load_state_dict(hf.state_dict())
+    half, theirs = half.bfloat16(), theirs.bfloat16().eval()
+    rows = [prompt + new for prompt, new in zip(RAGGED, ids(half, RAGGED, 30), strict=True)]
+    with torch.no_grad():
+        for prompt, row in zip(RAGGED, rows, strict=True):
+            logits = theirs(torch.tensor([row])).logits[0, len(prompt) - 1 : -1].float()
+            chosen = logits.gather(1, torch.tensor(row[len(prompt) :])[:, None])[:, 0]
+            # Two tokens may tie to bf16's 8 bits; the kernels round in different places.
+            assert (chosen >= logits.amax(1) - 0.05 * logits.abs().amax(1)).all()
+
+
+def test_the_compiled_forward_serves_every_length_with_the_same_tokens(model, monkeypatch):
+    compiled = torch.compile(kv_cache.forward, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(kv_cache, "compiled", lambda: compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for prompts in ([[7]], [[7] * 9], RAGGED, RAGGED[:2], [[1], [2]], [[4] * 20] * 3):
+        for length in (2, 3, 11, 60):
+            assert ids(model, prompts, length, compile=True) == ids(model, prompts, length)
+    # One row, several, several of different lengths.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def test_inductor_compiles_it_to_the_same_tokens(model):
+    assert ids(model, [[7] * 9], 60, compile=True) == ids(model, [[7] * 9], 60)
+
+
+def test_logprobs_are_those_of_the_models_distribution(model):
+    sampling = Sampling(20, temperature=0.5, top_k=5, top_p=0.9, num_samples=2)
+    for sample in complete(model, byte_tokenizer(), ["ab", "xyz"], sampling, logprobs=True):
+        row = [*sample.prompt.encode(), *sample.ids]
+        model.eval()
+        with torch.no_grad():
+            expected = model(torch.tensor([row[:-1]]))[0].log_softmax(-1)[-len(sample.ids) :]
+        model.train()
+        expected = expected.gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=0)
+
+
+def test_likeliest_are_the_models_next_tokens(model):
+    found = likeliest(model, byte_tokenizer(), "x" * 100, 300)
+    assert len(found) == 257 and sum(probability for _, probability in found) == pytest.approx(1)
+    [greedy] = complete(model, byte_tokenizer(), ["x" * 48], Sampling(1, temperature=0))
+    assert found[0][0] == greedy.ids[0] and found == sorted(found, key=lambda pair: -pair[1])
+
+
+def test_the_seed_decides_and_the_global_state_is_left_alone(model):
+    def rows(prompts, **sampling):
+        return ids(model, prompts, 20, temperature=1, top_k=0, **sampling)
+
+    state = torch.get_rng_state()
+    first, second, third = rows([[5]], seed=1, num_samples=3)
+    assert first != second != third
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    # A sample depends on its seed alone: not on how many there are, nor on what is beside it.
+    assert rows([[5]], seed=2) == [second]
+    assert rows([[9, 9, 9, 9], [5]], seed=1, num_samples=2)[2:] == [first, second]
+
+
+def test_past_the_positions_the_older_half_is_dropped(model):
+    model.eval()
+    row = list(RAGGED[1])
+    with torch.no_grad():
+        window = list(row)
+        for _ in range(150):
+            row.append(model(torch.tensor([window]))[0, -1].argmax().item())
+            window.append(row[-1])
+            window = window[-24:] if len(window) > 48 else window
+    model.train()
+    assert ids(model, RAGGED, 150)[1] == row[len(RAGGED[1]) :]
+    # A prompt that is too long is read from its last n_positions tokens on.
+    assert ids(model, [row[:100]], 9) == ids(model, [row[52:100]], 9)
+    with pytest.raises(ValueError, match=r"prompt of 7 tokens and 42 new ones exceed .* \(48\)"):
+        ids(model, RAGGED, 42, overflow="error")
+    assert len(ids(model, RAGGED, 41, overflow="error")[1]) == 41
+
+
+def test_top_k_and_top_p_keep_only_the_likeliest():
+    logits = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log().expand(2000, 4)
+
+    def drawn(**changes):
+        generator = torch.Generator().manual_seed(0)
+        sampling = Sampling(**{"temperature": 1, "top_k": 0, **changes})
+        return torch.bincount(choose(logits, sampling, [generator] * 2000), minlength=4) / 2000
+
+    def expect(shares, **changes):
+        torch.testing.assert_close(drawn(**changes), torch.tensor(shares), atol=0.04, rtol=0)
+
+    expect([0.3, 0.5, 0.05, 0.15])
+    expect([0.3, 0.5, 0.05, 0.15], top_k=1000)
+    expect([0.375, 0.625, 0.0, 0.0], top_k=2)
+    expect([0.375, 0.625, 0.0, 0.0], top_p=0.6)
+    expect([0.25, 0.25, 0.25, 0.25], temperature=1e30)
+    for changes in ({"top_p": 0.4}, {"temperature": 0}, {"temperature": 1e-300}, {"top_k": 1}):
+        assert drawn(**changes)[1] == 1
+
+
+def scripted(monkeypatch, text, prompts=1):
+    """Makes generation write `text`, byte by byte, as each continuation."""
+    data = [256 if part == ord("|") else part for part in text.encode()]
+
+    def written(model, prompt_ids, sampling, **_):
+        for byte in data[: sampling.max_new_tokens]:
+            yield [byte] * len(prompt_ids), [0.0] * len(prompt_ids)
+
+    monkeypatch.setattr("gpt2_accel.generation.sampling.tokens", written)
+    return lambda **sampling: [
+        [(sample.text, sample.ended) for sample in samples]
+        for samples in stream(None, byte_tokenizer(), ["p"] * prompts, Sampling(**sampling))
+    ]
+
+
+def test_a_text_ends_at_end_of_text_at_a_stop_string_or_at_its_length(monkeypatch):
+    write = scripted(monkeypatch, "one\ntwo|three")
+    assert write()[-1] == [("one\ntwo", "end_of_text")]
+    assert write(stop=["tw", "e\nt"])[-1] == [("on", "stop")]
+    assert write(max_new_tokens=3)[-1] == [("one", "length")]
+
+
+def test_a_text_only_grows_whole_characters_and_no_beginning_of_a_stop_string(monkeypatch):
+    write = scripted(monkeypatch, "a€ STOR STOP b", prompts=2)
+    texts = [row[0][0] for row in write(stop=[" STOP", "never"])]
+    assert texts[:6] == ["a", "a", "a", "a€", "a€", "a€"]
+    assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
+    assert texts[-1] == "a€ STOR" and not any("\ufffd" in text for text in texts)
+    assert write(max_new_tokens=2)[-1] == [("a\ufffd", "length")] * 2
+
+
+def test_an_empty_prompt_starts_a_text_where_the_tokenizer_can(model):
+    sampling = Sampling(5, num_samples=2)
+    assert len(complete(model, byte_tokenizer(), [""], sampling)) == 2
+    assert complete(model, byte_tokenizer(), [], sampling) == []
+    with pytest.raises(ValueError, match="give a prompt"):
+        complete(model, char_tokenizer("abc"), [""], sampling)
+    with pytest.raises(ValueError, match="no tokens"):
+        ids(model, [[1], []], 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_weights_that_are_not_finite_are_named(value, temperature):
+    model = GPT(GPTConfig(vocab_size=257, n_positions=8, n_layer=1, n_head=1, n_embd=8))
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[0, 0] = value
+    sampling = Sampling(3, temperature=temperature)
+    with pytest.raises(ValueError, match="not finite"):
+        complete(model, byte_tokenizer(), ["ab"], sampling)
+    with pytest.raises(ValueError, match="not finite"):
+        likeliest(model, byte_tokenizer(), "ab")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("max_new_tokens", 0),
+        ("num_samples", 0),
+        ("seed", -1),
+        ("stop", [""]),
+        ("overflow", "wrap"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        Sampling(**{name: value})

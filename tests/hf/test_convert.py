@@ -1,0 +1,323 @@
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config, pipeline
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.hf.convert import to_hf
+from gpt2_accel.hf.safetensors_files import write_safetensors
+from gpt2_accel.models.gpt2 import SIZES
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
+
+SHAPE = {"vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
+INPUT_IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def randomized(model):
+    """Every parameter random, biases and norms too, so that none can be mixed up unseen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def hf_model(**changes) -> GPT2LMHeadModel:
+    config = GPT2Config(**SHAPE, bos_token_id=256, eos_token_id=256, **changes)
+    return randomized(GPT2LMHeadModel(config))
+
+
+@torch.no_grad()
+def test_logits_of_an_hf_model_are_the_same_here(tmp_path):
+    hf = hf_model(activation_function="gelu_pytorch_tanh")
+    hf.save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path).eval()
+    assert torch.equal(ours(INPUT_IDS), hf(INPUT_IDS).logits)
+
+
+@torch.no_grad()
+def test_logits_of_openais_activation_agree_to_rounding(tmp_path):
+    hf = hf_model(activation_function="gelu_new")
+    hf.save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        from_pretrained(tmp_path).eval()(INPUT_IDS), hf(INPUT_IDS).logits, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.fixture
+def two_threads():
+    """With one thread the matrix product of a transposed weight may be another, equal to rounding only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_every_released_size_is_the_same_on_both_sides(tmp_path, name, two_threads):
+    n_layer, n_head, n_embd = SIZES[name]
+    n_layer = n_layer if name == "gpt2" else 2  # at full width; a file of 0.4 to 0.7 GB
+    hf = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=n_layer,
+            n_head=n_head,
+            n_embd=n_embd,
+            activation_function="gelu_pytorch_tanh",
+        )
+    ).eval()
+    hf.save_pretrained(tmp_path / "hf")
+    ours = from_pretrained(tmp_path / "hf").eval()
+    input_ids = torch.randint(0, 50257, (2, 16))
+    assert torch.equal(ours(input_ids), hf(input_ids).logits)
+    short = input_ids[:1, :5]
+    torch.testing.assert_close(ours(short), hf(short).logits, atol=1e-5, rtol=0)
+    save_pretrained(ours, tmp_path / "ours")
+    assert same_bytes(tmp_path / "hf/model.safetensors", tmp_path / "ours/model.safetensors")
+
+
+def same_bytes(a, b):
+    with open(a, "rb") as first, open(b, "rb") as second:
+        while True:
+            chunk = first.read(1 << 24)
+            if chunk != second.read(1 << 24):
+                return False
+            if not chunk:
+                return True
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_logits_of_our_model_are_the_same_in_hf(tmp_path, bias):
+    ours = GPT(GPTConfig(**SHAPE, bias=bias))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter[: SHAPE["vocab_size"]] += (
+                torch.randn_like(parameter[: SHAPE["vocab_size"]]) / 10
+            )
+    ours.eval()
+    save_pretrained(ours, tmp_path)
+    hf, info = GPT2LMHeadModel.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="sdpa"
+    )
+    assert not any(info.values()), info
+    assert torch.equal(hf.eval()(INPUT_IDS).logits, ours(INPUT_IDS))
+    again = from_pretrained(tmp_path)
+    assert again.config == ours.config
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+def test_the_streamed_file_is_the_librarys(tmp_path):
+    tensors = to_hf(GPT(GPTConfig(**SHAPE, bias=False)))
+    write_safetensors(tmp_path / "a", tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, tmp_path / "b", metadata={"format": "pt"})
+    assert same_bytes(tmp_path / "a", tmp_path / "b")
+
+
+def test_shards_are_hfs_and_leave_nothing_old_behind(tmp_path):
+    hf = hf_model(activation_function="gelu_pytorch_tanh")
+    hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    ours = from_pretrained(tmp_path / "hf")
+    save_pretrained(ours, tmp_path / "ours", max_shard_size="100KB")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("model*"))
+    assert len(files) > 3
+    assert files == sorted(path.name for path in (tmp_path / "ours").glob("model*"))
+    for name in files:
+        assert same_bytes(tmp_path / "hf" / name, tmp_path / "ours" / name), name
+    again, info = GPT2LMHeadModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(again.eval()(INPUT_IDS).logits, hf(INPUT_IDS).logits)
+
+    save_pretrained(ours, tmp_path / "ours")
+    assert [path.name for path in (tmp_path / "ours").glob("model*")] == ["model.safetensors"]
+    (tmp_path / "hf" / files[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{files[1]} is missing, though"):
+        from_pretrained(tmp_path / "hf")
+    (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        from_pretrained(tmp_path / "hf")
+
+
+def test_a_model_of_any_length_answers_a_bare_pipeline_call(tmp_path):
+    for n_positions in (8, 64, 300):
+        path = tmp_path / str(n_positions)
+        model = GPT(GPTConfig(257, n_positions=n_positions, n_layer=1, n_head=2, n_embd=8))
+        save_pretrained(model, path, byte_tokenizer())
+        [generated] = pipeline("text-generation", model=str(path))("Hi")
+        assert generated["generated_text"].startswith("Hi")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "chars"])
+def test_the_saved_tokenizer_is_the_one_of_the_run(tmp_path, kind):
+    text = "the cat sat on the mat, über-cats. " * 20
+    tokenizer = {
+        "bytes": byte_tokenizer,
+        "bpe": lambda: train_bpe([text], 270),
+        "chars": lambda: char_tokenizer(text),
+    }[kind]()
+    model = GPT(GPTConfig(len(tokenizer), n_positions=32, n_layer=1, n_head=2, n_embd=8))
+    save_pretrained(model, tmp_path, tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.decode(loaded("über-cats.")["input_ids"]) == "über-cats."
+    assert loaded.model_max_length == 32
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "vocab.json", "README.md"}
+    assert ("merges.txt" in names) == (kind != "chars")
+    if kind == "chars":  # an unknown character is an error in transformers too, never dropped
+        with pytest.raises(Exception, match="WordLevel"):
+            loaded("Z")
+
+
+def test_it_takes_no_second_copy_of_the_weights(tmp_path):
+    config = GPTConfig(1000, n_layer=12, n_head=8, n_embd=512)  # 155 MB
+    model = GPT(config)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    saving = peak_of(save_pretrained, model, tmp_path)
+    del model
+    loading = peak_of(from_pretrained, tmp_path)
+    assert saving < 0.3 * size and loading < 1.3 * size, (saving / size, loading / size)
+
+
+def peak_of(action, *arguments) -> int:
+    """By how many bytes a call raises this process's anonymous memory at most."""
+
+    def anonymous():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    def watch():
+        while not done:
+            peaks.append(anonymous())
+            time.sleep(0.002)
+
+    done, peaks, before = False, [], anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = action(*arguments)  # held until the watcher has seen it
+    done = True
+    watcher.join()
+    del result
+    return max(peaks) - before
+
+
+def test_the_saved_config_says_what_other_readers_ask_for(tmp_path):
+    save_pretrained(GPT(GPTConfig(**SHAPE)), tmp_path, byte_tokenizer())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["n_ctx"] == config["n_positions"] == 32
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["eos_token_id"] == 256
+    assert config["vocab_size"] == 257
+
+
+def test_prefixless_keys_mask_buffers_a_tied_head_and_half_precision_load(tmp_path):
+    hf = hf_model()
+    hf.save_pretrained(tmp_path)
+    tensors = {
+        key.removeprefix("transformer."): tensor.half()
+        for key, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    state = from_pretrained(tmp_path).state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert torch.equal(state["h.1.mlp.c_fc.weight"], tensors["h.1.mlp.c_fc.weight"].t().float())
+
+
+def edit(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("transformer.h.1.ln_2.bias"), "lacks 1 tensors.*h.1.ln_2.bias"),
+        (lambda t: t.update({"transformer.extra": torch.ones(1)}), "transformer.extra"),
+        (
+            lambda t: t.update({"transformer.wpe.weight": torch.ones(3, 3)}),
+            "wpe.weight.*does not fit",
+        ),
+        (lambda t: t.update({"lm_head.weight": torch.ones(257, 64)}), "not tied"),
+        (
+            lambda t: t.update({"transformer.wpe.weight": torch.ones(32, 64, dtype=torch.int8)}),
+            "wpe.weight in .* is torch.int8",
+        ),
+    ],
+)
+def test_a_directory_with_wrong_tensors_is_refused_by_name(tmp_path, change, message):
+    hf_model().save_pretrained(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path)
+
+
+def test_a_bias_in_a_model_without_biases_is_refused(tmp_path):
+    save_pretrained(GPT(GPTConfig(**SHAPE, bias=False)), tmp_path)
+    edit(tmp_path, lambda t: t["transformer.h.0.ln_1.bias"].add_(1))
+    with pytest.raises(ValueError, match="h.0.ln_1.bias is not zero"):
+        from_pretrained(tmp_path)
+
+
+def test_a_cut_weights_file_is_named(tmp_path):
+    hf_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        from_pretrained(tmp_path)
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_an_old_pickle_loads_its_tensors_and_nothing_else(tmp_path):
+    hf = hf_model()
+    hf.config.save_pretrained(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    for zipped in (True, False):
+        torch.save(hf.state_dict(), file, _use_new_zipfile_serialization=zipped)
+        assert torch.equal(from_pretrained(tmp_path).wpe.weight, hf.transformer.wpe.weight)
+    torch.save({**hf.state_dict(), "x": Attack(str(tmp_path / "attacked"))}, file)
+    with pytest.raises(ValueError, match="pytorch_model.bin holds more than tensors"):
+        from_pretrained(tmp_path)
+    assert not (tmp_path / "attacked").exists()
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        from_pretrained(tmp_path)
+
+
+def test_other_architectures_and_missing_directories_are_refused(tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'llama'"):
+        from_pretrained(tmp_path)
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'t5'"):
+        from_pretrained(tmp_path)
+    hf_model(scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
+        from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a model on the Hub"):
+        from_pretrained("nobody/nothing")
+
+
+def test_a_tokenizer_of_another_size_is_refused_and_leaves_nothing(tmp_path):
+    model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 300}))
+    with pytest.raises(ValueError, match="257 tokens"):
+        save_pretrained(model, tmp_path / "out", byte_tokenizer())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,218 @@
+"""The real Hub client over HTTP, against the Hub of `hub_server.py`."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from conftest import ROOT, as_flags, losses, run, tiny_config
+from hub_server import TOKEN, Hub
+from huggingface_hub import ModelCard
+
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.hf import hub as hub_module
+from gpt2_accel.hf.uploads import Uploads
+
+SCRIPT = "tests/train_script.py"
+REPO = "user/name"
+
+
+@pytest.fixture
+def server():
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def here(server, monkeypatch):
+    """This process talks to the server, and does not wait long between attempts."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(hub_module, "PAUSE", 0.01)
+    return server
+
+
+def command(server, home, *arguments):
+    """Runs Python as a user would who is logged in at the server."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
+    env |= {"HF_HOME": str(home), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    return done
+
+
+def succeed(*arguments):
+    done = command(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
+    home = tmp_path / "home"
+    settings = {"push_to_hub": REPO, "hub_strategy": "checkpoint", "save_every": 4}
+    # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
+    settings |= {"lr_schedule": "constant", "license": "mit", "eval_every": 4}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    said = succeed(server, home, SCRIPT, *as_flags(config))
+    assert f"uploaded to {server.url}/{REPO}" in said
+    assert server.repos[REPO]["private"]
+    files = server.files(REPO)
+    assert files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+    assert "last-checkpoint/training_state/optimizer.safetensors" in files
+    assert b'name = "user/name"' in files["README.md"]
+    for name, content in files.items():
+        assert TOKEN.encode() not in content, name
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
+    assert not (tmp_path / "run/.uploads").exists()
+
+    # Anyone opens it in transformers.
+    use = (
+        "from transformers import AutoModelForCausalLM, pipeline;"
+        f"print(type(AutoModelForCausalLM.from_pretrained('{REPO}')).__name__);"
+        f"print(pipeline('text-generation', model='{REPO}')('the ')[0]['generated_text'])"
+    )
+    said = succeed(server, home, "-c", use)
+    assert "GPT2LMHeadModel" in said and "the " in said
+
+    # The run goes on elsewhere, to the losses of one that never stopped.
+    more = {**settings, "max_steps": 12, "push_to_hub": None}
+    config = tiny_config(data_dir, tmp_path / "elsewhere", resume_from=REPO, **more)
+    succeed(server, home, SCRIPT, *as_flags(config))
+    continued = read_json_lines(tmp_path / "elsewhere/metrics.jsonl")
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
+    assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
+
+    # Another training starts from a revision, and is pushed by hand.
+    revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
+    config = tiny_config(data_dir, tmp_path / "tuned", init_from=revision)
+    succeed(server, home, SCRIPT, *as_flags(config))
+    tuned = read_json_lines(tmp_path / "tuned/metrics.jsonl")
+    assert tuned[0]["train/loss"] < 4  # not a new model's 5.5
+    push = ["recipes/push_to_hub.py", "--model", str(tmp_path / "tuned"), "--repo_id", "user/tuned"]
+    assert f"{server.url}/user/tuned" in succeed(server, home, *push)
+    pushed = server.files("user/tuned")
+    assert pushed["model.safetensors"] == (tmp_path / "tuned/model.safetensors").read_bytes()
+    assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
+    assert b"base_model: user/name\n" in pushed["README.md"]
+    if importlib.util.find_spec("matplotlib"):
+        for content in (files, pushed):
+            assert content["loss.png"].startswith(b"\x89PNG")
+            assert b"\n![Loss](loss.png)\n" in content["README.md"]
+
+    done = command(server, home, *push[:-1], "not a name")
+    assert done.returncode == 1 and "'not a name' is not a name for a Hub repository" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ([("POST", "/create", 401)], "could not upload to user/name: .*hf auth login"),
+        ([("POST", "/create", 403)], "could not upload to user/name: .*hf auth login"),
+        ([("POST", "/commit/", 500)] * 2, "uploaded to"),
+        ([("POST", "/commit/", 500)] * 4, "could not upload to user/name: .*push_to_hub.py"),
+        ([("PUT", "/lfs/", "cut")], "uploaded to"),
+        ([("POST", "/commit/", "cut")], "uploaded to"),
+    ],
+)
+def test_a_failing_upload_never_ends_the_run(here, data_dir, tmp_path, capsys, faults, expected):
+    here.faults += faults
+    metrics = run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end"))
+    assert len(metrics) == 8
+    said = "".join(capsys.readouterr())
+    assert re.search(expected, said), said
+    assert not here.faults  # each happened
+    uploaded = REPO in here.repos and "model.safetensors" in here.files(REPO)
+    assert uploaded == (expected == "uploaded to")
+
+
+def test_a_hub_that_is_gone_never_ends_the_run(here, data_dir, tmp_path, capsys):
+    here.shutdown()
+    here.server_close()
+    config = tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, save_every=4)
+    assert len(run(config)) == 8
+    assert "could not upload to user/name" in "".join(capsys.readouterr())
+
+
+def test_a_repository_that_exists_is_pushed_to_and_old_weights_leave_it(here, data_dir, tmp_path):
+    old = {"model-00001-of-00002.safetensors": b"", "notes.md": b"mine"}
+    here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
+    run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO))
+    files = here.files(REPO)
+    assert "model.safetensors" in files and "model-00001-of-00002.safetensors" not in files
+    assert files["notes.md"] == b"mine"
+
+
+def test_uploads_do_not_hold_up_the_run_and_skip_what_is_overtaken(here, data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", save_every=2, keep_last=9)
+    run(config)
+    checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
+    here.gate.clear()  # the server takes its time
+    said = []
+    with Uploads(REPO, tmp_path / "run", said.append) as uploads:
+        start = time.monotonic()
+        for path in checkpoints:
+            uploads.push(path, path)
+            while not here.requests:  # the first is on its way
+                time.sleep(0.01)
+        assert time.monotonic() - start < 2
+        assert not any("uploaded" in line for line in said)
+        for path in checkpoints:  # rotated away meanwhile
+            shutil.rmtree(path)
+        here.gate.set()
+    assert len(here.repos[REPO]["commits"]) == 3  # created, the first, the last
+    assert sum("uploaded" in line for line in said) == 2
+
+
+def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path, eval_every=4, license="apache-2.0"))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.license == "apache-2.0"
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    last = read_json_lines(tmp_path / "metrics.jsonl")[-1]
+    results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert results["loss"] == pytest.approx(last["val/loss"], abs=1e-5)
+    for part in (
+        "34,720 parameters",
+        "made up (7,333 tokens)",
+        "Tokens seen: 1,024",
+        "FLOPs in",
+        "hours on 1 x cpu",
+        "torch 2.",
+        "learning_rate: 0.01",
+        'pipeline("text-generation", model=name)',
+    ):
+        assert part in card.text, part
+    code = card.text.split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("Hi")
+
+
+def test_a_name_that_cannot_be_a_repository_is_refused_before_anything_is_written(
+    data_dir, tmp_path
+):
+    with pytest.raises(ValueError, match="'a/b/c' is not a name for a Hub repository"):
+        run(tiny_config(data_dir, tmp_path / "run", push_to_hub="a/b/c"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_repository_without_a_checkpoint_says_so(server, data_dir, tmp_path):
+    server.repos[REPO] = {"private": True, "commits": [("0" * 40, {"config.json": b"{}"})]}
+    config = tiny_config(data_dir, tmp_path / "run", resume_from=REPO)
+    done = command(server, tmp_path / "home", SCRIPT, *as_flags(config))
+    assert "--resume_from user/name is not a checkpoint of this toolkit" in done.stderr
+    config = tiny_config(data_dir, tmp_path / "run", init_from="user/other")
+    done = command(server, tmp_path / "home", SCRIPT, *as_flags(config))
+    assert "user/other is neither a folder nor a model on the Hub" in done.stderr
+    assert not Path(tmp_path / "run").exists()

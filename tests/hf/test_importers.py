@@ -1,0 +1,122 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from test_recipes import one_sentence, python
+from transformers import AutoModelForCausalLM
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained
+from gpt2_accel.hf.importers import read_checkpoint
+
+SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
+ARGS = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
+INPUT_IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def random_model(vocab_size, **options):
+    model = GPT(GPTConfig(vocab_size, **SHAPE, **options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[: vocab_size if parameter.ndim > 1 else None] += torch.randn(1) / 10
+    model.wte.weight.data[vocab_size:] = 0
+    return model
+
+
+def as_theirs(model, rows, prefix=""):
+    """The state dict of nanoGPT and build-nanogpt: Linear weights, a head, garbage in the pad rows."""
+    state = {f"{prefix}transformer.{k}": v.clone() for k, v in model.state_dict().items()}
+    wte = f"{prefix}transformer.wte.weight"
+    vocab_size = model.config.vocab_size
+    state[wte] = torch.cat((state[wte][:vocab_size], torch.randn(rows - vocab_size, 16)))
+    state[f"{prefix}lm_head.weight"] = state[wte]
+    return state
+
+
+def same(model, expected):
+    with torch.no_grad():
+        return torch.equal(model.eval()(INPUT_IDS), expected(INPUT_IDS))
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(65, 65), (50257, 50304)])
+def test_nanogpt(tmp_path, vocab_size, rows):
+    theirs = random_model(vocab_size, bias=False, gelu="none")
+    args = {**ARGS, "bias": False, "vocab_size": rows, "dropout": 0.2}
+    state = as_theirs(theirs, rows, "_orig_mod.")
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # before PyTorch 2
+    file = tmp_path / "ckpt.pt"
+    torch.save({"model": state, "optimizer": {}, "model_args": args, "iter_num": 5}, file)
+    assert same(read_checkpoint(file), theirs)
+
+    # The whole way to transformers, whose GELU is the exact one too.
+    out = tmp_path / "hf"
+    flags = ["--input", str(file), "--output_dir", str(out), "--tokenizer", "none"]
+    done = python("recipes/import_checkpoint.py", *flags)
+    assert done.returncode == 0, done.stderr
+    hf = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert hf.config.vocab_size == vocab_size and hf.config.activation_function == "gelu"
+    with torch.no_grad():
+        torch.testing.assert_close(hf(INPUT_IDS).logits, theirs(INPUT_IDS), atol=1e-5, rtol=0)
+    assert from_pretrained(out).config == theirs.config
+
+
+def test_build_nanogpt(tmp_path, monkeypatch):
+    theirs = random_model(50257)
+    # Their script pickles an object of its own class, which does not exist here.
+    GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
+    config = GPTConfig()
+    vars(config).update({**ARGS, "vocab_size": 50304})
+    file = tmp_path / "model_19072.pt"
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(sys.modules["__main__"]), "GPTConfig", GPTConfig)
+        torch.save({"model": as_theirs(theirs, 50304), "config": config, "step": 19072}, file)
+    assert same(read_checkpoint(file), theirs)
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
+def test_llmc(tmp_path, version, dtype):
+    theirs = random_model(100)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.to(dtype))
+    header = np.zeros(256, "<i4")
+    header[:8] = [20240326, version, 32, 100, 2, 2, 16, 128]
+    state = theirs.state_dict()
+    kinds = [name.removeprefix("h.0.") for name in state if name.startswith("h.0.")]
+    order = ["wte.weight", "wpe.weight"]
+    order += [f"h.{i}.{kind}" for kind in kinds for i in range(2)]
+    order += ["ln_f.weight", "ln_f.bias"]
+    assert sorted(order) == sorted(state)
+    parts = [state[name].to(dtype).contiguous().view(torch.uint8).numpy() for name in order]
+    file = tmp_path / "model.bin"
+    file.write_bytes(header.tobytes() + b"".join(part.tobytes() for part in parts))
+    assert same(read_checkpoint(file), theirs)
+
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="model.bin has .* bytes, its header says"):
+        read_checkpoint(file)
+    header[1] = 1
+    file.write_bytes(header.tobytes())
+    with pytest.raises(ValueError, match=r"version \[1\]; only 3"):
+        read_checkpoint(file)
+
+
+class Unknown:
+    pass
+
+
+def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path):
+    file = tmp_path / "a.pt"
+    for content, message in (
+        ({"model": {}, "config": Unknown()}, "holds more than tensors"),
+        ({"weights": {}}, "is not a checkpoint of nanoGPT"),
+        ({"model": {}, "model_args": {"block_size": 4}}, "does not say its vocab_size"),
+        ({"model": {}, "model_args": {**ARGS, "vocab_size": 65}}, "lacks .* tensors"),
+    ):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(file)
+    flags = ["--input", str(tmp_path / "none.pt"), "--output_dir", str(tmp_path / "out")]
+    done = python("recipes/import_checkpoint.py", *flags, "--tokenizer", "none")
+    assert "none.pt does not exist" in one_sentence(done)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,50 @@
+"""All kernels together: turned off, a model is plain PyTorch and computes the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_accel import GPT, GPTConfig, kernels
+from gpt2_accel.kernels import cross_entropy
+from gpt2_accel.models import LayerCache
+
+
+def step(model, tokens):
+    """Loss and gradients in bf16, as training computes them."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, tokens.roll(-1, 1))
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_with_and_without_kernels_loss_and_gradients_are_equal(compiled, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 40 * 128)  # several chunks at this size
+    model = GPT(GPTConfig(100, n_positions=48, n_layer=2, n_head=2, n_embd=32))
+    tokens = torch.randint(100, (4, 48))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with_kernels = step(run, tokens)
+    calls = []
+    for name in ("scaled_dot_product_attention", "cross_entropy"):
+        plain = getattr(F, name)
+        monkeypatch.setattr(F, name, lambda *a, f=plain, **k: calls.append(f) or f(*a, **k))
+    monkeypatch.setattr(kernels, "enabled", False)
+    torch._dynamo.reset()
+    without = step(run, tokens)
+    assert len(calls) == 3  # two layers and the head
+    assert abs(with_kernels[0] - without[0]) < 2e-3 * without[0]
+    for one, other in zip(with_kernels[1], without[1], strict=True):
+        assert (one - other).norm() < 2e-2 * other.norm()
+
+
+def test_a_single_token_is_multiplied_the_same_way(monkeypatch):
+    model = GPT(GPTConfig(100, n_positions=16, n_layer=1, n_head=2, n_embd=32)).eval()
+
+    def logits():
+        layers = [LayerCache(*torch.zeros(2, 1, 2, 5, 16), torch.arange(1), 1)]
+        positions = torch.zeros(1, 1, dtype=torch.int64)
+        return model.decode(torch.tensor([[7]]), positions, None, layers)
+
+    with torch.no_grad():
+        fast = logits()
+        monkeypatch.setattr(kernels, "enabled", False)
+        torch.testing.assert_close(fast, logits())

@@ -1,0 +1,163 @@
+import math
+
+import pytest
+import torch
+
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.models.gpt2 import SIZES
+
+TINY = {"vocab_size": 100, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def test_parameter_count_is_the_models_for_every_option():
+    for bias in (True, False):
+        config = GPTConfig(**{**TINY, "vocab_size": 128}, bias=bias)
+        assert config.parameter_count == sum(p.numel() for p in GPT(config).parameters())
+
+
+def test_released_sizes_have_their_known_parameter_counts():
+    counts = [GPTConfig.from_name(name).parameter_count for name in SIZES]
+    assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
+
+
+def test_flops_per_token_of_124m():
+    parameters, attention = 124_439_808 - 1024 * 768, 12 * 12 * 768 * 1024
+    assert flops_per_token(GPTConfig(), 1024) == 6 * parameters + attention
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    model = GPT(GPTConfig(**TINY))
+    input_ids, targets = torch.randint(0, 100, (2, 4, 16))
+    assert model(input_ids, targets).item() == pytest.approx(math.log(100), abs=0.1)
+
+
+def test_residual_projections_start_smaller():
+    model = GPT(GPTConfig(n_positions=8, vocab_size=64, n_layer=8, n_head=4, n_embd=128))
+    block = model.h[3]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_100():
+    model = GPT(GPTConfig(**TINY))
+    input_ids, targets = torch.randint(0, 100, (2, 4, 16))
+    targets[1, 3:] = -100
+    with torch.no_grad():
+        model.wte.weight[:100] -= 1.0  # far from zero, where pad rows would show
+        logits = model(input_ids)
+    assert logits.shape == (4, 16, 100)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(input_ids, targets), expected)
+
+
+def test_pad_rows_of_the_vocabulary_never_learn():
+    model = GPT(GPTConfig(**TINY))
+    assert model.wte.weight.shape[0] == 128
+    input_ids, targets = torch.randint(0, 100, (2, 4, 16))
+    model(input_ids, targets).backward()
+    assert not model.wte.weight[100:].any()
+    assert not model.wte.weight.grad[100:].any()
+    assert model.wte.weight.grad[:100].all(dim=1).any()
+
+
+def test_a_position_does_not_see_the_ones_after_it():
+    model = GPT(GPTConfig(**TINY)).eval()
+    input_ids = torch.randint(0, 100, (1, 16))
+    changed = input_ids.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 100
+    before, after = model(input_ids), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_dropout_acts_in_training_only():
+    model = GPT(GPTConfig(**TINY, dropout=0.5))
+    input_ids = torch.randint(0, 100, (2, 16))
+    assert not torch.equal(model(input_ids), model(input_ids))
+    model.eval()
+    assert torch.equal(model(input_ids), model(input_ids))
+
+
+def test_a_single_batch_is_overfitted():
+    model = GPT(GPTConfig(**TINY))
+    input_ids, targets = torch.randint(0, 100, (2, 4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, targets)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"n_embd": 33}, "n_embd"),
+        ({"n_layer": 0}, "n_layer"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_impossible_shapes_are_refused_by_name(changes, field):
+    with pytest.raises(ValueError, match=field):
+        GPTConfig(**{**TINY, **changes})
+
+
+def test_a_sequence_longer_than_the_positions_is_refused():
+    with pytest.raises(ValueError, match="17 tokens is longer than n_positions"):
+        GPT(GPTConfig(**TINY))(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ValueError, match="gpt2-medium"):
+        GPTConfig.from_name("gpt3")
+
+
+def test_texts_that_share_a_row_do_not_see_each_other():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16)).eval()
+    first, second = torch.randint(0, 50, (1, 5)), torch.randint(0, 50, (1, 7))
+    row = torch.cat((first, second), dim=1)
+    text = torch.tensor([0] * 5 + [1] * 7)
+    mask = (text[:, None] == text[None, :]) & torch.ones(12, 12, dtype=torch.bool).tril()
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    together = model(row, position_ids=positions, attention_mask=mask[None, None])
+    torch.testing.assert_close(together[:, :5], model(first), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(together[:, 5:], model(second), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="longer than n_positions"):
+        model(row)
+    last = model(first)[:, -2:]
+    torch.testing.assert_close(model(first, logits_to_keep=2), last, atol=1e-6, rtol=1e-5)
+
+
+def test_the_loss_of_each_target_has_the_mean_loss():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16))
+    input_ids, targets = torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (2, 8))
+    targets[0, :3] = -100
+    each = model(input_ids, targets, reduction="none")
+    assert each.shape == (2, 8) and each[0, :3].eq(0).all()
+    assert each.sum().item() / 13 == pytest.approx(model(input_ids, targets).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_checkpointed_activations_give_the_same_gradients_from_less_memory(backend):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=100, n_positions=64, n_layer=3, n_head=2, n_embd=32))
+    tokens = torch.randint(100, (2, 64))
+    gradients, kept = [], []
+    for model.checkpoint_activations in (False, True):
+        sizes: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda part, sizes=sizes: (sizes.append(part.numel()), part)[1], lambda part: part
+        )
+        torch.compiler.reset()
+        with hooks:
+            loss = torch.compile(model, backend=backend)(tokens, tokens)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        kept.append(sum(sizes))
+    torch.testing.assert_close(*gradients)
+    assert kept[1] < kept[0] / 2

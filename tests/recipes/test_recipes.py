@@ -1,0 +1,187 @@
+"""The recipes as a user runs them, on less data and for fewer updates."""
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from conftest import ROOT, launch, load_recipe, make_text
+from transformers import AutoModelForCausalLM, pipeline
+
+from gpt2_accel.data import sources
+from gpt2_accel.files import read_json_lines
+
+
+def python(*args):
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def one_sentence(done):
+    """The recipe's last word, before the launcher's."""
+    assert done.returncode != 0
+    [line] = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith(("shakespeare", "sample", "prep", "import", "demo"))
+    ]
+    return line
+
+
+def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, capsys):
+    library = tmp_path / "python"
+    for i in range(60):
+        path = library / ("tests" if i % 10 == 9 else "pkg") / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"def f{i}(x):\n    return x + {i}\n\n" * 20)
+    quickstart = load_recipe("quickstart")
+    monkeypatch.setattr(quickstart.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    output = tmp_path / "run"
+    flags = (
+        f"--data_dir {tmp_path / 'data'} --output_dir {output} --max_steps 30 --vocab_size 300 "
+        "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2"
+    )
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags.split()])
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    quickstart.main()
+    said = capsys.readouterr().out
+    assert "val/bits_per_byte" in said and "sample" in said
+    history = read_json_lines(output / "metrics.jsonl")
+    assert history[-1]["val/loss"] < history[0]["train/loss"] - 1
+
+    [generated] = pipeline("text-generation", model=str(output))("def ")
+    assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
+
+    # Started from that model, with its tokenizer, it trains on.
+    flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
+    flags = [*flags.split(), "--init_from", str(output)]
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    quickstart.main()
+    more = read_json_lines(f"{output}2/metrics.jsonl")
+    assert more[0]["train/loss"] < history[0]["train/loss"] - 1
+    assert more[-1]["val/loss"] < history[-1]["val/loss"]
+    [generated] = pipeline("text-generation", model=f"{output}2")("def ")
+    assert generated["generated_text"].startswith("def ")
+    capsys.readouterr()
+
+    # The commands it ends with work as printed.
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
+    for command in commands:
+        done = subprocess.run(
+            shlex.split(command),
+            cwd=ROOT if os.getcwd() == str(ROOT) else os.getcwd(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "def " in done.stdout
+
+
+def nats_per_character(text):
+    """What the text costs by the frequencies of its words."""
+    words = text.split(" ")
+    return sum(math.log(len(words) / words.count(word)) for word in words) / len(text)
+
+
+def test_shakespeare_fast_learns_the_words(tmp_path):
+    text = tmp_path / "input.txt"
+    text.write_text(make_text(3000, 0))
+    flags = ("--input", text, "--data_dir", tmp_path / "data", "--output_dir", tmp_path / "run")
+    shorter = ("--max_steps", 60, "--eval_every", 60, "--sample_every", 60)
+    done = launch("recipes/shakespeare_fast.py", *map(str, (*flags, *shorter)))
+    assert done.returncode == 0, done.stderr
+    last = read_json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["val/loss"] < 1.3 * nats_per_character(text.read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+
+
+def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
+    text = tmp_path / "input.txt"
+    text.write_text(make_text(3000, 0))
+    output = tmp_path / "run"
+    flags = ["--input", str(text), "--cpu_settings", "--data_dir", str(tmp_path / "data")]
+    flags += ["--output_dir", str(output), "--max_steps", "20", "--warmup_steps", "5"]
+    done = launch("recipes/shakespeare_char.py", *flags)
+    assert done.returncode == 0, done.stderr
+    settings = yaml.safe_load((output / "config.yaml").read_text())
+    assert (settings["n_layer"], settings["n_embd"], settings["max_steps"]) == (4, 128, 20)
+
+    arguments = ["recipes/sample.py", "--model", str(output), "--prompt", "the "]
+    first, again = python(*arguments), python(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout and first.stdout.count("the ") >= 3
+    options = [
+        "--num_samples",
+        "1",
+        "--dtype",
+        "bfloat16",
+        "--stop",
+        "sat",
+        "dog",
+        "--logprobs",
+        "true",
+    ]
+    one = python(*arguments, *options)  # appears as it is written
+    assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
+    assert "log-probability per token: -" in one.stdout
+    assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
+
+    text.write_text(make_text(3000, 1))
+    done = launch("recipes/shakespeare_char.py", *flags)
+    assert "was made from another text" in one_sentence(done)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--input", "/no/such.txt"], "/no/such.txt does not exist: give a text file"),
+        (["--input", "/dev/null"], "/dev/null is empty"),
+        (["--max_step", "5"], "--max_step: did you mean max_steps?"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence_and_leaves_nothing(tmp_path, flags, message):
+    place = ["--data_dir", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run")]
+    done = python("recipes/shakespeare_char.py", *flags, *place)
+    assert message in one_sentence(done)
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_cannot_be_fetched_says_where_it_looked(monkeypatch):
+    monkeypatch.setattr(sources, "TINY_SHAKESPEARE", "http://127.0.0.1:9/t.txt")
+    with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
+        sources.tiny_shakespeare()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(make_text(50, i))
+    out = tmp_path / "data"
+    arguments = ["recipes/prepare_data.py", "text", str(tmp_path), "--data_dir", str(out)]
+    arguments += ["--tokenizer", tokenizer, "--vocab_size", "300"]
+    done = python(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "train: 3" in done.stdout and "val: " in done.stdout
+    assert python(*arguments).stdout == done.stdout  # it is there already
+    arguments[-1] = "301"
+    if tokenizer == "bpe":
+        assert "exists already" in one_sentence(python(*arguments))
+    (tmp_path / "one.txt").write_text(make_text(500, 1))
+    done = python(
+        *arguments[:2],
+        str(tmp_path / "one.txt"),
+        "--data_dir",
+        str(tmp_path / "d1"),
+        *arguments[-4:],
+    )
+    assert "val: 1 documents" in done.stdout

@@ -1,0 +1,135 @@
+"""Whatever is in a file, the answer is a result or one clear error."""
+
+import json
+import shutil
+
+import pytest
+from conftest import tiny_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.data.shards import TokenStream, open_shard, verify_data
+
+CLEAR = (ValueError, FileNotFoundError)
+FUZZ = settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-10, 10**6) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def places(value, path=()):
+    """The paths of all values in nested JSON."""
+    yield path
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value if type(value) is list else [])
+    )
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def changed(value, path, new):
+    """`value` with `new` at `path`."""
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@given(st.data())
+@FUZZ
+def test_any_settings_file(tmp_path, data):
+    names = st.sampled_from(list(tiny_config("d", "o").__dict__)) | st.text(max_size=8)
+    content = data.draw(st.dictionaries(names, JSON, max_size=4))
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(content))
+    try:
+        assert isinstance(parse_config(TrainConfig, ["--config", str(path)]), TrainConfig)
+    except CLEAR as error:
+        assert str(error)
+
+
+@given(st.data())
+@FUZZ
+def test_any_data_manifest(data_dir, tmp_path, data):
+    folder = tmp_path / "data"
+    if not folder.exists():
+        shutil.copytree(data_dir, folder)
+    manifest = json.loads((data_dir / "manifest.json").read_text())
+    where = data.draw(st.sampled_from(list(places(manifest))))
+    (folder / "manifest.json").write_text(json.dumps(changed(manifest, where, data.draw(JSON))))
+    try:
+        stream = TokenStream(folder, "train")
+        assert stream.read(0, 8).shape == (8,)
+        verify_data(folder)
+    except CLEAR as error:
+        assert str(error)
+
+
+@given(st.data())
+@FUZZ
+def test_any_shard(data_dir, tmp_path, data):
+    original = (data_dir / "val_000000.bin").read_bytes()
+    content = bytearray(original)
+    for _ in range(data.draw(st.integers(0, 3))):
+        content[data.draw(st.integers(0, 80))] = data.draw(st.integers(0, 255))
+    content = bytes(content)[: data.draw(st.sampled_from([len(content), 10, 64, len(content) - 1]))]
+    path = tmp_path / "s.bin"
+    path.write_bytes(content)
+    try:
+        assert len(open_shard(path)) > 0
+    except CLEAR as error:
+        assert "s.bin" in str(error)
+
+
+@given(st.data())
+@FUZZ
+def test_any_model_config(tmp_path, data):
+    folder = tmp_path / "model"
+    if not folder.exists():
+        save_pretrained(GPT(GPTConfig(50, n_positions=8, n_layer=1, n_head=2, n_embd=8)), folder)
+        shutil.copy(folder / "config.json", tmp_path / "config.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    where = data.draw(st.sampled_from(list(places(config))))
+    (folder / "config.json").write_text(json.dumps(changed(config, where, data.draw(JSON))))
+    try:
+        assert isinstance(from_pretrained(folder), GPT)
+    except CLEAR as error:
+        assert str(error)
+
+
+@given(JSON | st.dictionaries(st.just("files"), JSON))
+@FUZZ
+def test_any_checkpoint_manifest(tmp_path, content):
+    (tmp_path / "training_state").mkdir(exist_ok=True)
+    (tmp_path / "training_state/manifest.json").write_text(json.dumps(content))
+    assert isinstance(find_corruption(tmp_path), str)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x"])
+def test_a_manifest_cannot_leave_its_folder(data_dir, tmp_path, name):
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["train"]["shards"][0]["file"] = name
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="a shard outside its folder"):
+        TokenStream(folder, "train")
+    (folder / "training_state").mkdir()
+    text = (
+        json.dumps({"files": {name: {"bytes": 1, "sha256": ""}}}, indent=2, sort_keys=True) + "\n"
+    )
+    (folder / "training_state/manifest.json").write_text(text)
+    assert find_corruption(folder) == "its manifest is damaged"

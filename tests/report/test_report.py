@@ -1,0 +1,214 @@
+"""The report: what it draws of whole, broken and unfinished runs, and that a browser opens it."""
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run, tiny_config
+from transformers import GPT2LMHeadModel
+
+from gpt2_accel import from_pretrained
+from gpt2_accel.report.figures import smoothed
+from gpt2_accel.report.page import tell_apart, write_report
+from gpt2_accel.report.reader import read_run
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+@pytest.fixture(scope="module")
+def runs(data_dir, tmp_path_factory):
+    """Two runs with everything in them."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"max_steps": 60, "eval_every": 10, "sample_every": 20, "sample_tokens": 20}
+    settings |= {"sample_prompts": ["the cat", "<b>"], "save_every": 20}
+    run(tiny_config(data_dir, folder / "first", **settings))
+    run(tiny_config(data_dir, folder / "second", learning_rate=3e-3, **settings))
+    return folder
+
+
+def report(*arguments: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "recipes/report.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@needs_matplotlib
+def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
+    done = report(runs / "first", runs / "second", "--output_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert names >= {"loss", "loss-over-minutes", "loss-over-flops", "training", "evaluations"}
+    assert names >= {
+        f"{run}-{kind}" for run in ("first", "second") for kind in ("positions", "heads")
+    }
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for scheme, width in (("light", 1000), ("dark", 390)):
+            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+            errors, requests = [], []
+            page.on("console", lambda message, e=errors: e.append(message.text))
+            page.on("pageerror", lambda error, e=errors: e.append(str(error)))
+            page.on("request", lambda request, r=requests: r.append(request.url))
+            page.goto((tmp_path / "out/report.html").as_uri())
+            assert page.title() == "first, second"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            loss = page.locator("section", has=page.locator("h2", has_text="Loss"))
+            assert loss.locator("svg:visible").count() == 1
+            assert "tokens" in loss.locator("svg:visible").text_content()
+            loss.get_by_text("FLOPs", exact=True).first.click()
+            assert "FLOPs" in loss.locator("svg:visible").text_content()
+            assert loss.locator("svg:visible").bounding_box()["height"] > 100
+            loss.locator("svg:visible").hover()
+            shown = page.locator(".read:visible").inner_text()
+            assert "first, training" in shown and "second, validation" in shown
+            assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
+            assert errors == []
+            assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+        browser.close()
+
+
+@needs_matplotlib
+def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
+    first = read_run(runs / "first")
+    lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").open()]
+    tokens, loss = first.curve("train/loss", "tokens")
+    assert loss == [line["train/loss"] for line in lines]
+    assert tokens == [128 * step for step in range(1, 61)]
+    facts = json.loads((runs / "first/run.json").read_text())
+    flops, _ = first.curve("val/loss", "flops")
+    assert flops == [128 * step * facts["flops_per_token"] for step in range(10, 61, 10)]
+    minutes, _ = first.curve("train/loss", "minutes")
+    assert minutes == sorted(minutes)
+    assert minutes[-1] * 60 == pytest.approx(lines[-1]["train/seconds"])
+    assert first.problems == []
+
+
+@needs_matplotlib
+def test_runs_in_folders_of_the_same_name_are_told_apart(runs, tmp_path):
+    twins = [shutil.copytree(runs / "first", tmp_path / place / "run") for place in ("a", "b")]
+    found = [read_run(folder) for folder in (*twins, twins[0])]
+    tell_apart(found)
+    assert [run.name for run in found] == ["a-run", "b-run", "a-run (3)"]
+
+
+@needs_matplotlib
+def test_what_is_not_finite_leaves_the_rest_of_a_curve_alone():
+    y = [1.0] * 100
+    y[50] = math.nan
+    assert smoothed(y) == [1.0] * 100
+
+
+@needs_matplotlib
+def test_attention_is_that_of_transformers(runs):
+    from gpt2_accel.report.figures import attention_weights
+
+    input_ids = torch.randint(0, 257, (1, 20))
+    ours = attention_weights(from_pretrained(runs / "first"), input_ids)
+    hf = GPT2LMHeadModel.from_pretrained(runs / "first", attn_implementation="eager")
+    theirs = torch.cat(hf(input_ids, output_attentions=True).attentions)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@needs_matplotlib
+def test_gpt2s_lines_are_drawn_only_where_they_apply(runs):
+    from gpt2_accel.report.figures import loss_figure, themed_svg
+
+    first = read_run(runs / "first")
+    assert "GPT-2 124M" not in themed_svg(loss_figure([first]))
+    first.facts |= {"data": "HuggingFaceFW/fineweb-edu (9 tokens)", "vocab_size": 50257}
+    assert first.gpt2_line("val/loss") == (3.2924, "build-nanogpt")
+    assert "GPT-2 124M: 3.292" in themed_svg(loss_figure([first]))
+    first.facts["vocab_size"] = 4096  # other tokens, another loss
+    assert first.gpt2_line("val/loss") is None
+    assert first.gpt2_line("hellaswag/acc_norm") == (0.2945, "build-nanogpt")
+
+
+@needs_matplotlib
+def test_a_report_is_made_of_what_is_there(runs, tmp_path):
+    def variant(name: str, *gone: str) -> Path:
+        folder = shutil.copytree(runs / "first", tmp_path / name)
+        for pattern in gone:
+            for path in folder.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return folder
+
+    weights = ("model.safetensors", "config.json", "checkpoint-*")
+    older = variant("older", "run.json", "status.json")
+    lines = [json.loads(line) for line in (older / "metrics.jsonl").open()]
+    for line in lines:
+        line.pop("train/seconds"), line.pop("train/memory_gb")
+    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    starting = variant("starting", "metrics.jsonl", "samples.jsonl", "status.json", *weights)
+    running = variant("running", *weights)
+    with (running / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 61, "tok')
+    broken = variant("broken", "model.safetensors", "checkpoint-*")
+    (broken / "run.json").write_bytes(b"\xff{")
+    with (broken / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n')
+
+    done = report(older, starting, running, broken, "--output_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stdout
+    for name, sentence in (
+        ("older", "run.json is missing: the run is of another release, or just starting"),
+        ("starting", "metrics.jsonl has no lines yet: no curves"),
+        ("starting", "no weights yet: no pictures of them"),
+        ("running", "metrics.jsonl: 1 line(s) cut short or damaged, left out"),
+        ("broken", "run.json is damaged: left out"),
+        ("broken", "metrics.jsonl: 3 line(s) cut short or damaged, left out"),
+        ("broken", "its weights cannot be read: "),
+    ):
+        assert f"{tmp_path / name}: {sentence}" in said
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<h2>Left out</h2>" in page and "<h2>Weights of older</h2>" in page
+    # Without run.json, FLOPs come from the model and hours from the speed.
+    old, new = read_run(older), read_run(runs / "first")
+    assert old.facts["flops_per_token"] == new.facts["flops_per_token"]
+    assert old.curve("step", "minutes")[0][-1] == pytest.approx(
+        new.curve("step", "minutes")[0][-1], rel=0.01
+    )
+    assert all(map(math.isfinite, read_run(running).curve("train/loss", "tokens")[1]))
+
+
+@needs_matplotlib
+def test_a_run_that_is_being_written_can_be_drawn(data_dir, tmp_path):
+    """While it goes on, as `tail` would see it, and with its folder held."""
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=3)
+    run(config)
+    (tmp_path / "run/metrics.jsonl").open("a").write('{"step": 4, "tokens": 512, "train/lo')
+    found = read_run(tmp_path / "run")
+    path = write_report([found], tmp_path / "report", text="the cat sat on the mat")
+    assert "metrics.jsonl: 1 line(s) cut short or damaged, left out" in found.problems
+    page = path.read_text()
+    assert "finished at update 3 of 3" in page and "1 line(s) cut short" in page
+    assert "</svg>" in page and "<h2>Samples</h2>" not in page
+
+
+def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="none is not a folder: give that of a run"):
+        read_run(tmp_path / "none")
+    done = report(tmp_path / "empty")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "empty holds nothing of a run: give the --output_dir of one" in done.stderr
+
+
+def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install 'gpt2_accel\[report\]'"):
+        write_report([read_run(runs / "first")], runs / "out")

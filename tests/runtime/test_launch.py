@@ -1,0 +1,481 @@
+"""Recipes and launch configs: what a user types, made small by flags only."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.state import AcceleratorState, GradientState
+from conftest import (
+    ROOT,
+    as_flags,
+    free_port,
+    launch,
+    load_recipe,
+    losses,
+    make_text,
+    run,
+    tiny_config,
+)
+from transformers import AutoModelForCausalLM, pipeline
+
+from gpt2_accel.device import OVERRIDES
+from gpt2_accel.estimate.memory import activation_bytes
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.optim import BatchSchedule, learning_rate
+from gpt2_accel.tokenizer import byte_tokenizer
+
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+SMALL = [
+    "--n_layer",
+    "2",
+    "--n_head",
+    "2",
+    "--n_embd",
+    "32",
+    "--n_positions",
+    "32",
+    "--micro_batch_size",
+    "2",
+    "--total_batch_size",
+    "256",
+    "--max_steps",
+    "4",
+    "--warmup_steps",
+    "2",
+    "--eval_every",
+    "4",
+    "--eval_tokens",
+    "1024",
+    "--sample_every",
+    "0",
+    "--log_every",
+    "1",
+]
+
+
+def accelerate(config, script, *args, processes=1, **env):
+    """`accelerate launch --config_file …` as the README has it, on CPUs."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml"]
+    command += ["--num_processes", str(processes), "--main_process_port", free_port()]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [*command, script, *map(str, args)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def metrics(run_dir):
+    return read_json_lines(run_dir / "metrics.jsonl")
+
+
+# Launch configs
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_accelerate_reads_every_config_and_knows_all_of_it(path):
+    config = load_config_from_file(str(path))
+    written = yaml.safe_load(path.read_text())
+    known = {*vars(config)}
+    assert set(written) <= known
+    if written["distributed_type"] == "FSDP":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        names = {name.removeprefix("fsdp_") for name in written["fsdp_config"]}
+        fields = {*FullyShardedDataParallelPlugin.__dataclass_fields__}
+        assert names - {"transformer_layer_cls_to_wrap", "version"} <= fields
+        assert "fsdp_version" in fields
+    assert path.read_text().startswith("# ")
+
+
+def test_the_headline_command(data_dir, tmp_path):
+    done = accelerate(
+        "8xa100",
+        "recipes/pretrain_124m.py",
+        *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL),
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu, precision bf16, compile backend inductor" in done.stdout
+    history = metrics(tmp_path / "run")
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+    assert history[-1]["val/loss"] < history[0]["train/loss"]
+    [generated] = pipeline("text-generation", model=str(tmp_path / "run"))("the ")
+    assert len(generated["generated_text"]) > 4
+
+
+@pytest.mark.parametrize("size", ["355m", "774m", "1558m"])
+def test_the_other_sizes_run_and_know_their_shape(size, data_dir, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    recipe = load_recipe(f"pretrain_{size}")
+    settings = getattr(recipe, f"Pretrain{size.upper()}")()
+    names = {"355m": "gpt2-medium", "774m": "gpt2-large", "1558m": "gpt2-xl"}
+    shape = GPTConfig.from_name(names[size])
+    assert (settings.n_layer, settings.n_head, settings.n_embd) == (
+        shape.n_layer,
+        shape.n_head,
+        shape.n_embd,
+    )
+    flags = ["x", "--data_dir", str(data_dir), "--output_dir", str(tmp_path), *SMALL]
+    monkeypatch.setattr(sys, "argv", flags)
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    recipe.main(type(settings))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_embd == 32
+
+
+def test_missing_data_is_named_with_the_command_that_makes_it(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "recipes/pretrain_355m.py", "--data_dir", tmp_path / "fineweb_edu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    [line] = done.stderr.splitlines()
+    assert f"prepare_data.py fineweb-edu --data_dir {tmp_path}/fineweb_edu" in line
+
+
+def test_nanogpts_settings_are_read(data_dir, tmp_path):
+    done = launch(
+        "recipes/pretrain_124m.py",
+        *("--config", "recipes/nanogpt_openwebtext.yaml", "--dry_run"),
+    )
+    assert "600,000 updates, 294,912,000,000 tokens" in done.stdout
+    assert "124,337,664 parameters" in done.stdout  # without biases
+
+
+def test_scripts_for_clusters_are_whole():
+    subprocess.run(["bash", "-n", ROOT / "recipes/cluster/pretrain.sbatch"], check=True)
+    sky = yaml.safe_load((ROOT / "recipes/cluster/sky.yaml").read_text())
+    assert "--resume_from latest" in sky["run"]
+    subprocess.run(["bash", "-n"], input=sky["run"] + sky["setup"], text=True, check=True)
+
+
+def test_the_notebook_trains(tmp_path):
+    cells = json.loads((ROOT / "recipes/notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"][1:]
+    changes = {
+        "tiny_shakespeare()": "open('text.txt').read()",
+        "n_layer=6": "n_layer=1",
+        "n_embd=384": "n_embd=24",
+        "n_positions=256": "n_positions=32",
+        "16 * 256 * 2": "1024",
+        "else 50": "else 3",
+    }
+    text = "\n".join(code)
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "text.txt").write_text(make_text(3000, 0))
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
+
+
+# FSDP2
+
+
+def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp_path):
+    changes = {"micro_batch_size": 2, "total_batch_size": 256, "eval_every": 3, "save_every": 3}
+
+    def sharded(name, processes, **more):
+        config = tiny_config(data_dir, tmp_path / name, **{**changes, **more})
+        flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
+        done = accelerate("8xa100_fsdp2", *flags, processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert "sharded by FSDP2" in done.stdout
+        return metrics(tmp_path / name)
+
+    plain = run(tiny_config(data_dir, tmp_path / "plain", **changes, max_steps=6))
+    sharded("fsdp", 2, max_steps=3)
+    on_one = run(
+        tiny_config(
+            data_dir,
+            tmp_path / "one",
+            **{**changes, "resume_from": str(tmp_path / "fsdp/checkpoint-3"), "max_steps": 6},
+        )
+    )
+    whole = sharded("fsdp", 2, max_steps=6, resume_from="latest")
+    assert losses(whole) == pytest.approx(losses(plain), abs=1e-5)
+    assert losses(on_one) == pytest.approx(losses(plain)[3:], abs=1e-5)
+    assert whole[-1]["val/loss"] == pytest.approx(plain[-1]["val/loss"], abs=1e-5)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp", output_loading_info=True)
+    assert not any(info.values())
+    config = tiny_config(data_dir, tmp_path / "muon", optimizer="muon")
+    flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
+    assert "muon works on whole matrices" in accelerate("8xa100_fsdp2", *flags).stderr
+
+
+def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir, tmp_path):
+    changes = {"micro_batch_size": 4, "total_batch_size": 16 * 32}
+    plain = run(tiny_config(data_dir, tmp_path / "plain", **changes))
+    chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
+
+    def chunked(name, *launched, **more):
+        changed = {**changes, "micro_batch_size": 2, **more}
+        flags = as_flags(tiny_config(data_dir, tmp_path / name, **changed))
+        done = accelerate(*launched, *flags, processes=2, **chunks)
+        assert done.returncode == 0, done.stderr
+        return losses(metrics(tmp_path / name))
+
+    ddp, fsdp = ("8xa100", "tests/train_script.py"), ("8xa100_fsdp2", "tests/fsdp_script.py")
+    in_fp32 = ("--mixed_precision", "no")
+    eager = ("--dynamo_backend", "no")
+    found = [
+        chunked("ddp", ddp[0], *in_fp32, *eager, ddp[1]),
+        chunked("compiled", ddp[0], *in_fp32, ddp[1]),
+        chunked("fsdp", fsdp[0], *in_fp32, *eager, fsdp[1]),
+    ]
+    assert found == [pytest.approx(losses(plain), abs=1e-5)] * 3
+    # In bf16 within its rounding.
+    found = [chunked("ddp_bf16", ddp[0], *eager, ddp[1]), chunked("fsdp_bf16", *fsdp)]
+    assert found == [pytest.approx(losses(plain), abs=0.02)] * 2
+
+
+# Schedules
+
+
+def test_the_batch_ramp_grows_in_steps_and_every_sequence_comes_once():
+    schedule = BatchSchedule(512, start=32, ramp_sequences=40_000)
+    sizes = [schedule.sequences(step) for step in range(400)]
+    assert sizes[0] == 32 and sizes[-1] == 512 and sizes == sorted(sizes)
+    assert all(size % 32 == 0 for size in sizes)
+    assert [schedule.first(step) for step in range(400)] == [sum(sizes[:i]) for i in range(400)]
+    # Linear in the sequences seen, as the GPT-3 paper has it.
+    half = next(step for step in range(400) if schedule.first(step) >= 20_000)
+    assert abs(sizes[half] - (32 + 512) / 2) <= 32
+    for full in (10, 79, 200, 1000):
+        updates = schedule.updates(full)
+        assert schedule.first(updates - 1) < full * 512 <= schedule.first(updates)
+    plain = BatchSchedule(512)
+    assert (plain.sequences(0), plain.first(7), plain.updates(9)) == (512, 3584, 9)
+    with pytest.raises(ValueError, match="--ramp_start"):
+        BatchSchedule(500, start=32, ramp_sequences=10)
+
+
+RAMP = {
+    "total_batch_size": 16 * 32,
+    "ramp_tokens": 60 * 32,
+    "ramp_start": 4,
+    "max_steps": 10,
+    "micro_batch_size": 4,
+    "warmup_steps": 3,
+}
+
+
+def test_a_run_with_a_ramp_is_the_same_on_two_processes_and_resumed(data_dir, tmp_path):
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **RAMP, save_every=4))
+    tokens = [entry["tokens"] for entry in whole]
+    assert tokens[0] == 4 * 32 and len(whole) > 10
+    assert tokens[-1] >= 10 * 512 > tokens[-2]
+    expected = [
+        learning_rate((seen - size) / 512, peak=1e-2, warmup_steps=3, max_steps=10)
+        for seen, size in zip(tokens, torch.tensor([0, *tokens]).diff().tolist(), strict=True)
+    ]
+    assert [entry["train/learning_rate"] for entry in whole] == pytest.approx(expected)
+    # Two processes, whose micro-batches shrink to half.
+    config = tiny_config(data_dir, tmp_path / "two", **{**RAMP, "micro_batch_size": 8})
+    done = launch("tests/train_script.py", *as_flags(config), processes=2)
+    assert done.returncode == 0, done.stderr
+    two = metrics(tmp_path / "two")
+    assert [entry["tokens"] for entry in two] == tokens
+    assert losses(two) == pytest.approx(losses(whole), abs=1e-5)
+    # On from the middle of the ramp.
+    resumed = run(
+        tiny_config(
+            data_dir,
+            tmp_path / "resumed",
+            **RAMP,
+            resume_from=str(tmp_path / f"whole/checkpoint-{len(whole) // 4 * 4}"),
+        )
+    )
+    assert losses(resumed) == losses(whole)[len(whole) // 4 * 4 :]
+
+
+def test_a_ramp_that_does_not_come_out_even_is_refused(data_dir, tmp_path):
+    with pytest.raises(ValueError, match="--ramp_start"):
+        run(tiny_config(data_dir, tmp_path, **{**RAMP, "ramp_start": 5}))
+
+
+def test_wsd_stays_at_the_peak_and_then_falls():
+    settings = {"peak": 1.0, "schedule": "wsd", "warmup_steps": 10, "max_steps": 100}
+    rates = [learning_rate(step, **settings) for step in range(101)]
+    assert rates[10:81] == [1.0] * 71
+    assert rates[90] == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
+    assert rates[100] == pytest.approx(0.1) and rates[81:] == sorted(rates[81:], reverse=True)
+
+
+# Fine-tuning and the ways to end
+
+
+def test_finetuning_ends_early_and_keeps_the_best(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, n_positions=32, n_layer=2, n_head=2, n_embd=32))
+    save_pretrained(model, tmp_path / "start", byte_tokenizer())
+    (tmp_path / "play.txt").write_text(make_text(2000, 5))
+    flags = f"--input {tmp_path}/play.txt --init_from {tmp_path}/start --data_dir {tmp_path}/data "
+    flags += (
+        f"--output_dir {tmp_path}/run --micro_batch_size 2 --total_batch_size 128 --eval_every 2 "
+    )
+    flags += "--save_every 2 --sequence_length 32 --learning_rate 0.3 --max_steps 60 --sample_every 0 --eval_tokens 2048"
+    done = launch("recipes/finetune_shakespeare.py", *flags.split(), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "no lower validation loss in 3 evaluations" in done.stderr + done.stdout
+    history = metrics(tmp_path / "run")
+    assert history[-1]["step"] < 60
+    evaluated = {e["step"]: e["val/loss"] for e in history if "val/loss" in e}
+    best = min(evaluated, key=evaluated.get)
+    assert (tmp_path / "run/best").resolve().name == f"checkpoint-{best}"
+    assert history[-1]["step"] == best + 6
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "finished" and not status["requeue"]
+    pipeline("text-generation", model=str(tmp_path / "run/best"))("the")
+
+
+def test_the_first_recipes_on_two_processes(tmp_path):
+    (tmp_path / "play.txt").write_text(make_text(2000, 5))
+    flags = f"--input {tmp_path}/play.txt --data_dir {tmp_path}/data --output_dir {tmp_path}/run --dropout 0"
+    done = launch("recipes/shakespeare_char.py", *flags.split(), *SMALL, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stdout
+    [generated] = pipeline("text-generation", model=str(tmp_path / "run"))("the ")
+    assert len(generated["generated_text"]) > 4
+
+
+def test_patience_outlives_a_resume(data_dir, tmp_path):
+    settings = {"eval_every": 1, "patience": 3, "learning_rate": 1.0, "max_steps": 30}
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings, save_every=1, keep_last=30))
+    assert 4 <= len(whole) < 30
+    resumed = run(
+        tiny_config(
+            data_dir,
+            tmp_path / "resumed",
+            **settings,
+            resume_from=str(tmp_path / f"whole/checkpoint-{len(whole) - 1}"),
+        )
+    )
+    assert len(resumed) == 1
+
+
+def test_only_an_evaluation(data_dir, tmp_path, capsys):
+    last = run(tiny_config(data_dir, tmp_path / "run", eval_every=8))[-1]
+    capsys.readouterr()
+    run(tiny_config(data_dir, tmp_path / "none", init_from=str(tmp_path / "run"), eval_only=True))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["val/loss"] == pytest.approx(last["val/loss"], abs=1e-6)
+    assert not (tmp_path / "none").exists()
+
+
+# What a run takes
+
+
+def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
+    done = launch(
+        "recipes/pretrain_124m.py",
+        *("--dry_run", "--data_dir", tmp_path / "none", "--output_dir", tmp_path / "run"),
+    )
+    said = " ".join(done.stdout.split())
+    assert "124,439,808 parameters" in said
+    assert "19,073 updates, 9,999,745,024 tokens, 8.55e+18 FLOPs" in said
+    assert "weights 0.50, gradients 0.50, optimizer 1.00, activations" in said
+    assert "0.79 on A100" in said  # 8.55e18 / (312e12 * 0.4) seconds
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_activations_of_a_dry_run_are_those_that_autograd_saves(precision):
+    config = GPTConfig(500, n_positions=64, n_layer=3, n_head=2, n_embd=64)
+    model, seen = GPT(config), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+    enabled = precision == "bf16"
+    with (
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+    ):
+        loss = model(tokens, tokens)
+    logits = 4 * 64 * config.padded_vocab_size * (6 if enabled else 4)
+    found = activation_bytes(config, 4, 64, precision)
+    assert found == pytest.approx(sum(seen.values()) + logits, rel=0.02)
+    loss.backward()
+
+
+def test_the_largest_micro_batch_that_fits(data_dir, tmp_path, monkeypatch, capsys):
+    weights = 12 * (GPTConfig(257, 32, 2, 2, 32).parameter_count + 127 * 32)
+    two = activation_bytes(GPTConfig(257, 32, 2, 2, 32), 2, 32, "no")
+    monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.2 * two) / 0.9)}))
+    auto = run(tiny_config(data_dir, tmp_path / "auto", micro_batch_size=0))
+    assert "micro_batch_size 2: the largest that fits" in capsys.readouterr().out
+    two = run(tiny_config(data_dir, tmp_path / "two", micro_batch_size=2))
+    assert losses(auto) == losses(two)
+    monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": weights}))
+    with pytest.raises(ValueError, match="not even a micro-batch of one sequence"):
+        run(tiny_config(data_dir, tmp_path / "none", micro_batch_size=0))
+    done = launch("tests/train_script.py", "--micro_batch_size", "auto", "--dry_run")
+    assert "micro-batch 1 x 1024" in done.stdout, done.stderr
+
+
+def test_a_trace_of_some_updates(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path, profile=2))
+    trace = json.loads((tmp_path / "trace-0.json").read_text())
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    assert {"ProfilerStep#5", "ProfilerStep#6"} <= names
+    assert any("addmm" in name for name in names)
+
+
+COMPILE = """
+import torch
+from gpt2_accel.kernels.attention import causal_attention
+from gpt2_accel.runtime.accelerator import build_accelerator
+
+build_accelerator()
+q = torch.randn(1, 2, 300, 16).bfloat16().requires_grad_()
+torch.compile(causal_attention)(q, q, q).sum().backward()
+"""
+
+
+def test_what_an_older_release_compiled_is_not_taken_from_the_cache(tmp_path):
+    shutil.copytree(ROOT / "gpt2_accel", tmp_path / "gpt2_accel")
+
+    def compile_attention():
+        return subprocess.run(
+            [sys.executable, "-c", COMPILE],
+            cwd=tmp_path,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+        )
+
+    assert compile_attention().returncode == 0
+    path = tmp_path / "gpt2_accel" / "kernels" / "attention.py"
+    text = path.read_text()
+    assert text.count("q.new_empty(B, T, H, D).transpose(1, 2)") == 2
+    path.write_text(text.replace("q.new_empty(B, T, H, D).transpose(1, 2)", "torch.empty_like(v)"))
+    done = compile_attention()
+    assert done.returncode == 0, done.stderr

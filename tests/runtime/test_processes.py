@@ -1,0 +1,71 @@
+"""Runs of several processes, and runs that are killed: the real commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, WORDS, as_flags, launch, losses, run, tiny_config
+
+from gpt2_accel.files import read_json_lines
+
+SCRIPT = "tests/train_script.py"
+
+
+@pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 2), (4, 2)])
+def test_processes_times_accumulation_gives_the_same_losses(
+    data_dir, tmp_path, processes, micro_batch_size
+):
+    settings = {"total_batch_size": 8 * 32, "eval_every": 4, "save_every": 4}
+    questions = tmp_path / "hellaswag.jsonl"
+    with questions.open("w") as file:
+        for i in range(7):
+            item = {"ctx": WORDS[i], "endings": [*WORDS[i + 7 : i + 9], "a b c d"], "label": i % 3}
+            file.write(json.dumps(item) + "\n")
+    settings |= {"hellaswag_every": 8, "hellaswag_data": str(questions)}
+    alone = run(tiny_config(data_dir, tmp_path / "alone", micro_batch_size=2, **settings))
+    config = tiny_config(data_dir, tmp_path / "many", micro_batch_size=micro_batch_size, **settings)
+    done = launch(SCRIPT, *as_flags(config), processes=processes)
+    assert done.returncode == 0, done.stderr
+    many = read_json_lines(tmp_path / "many/metrics.jsonl")
+    assert losses(many) == pytest.approx(losses(alone), abs=1e-5)
+    evaluated = [name for name in alone[-1] if name.startswith(("val/", "hellaswag/"))]
+    assert len(evaluated) == 4 + 6
+    for name in evaluated:
+        assert many[-1][name] == pytest.approx(alone[-1][name], rel=1e-4)
+    assert f"{8 // 2 // processes} micro-batches x {processes} processes" in done.stdout
+    assert done.stdout.count("tokens per update") == 1  # only the main process speaks
+
+
+def test_processes_that_accelerate_does_not_see_end_in_one_sentence(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run")
+    done = launch(SCRIPT, *as_flags(config), processes=2, ACCELERATE_USE_CPU="false")
+    assert done.returncode != 0
+    assert "WORLD_SIZE is 2, but Accelerate sees 1 process(es): for several" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_run_resumes_to_the_same_losses(data_dir, tmp_path):
+    settings = {"max_steps": 300, "save_every": 20, "dropout": 0.1}
+    config = tiny_config(data_dir, tmp_path / "killed", resume_from="latest", **settings)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.time() + 120
+    while not (tmp_path / "killed/checkpoint-40").exists():
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "running"
+    resumed = run(config)
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    assert [entry["step"] for entry in resumed] == list(range(1, 301))
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)

@@ -1,0 +1,103 @@
+"""What stands on the terminal: a bar that follows its width, lines in a pipe."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+
+import pytest
+from conftest import ROOT, as_flags, launch, tiny_config
+
+from gpt2_accel.runtime.progress import duration
+
+SCRIPT = "tests/train_script.py"
+
+
+def set_width(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+
+def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=800, eval_every=200, log_every=5)
+    ours, theirs = pty.openpty()
+    set_width(ours, 120)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "TERM": "xterm"},
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen: list[tuple[int, str]] = []
+    width = 120
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 65536):
+                seen.append((width, data.decode(errors="replace")))
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    deadline = time.time() + 120
+    while "loss=" not in "".join(text for _, text in seen):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.05)
+    set_width(ours, 60)
+    time.sleep(1)  # what was on its way
+    width = 60
+    process.wait(120)
+    reader.join(10)
+    os.close(ours)
+    text = "".join(part for _, part in seen)
+    assert process.returncode == 0, text
+    assert re.search(r"\d+%\|.*\d+/800 \[.*<.*loss=.*tok/s=", text)  # share, time left, figures
+    bars = [
+        piece
+        for columns, part in seen[:-1]
+        if columns == 60
+        for piece in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", part))
+        if "/800 [" in piece
+    ]
+    assert bars and max(map(len, bars)) <= 60
+    assert text.count("step 200: val/loss") == 1  # above the bar, on a line of its own
+
+
+def test_in_a_pipe_there_are_plain_lines_of_one_process(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+    done = launch(SCRIPT, *as_flags(config), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stderr and "%|" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    pattern = r"step 1/8 \(12%\): loss [\d.]+, lr [\d.e-]+, tok/s [\d,]+, .* left"
+    assert len(lines) == 1 and re.fullmatch(pattern, lines[0])
+    said = done.stdout
+    assert said.count("34,720 parameters on 2 x cpu, precision no") == 1
+    assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
+    assert re.search(r"expected: about \d+ s, at 40% of .*; about [\d.e-]+ GB per device", said)
+    pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
+    assert len(re.findall(pattern, said)) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.2, "0 s"),
+        (59, "59 s"),
+        (61, "1 min 01 s"),
+        (3599.7, "60 min 00 s"),
+        (3 * 3600 + 290, "3 h 05 min"),
+        (40 * 3600, "40 h 00 min"),
+        (4 * 86400 + 7 * 3600, "4 d 07 h"),
+    ],
+)
+def test_a_duration_in_words(seconds, words):
+    assert duration(seconds) == words

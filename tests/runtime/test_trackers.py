@@ -1,0 +1,259 @@
+"""Trackers and the terminal: what is logged where, over a kill and a resume."""
+
+import importlib.util
+import json
+import os
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, as_flags, losses, run, tiny_config
+from wandb_server import WandbServer
+
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime import trackers
+from gpt2_accel.runtime.trackers import TRACKERS, check_trackers
+
+SCRIPT = "tests/train_script.py"
+MISSING = [name for name in TRACKERS if importlib.util.find_spec(name) is None]
+needs_all = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+@pytest.fixture(scope="session")
+def trackio_dir(tmp_path_factory):
+    """Where trackio writes; it reads that once, at its import."""
+    return tmp_path_factory.mktemp("trackio")
+
+
+@pytest.fixture
+def offline(trackio_dir, monkeypatch):
+    """Trackers need no network and write nothing outside the tests' folders."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(trackio_dir))
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # left by another test's run
+
+
+def wandb_history(path: Path) -> list[dict]:
+    """The logged rows in an offline run's file: LevelDB's log format after 7 bytes, of protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts, rows = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if (room := 32768 - position % 32768) < 7:
+            position += room
+            continue
+        size, kind = struct.unpack_from("<HB", data, position + 4)
+        piece = data[position + 7 : position + 7 + size]
+        if not kind or len(piece) < size:
+            break
+        parts, position = parts + piece, position + 7 + size
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            record, parts = Record.FromString(parts), b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def wandb_folders(run_dir: Path) -> list[list[dict]]:
+    return [wandb_history(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def tensorboard_steps(folder: Path, tag: str) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.step for event in events.Scalars(tag)]
+
+
+def trackio_rows(trackio_dir: Path, run_dir: Path) -> list[tuple[int, dict]]:
+    """(step, metrics) of one run, in the order of writing."""
+    name = f"{run_dir.name}-{facts(run_dir)['run_id']}"
+    [path] = trackio_dir.glob("*.db")
+    query = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
+    rows = sqlite3.connect(path).execute(query, (name,))
+    return [(step, json.loads(metrics)) for step, metrics in rows]
+
+
+def facts(run_dir: Path) -> dict:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def kill_after(config, step: int) -> None:
+    """Starts the run as a process of its own, and kills it once it has logged `step`."""
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    log, deadline = Path(config.output_dir) / "metrics.jsonl", time.time() + 120
+    while not any(entry["step"] >= step for entry in read_json_lines(log)):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@needs_all
+def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
+    data_dir, tmp_path, offline, trackio_dir
+):
+    config = tiny_config(
+        data_dir,
+        tmp_path / "run",
+        max_steps=160,
+        save_every=50,
+        report_to=list(TRACKERS),
+        resume_from="latest",
+    )
+    kill_after(config, 80)
+    [before] = wandb_folders(tmp_path / "run")
+    metrics = run(config)
+    steps, tokens = list(range(1, 161)), [step * 128 for step in range(1, 161)]
+    assert [entry["step"] for entry in metrics] == steps
+
+    # wandb: a second folder of the same run, which holds all of it.
+    _, after = wandb_folders(tmp_path / "run")
+    assert [row["_step"] for row in after] == steps
+    assert [row["tokens"] for row in after] == tokens
+    assert [row["train/loss"] for row in after] == losses(metrics)
+    assert [row["_step"] for row in before] == steps[: len(before)]
+    run_id = facts(tmp_path / "run")["run_id"]
+    assert all(p.name.endswith(run_id) for p in (tmp_path / "run/wandb").glob("offline-run-*"))
+
+    # TensorBoard: what came after the checkpoint is purged.
+    boards = tmp_path / "run/tensorboard"
+    assert tensorboard_steps(boards / "updates", "train/loss") == steps
+    assert tensorboard_steps(boards / "tokens", "train_by_tokens/loss") == tokens
+
+    # trackio: the same run, to which only the missing steps were added.
+    rows = trackio_rows(trackio_dir, tmp_path / "run")
+    assert [step for step, _ in rows] == steps
+    assert [values["tokens"] for _, values in rows] == tokens
+
+
+def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
+    data_dir, tmp_path, monkeypatch
+):
+    config = tiny_config(
+        data_dir,
+        tmp_path / "run",
+        max_steps=160,
+        save_every=50,
+        report_to=["wandb"],
+        resume_from="latest",
+    )
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)
+        kill_after(config, 80)
+        # It had sent ten updates more than the checkpoint has.
+        sent = read_json_lines(tmp_path / "run/metrics.jsonl")[:60]
+        server.history = [{"_step": line["step"], **line} for line in sent]
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *as_flags(config)],
+            cwd=ROOT,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert server.names == {facts(tmp_path / "run")["run_id"]}
+    steps = [row["_step"] for row in server.history]
+    assert steps == list(range(1, 161))
+    metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
+    assert [row["train/loss"] for row in server.history] == pytest.approx(losses(metrics))
+
+
+@needs_all
+def test_trackers_know_the_settings_the_hardware_and_the_commit(data_dir, tmp_path, offline):
+    import trackio
+
+    run(tiny_config(data_dir, tmp_path / "run", report_to=["trackio", "tensorboard"]))
+    known = facts(tmp_path / "run")
+    [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
+    assert recorded.config["learning_rate"] == 1e-2 and recorded.config["n_embd"] == 32
+    assert recorded.config["hardware"] == "1 x cpu, precision no"
+    assert recorded.config["parameters"] == known["parameters"] == 34_720
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert (known["git_commit"] or "").startswith(commit.strip())
+    events = b"".join(p.read_bytes() for p in (tmp_path / "run/tensorboard/updates").iterdir())
+    assert b"learning_rate: 0.01" in events and b"git_commit" in events
+
+
+@needs_all
+def test_a_tracker_added_later_gets_the_whole_run_and_a_branch_is_another_run(
+    data_dir, tmp_path, offline, trackio_dir
+):
+    settings = {"save_every": 4, "keep_last": 9}
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=8, **settings))
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=12, resume_from="latest", **settings)
+    config.report_to = ["tensorboard", "trackio"]
+    run(config)
+    steps = list(range(1, 13))
+    assert tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss") == steps
+    assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "run")] == steps
+
+    branch = tiny_config(data_dir, tmp_path / "branch", report_to=["trackio"], **settings)
+    branch.resume_from = str(tmp_path / "run/checkpoint-4")
+    run(branch)
+    assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "branch")] == [5, 6, 7, 8]
+    assert facts(tmp_path / "branch")["run_id"] != facts(tmp_path / "run")["run_id"]
+
+
+def test_a_tracker_that_is_unknown_or_missing_is_an_error_before_anything_is_written(
+    data_dir, tmp_path, monkeypatch
+):
+    with pytest.raises(ValueError, match=r"must be of wandb, tensorboard, trackio, got 'mlflow'"):
+        run(tiny_config(data_dir, tmp_path / "run", report_to=["mlflow"]))
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb"])
+    check_trackers(["wandb"])
+    with pytest.raises(ValueError, match=r"trackio is not installed: pip install 'gpt2_accel\["):
+        run(tiny_config(data_dir, tmp_path / "run", report_to=["wandb", "trackio"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_without_an_account_ends_in_one_sentence(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", report_to=["wandb"])
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**clean, "ACCELERATE_USE_CPU": "true", "HOME": str(tmp_path), "NETRC": "/dev/null"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("train_script.py")]
+    assert "wandb cannot be started" in line and "set WANDB_MODE=offline" in line
+    assert "Traceback" not in done.stderr
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed" and "wandb" in status["reason"]
+
+
+@needs_all
+def test_a_tracker_that_fails_later_is_left_out_and_the_run_goes_on(
+    data_dir, tmp_path, offline, monkeypatch, capsys
+):
+    def fail(self, values, step=None, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(trackers.TrackioTracker, "log", fail)
+    config = tiny_config(data_dir, tmp_path / "run", report_to=["trackio", "tensorboard"])
+    assert len(run(config)) == 8
+    assert capsys.readouterr().out.count("trackio failed and is left out from here: no space") == 1
+    assert len(tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss")) == 8

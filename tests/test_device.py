@@ -1,0 +1,42 @@
+"""Questions about the machine, and their override."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpt2_accel import GPT, GPTConfig, device
+
+CPU = torch.device("cpu")
+
+
+def test_answers_can_be_overridden_in_the_environment(monkeypatch):
+    monkeypatch.setenv(device.OVERRIDES, json.dumps({"has_bf16": False, "free_memory": 5}))
+    assert device.free_memory(CPU) == 5
+    assert "emulates bf16" in device.precision_problem(CPU, "bf16")
+    monkeypatch.setenv(device.OVERRIDES, json.dumps({"has_bf16": True, "has_cpp_compiler": False}))
+    assert device.precision_problem(CPU, "bf16") is None
+    assert "g++" in device.inductor_problem(CPU)
+
+
+def test_a_cpu_held_to_avx2_has_no_bf16_units():
+    code = (
+        "import torch; from gpt2_accel.device import has_bf16; print(has_bf16(torch.device('cpu')))"
+    )
+    env = {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_memory_speed_and_sharding_are_those_of_this_machine():
+    assert 0 < device.free_memory(CPU)
+    assert 0 < device.memory_gb("cpu") < 1000
+    assert device.matmul_flops(CPU, "no") > 1e8
+    assert not device.is_sharded(GPT(GPTConfig(100, 8, 1, 1, 8)))
+
+
+@pytest.mark.parametrize("name, expected", [("NVIDIA A100-SXM4-80GB", 312e12), ("abacus", None)])
+def test_the_peak_of_a_device_follows_from_its_name(name, expected):
+    assert device.peak_flops(name) == expected
