@@ -3,11 +3,8 @@
 import importlib.util
 import os
 import random
-import socket
-import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
@@ -18,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from launching import ROOT
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
@@ -25,7 +23,6 @@ from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
 from gpt2_accel.train import train
 
-ROOT = Path(__file__).parent.parent
 # `make test-reliability` tries each fault many times, `make test` a few.
 LONG = os.environ.get("RELIABILITY") == "long"
 FAULTS: list[tuple[str, int, int, str]] = []
@@ -110,36 +107,12 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
-def launch(script: str, *args: str, processes: int = 1, **env: str) -> subprocess.CompletedProcess:
-    """`accelerate launch` on a CPU, as the README says it, from the project's root."""
-    where = ["--config_file", "accelerate_configs/cpu.yaml"]
-    if processes > 1:
-        where = [
-            "--multi_gpu",
-            "--num_processes",
-            str(processes),
-            "--main_process_port",
-            free_port(),
-        ]
-        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
-    command = [sys.executable, "-m", "accelerate.commands.launch", *where, script, *args]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240
-    )
-
-
 def load_recipe(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 def as_flags(config: TrainConfig) -> list[str]:

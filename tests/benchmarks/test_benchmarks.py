@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from conftest import ROOT
+from launching import ROOT
 
 CONTESTANTS = {"gpt2_accel", "HF Trainer", "plain loop", "bare loop"}
 MACHINE = {"type": "cpu", "device": "a CPU", "threads": 2, "torch": "2", "date": "2026-01-01"}

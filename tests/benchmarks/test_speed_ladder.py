@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import ROOT
+from launching import ROOT
 
 from gpt2_accel import GPT, GPTConfig
 

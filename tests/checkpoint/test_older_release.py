@@ -12,7 +12,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, losses, make_text
+from conftest import losses, make_text
+from launching import ROOT
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import digest, read_json_lines

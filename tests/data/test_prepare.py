@@ -17,9 +17,10 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import LONG, ROOT, make_text
+from conftest import LONG, make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 
 from gpt2_accel.data import documents, tokenizing
 from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from launching import ROOT
 
 from gpt2_accel.evals import scores
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss

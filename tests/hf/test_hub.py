@@ -11,9 +11,10 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from conftest import ROOT, as_flags, losses, run, tiny_config
+from conftest import as_flags, losses, run, tiny_config
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
+from launching import ROOT
 
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 import torch
 import yaml
-from conftest import ROOT, free_port
+from launching import ROOT, free_port
 from test_recipes import load_recipe, one_sentence, python
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained

@@ -9,7 +9,8 @@ import sys
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from conftest import ROOT, launch, load_recipe, make_text
+from conftest import load_recipe, make_text
+from launching import ROOT, launch
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.data import sources

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, as_flags, free_port, losses, run, tiny_config
+from conftest import as_flags, losses, run, tiny_config
+from launching import ROOT, free_port
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints

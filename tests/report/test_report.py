@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run, tiny_config
+from conftest import run, tiny_config
+from launching import ROOT
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained

@@ -11,17 +11,8 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState
-from conftest import (
-    ROOT,
-    as_flags,
-    free_port,
-    launch,
-    load_recipe,
-    losses,
-    make_text,
-    run,
-    tiny_config,
-)
+from conftest import as_flags, load_recipe, losses, make_text, run, tiny_config
+from launching import ROOT, launch
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.device import OVERRIDES
@@ -61,22 +52,6 @@ SMALL = [
 ]
 
 
-def accelerate(config, script, *args, processes=1, **env):
-    """`accelerate launch --config_file …` as the README has it, on CPUs."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{config}.yaml"]
-    command += ["--num_processes", str(processes), "--main_process_port", free_port()]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        [*command, script, *map(str, args)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 def metrics(run_dir):
     return read_json_lines(run_dir / "metrics.jsonl")
 
@@ -101,11 +76,12 @@ def test_accelerate_reads_every_config_and_knows_all_of_it(path):
 
 
 def test_the_headline_command(data_dir, tmp_path):
-    done = accelerate(
-        "8xa100",
+    done = launch(
         "recipes/pretrain_124m.py",
         *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL),
         processes=2,
+        config="8xa100",
+        launcher=True,
     )
     assert done.returncode == 0, done.stderr
     assert "2 x cpu, precision bf16, compile backend inductor" in done.stdout
@@ -200,7 +176,7 @@ def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp
     def sharded(name, processes, **more):
         config = tiny_config(data_dir, tmp_path / name, **{**changes, **more})
         flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
-        done = accelerate("8xa100_fsdp2", *flags, processes=processes)
+        done = launch(*flags, processes=processes, config="8xa100_fsdp2")
         assert done.returncode == 0, done.stderr
         assert "sharded by FSDP2" in done.stdout
         return metrics(tmp_path / name)
@@ -222,7 +198,7 @@ def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp
     assert not any(info.values())
     config = tiny_config(data_dir, tmp_path / "muon", optimizer="muon")
     flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
-    assert "muon works on whole matrices" in accelerate("8xa100_fsdp2", *flags).stderr
+    assert "muon works on whole matrices" in launch(*flags, config="8xa100_fsdp2").stderr
 
 
 def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir, tmp_path):
@@ -230,10 +206,10 @@ def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir
     plain = run(tiny_config(data_dir, tmp_path / "plain", **changes))
     chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
 
-    def chunked(name, *launched, **more):
+    def chunked(name, config, *launched, **more):
         changed = {**changes, "micro_batch_size": 2, **more}
         flags = as_flags(tiny_config(data_dir, tmp_path / name, **changed))
-        done = accelerate(*launched, *flags, processes=2, **chunks)
+        done = launch(*launched, *flags, processes=2, config=config, **chunks)
         assert done.returncode == 0, done.stderr
         return losses(metrics(tmp_path / name))
 

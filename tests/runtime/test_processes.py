@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, WORDS, as_flags, launch, losses, run, tiny_config
+from conftest import WORDS, as_flags, losses, run, tiny_config
+from launching import ROOT, launch
 
 from gpt2_accel.files import read_json_lines
 

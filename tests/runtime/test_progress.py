@@ -12,7 +12,8 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, as_flags, launch, tiny_config
+from conftest import as_flags, tiny_config
+from launching import ROOT, launch
 
 from gpt2_accel.runtime.progress import duration
 

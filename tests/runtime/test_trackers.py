@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, as_flags, losses, run, tiny_config
+from conftest import as_flags, losses, run, tiny_config
+from launching import ROOT
 from wandb_server import WandbServer
 
 from gpt2_accel.files import read_json_lines

@@ -1,0 +1,92 @@
+"""Runs Python scripts in processes forked from this one, which has imported what they need and computed nothing.
+
+Reads requests from stdin, one JSON object per line, `{"commands": [{"argv": […], "env": {…}}, …], "cwd": …, "output":
+…, "errors": …, "timeout": seconds}`, starts all commands of a request at once, and answers with their exit codes, one
+JSON list per line. If one command fails the others are ended, as by torchrun.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+import torch._dynamo  # noqa: F401  what a compiled run needs
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: F401
+
+import gpt2_accel.data.prepare
+import gpt2_accel.evals.tasks
+import gpt2_accel.train  # noqa: F401
+
+GRACE = 10  # seconds between one command's failure and the end of the others
+
+
+def run_script(argv: list[str], env: dict[str, str]) -> int:
+    """Runs a script as `python argv` would; returns its exit code."""
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def start(command: dict, request: dict) -> int:
+    """Forks a child that runs one command; returns its process id."""
+    if (child := os.fork()) > 0:
+        return child
+    os.setsid()  # so that what it started ends with it
+    os.chdir(request["cwd"])
+    for number, path in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
+    code = run_script(command["argv"], command["env"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def kill(child: int) -> None:
+    """Ends a child and all that it started."""
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(child, signal.SIGKILL)
+
+
+def answer(request: dict) -> list[int]:
+    """The exit codes of a request's commands."""
+    children = [start(command, request) for command in request["commands"]]
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + request["timeout"]
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+                    if codes[child]:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            for child in children:
+                if child not in codes:
+                    kill(child)
+                    codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)

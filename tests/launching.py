@@ -1,0 +1,134 @@
+"""Starts recipes as `accelerate launch` or `python` does, in forked processes unless a test needs the real launcher.
+
+Starting Python and importing torch, transformers and accelerate takes several seconds of processor time, and a launch
+does it once for the launcher and once for each process. Forked processes are real ones too: they exchange gradients
+by gloo, and get the environment that Accelerate's launcher computes from its config and flags.
+"""
+
+import atexit
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 280  # of one launch, at most
+
+
+def launch(
+    script: str,
+    *args: object,
+    processes: int = 1,
+    config: str = "cpu",
+    launcher: bool = False,
+    **env: str,
+) -> subprocess.CompletedProcess:
+    """`accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, from the project's root.
+
+    Flags of the launcher may stand before the script's name. On several processes `config` "cpu" means the launcher's
+    own flags for them, as the README says it. With `launcher` it is the real command.
+    """
+    where = ["--config_file", f"accelerate_configs/{config}.yaml"]
+    several = ["--num_processes", str(processes), "--main_process_port", free_port()]
+    if config == "cpu" and processes > 1:
+        where = ["--multi_gpu", *several]
+    elif config != "cpu":
+        where += several
+    if processes > 1 or config != "cpu":
+        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+    flags = [*where, *map(str, (script, *args))]
+    environment = {**os.environ, **env}
+    if launcher:
+        command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    return forked(*launched(flags, environment))
+
+
+def python(script: str | Path, *args: object, cwd: Path = ROOT, **env: str):
+    """`python SCRIPT ARGS` in a forked process."""
+    return forked([str(script), *map(str, args)], [{**os.environ, **env}], cwd=cwd)
+
+
+def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], list[dict]]:
+    """The script's command line, and the environment of each process, that the launcher makes of its flags."""
+    before, here = dict(os.environ), Path.cwd()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    try:
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+        if args.multi_gpu or args.use_fsdp:
+            found = prepare_multi_gpu_env(args)
+            several = True
+        else:
+            _, found = prepare_simple_launcher_cmd_env(args)
+            several = False
+    finally:
+        os.chdir(here)
+        os.environ.clear()
+        os.environ.update(before)
+    argv = [args.training_script, *args.training_script_args]
+    if not several:
+        return argv, [found]
+    shared = {
+        **found,
+        "WORLD_SIZE": str(args.num_processes),
+        "LOCAL_WORLD_SIZE": str(args.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(args.main_process_port),
+    }
+    ranks = range(args.num_processes)
+    return argv, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+
+
+def forked(
+    argv: list[str], environments: list[dict[str, str]], cwd: Path = ROOT
+) -> subprocess.CompletedProcess:
+    """Runs a script once for each environment, all at once, in forked processes; waits for all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        request = {
+            "commands": [{"argv": argv, "env": env} for env in environments],
+            "cwd": str(cwd),
+            "output": str(output),
+            "errors": str(errors),
+            "timeout": SECONDS,
+        }
+        codes = ask(request)
+        return subprocess.CompletedProcess(
+            argv, next(filter(None, codes), 0), *(p.read_text() for p in (output, errors))
+        )
+
+
+def ask(request: dict) -> list[int]:
+    """What the fork server of this test process answers."""
+    server = fork_server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+@functools.cache
+def fork_server() -> subprocess.Popen:
+    """The fork server of this test process, started when it is first needed."""
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    atexit.register(server.stdin.close)
+    assert server.stdout.readline() == "ready\n"
+    return server
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
