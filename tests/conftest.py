@@ -1,5 +1,6 @@
 """What the tests share: no network, a small text, its token shards, and a run of a few updates."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -11,6 +12,8 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 # For models as small as these a second thread costs more than it does, and cores run tests side by side.
 os.environ["OMP_NUM_THREADS"] = "1"
+# An answer in place of a measurement at the start of each run; `test_device.py` measures.
+os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 
 import pytest
 import torch
@@ -135,6 +138,10 @@ def times():
 def report():
     """Notes a row of the table of faults: fault, how often tried, how often survived, work lost."""
     return lambda *row: FAULTS.append(row)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported is never collected, and looking through it takes long
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -2,9 +2,11 @@
 
 Reads requests from stdin, one JSON object per line, `{"commands": [{"argv": […], "env": {…}}, …], "cwd": …, "output":
 …, "errors": …, "timeout": seconds}`, starts all commands of a request at once, and answers with their exit codes, one
-JSON list per line. If one command fails the others are ended, as by torchrun.
+JSON list per line. If one command fails the others are ended, as by torchrun. Without a timeout the answer is their
+process ids, at once; a later `{"poll": [process id, …]}` asks for their exit codes, null while they run.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -21,6 +23,8 @@ import gpt2_accel.evals.tasks
 import gpt2_accel.train  # noqa: F401
 
 GRACE = 10  # seconds between one command's failure and the end of the others
+running: set[int] = set()  # what was started without a timeout
+ended: dict[int, int] = {}
 
 
 def run_script(argv: list[str], env: dict[str, str]) -> int:
@@ -64,9 +68,25 @@ def kill(child: int) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def answer(request: dict) -> list[int]:
-    """The exit codes of a request's commands."""
+def poll(child: int) -> int | None:
+    """The exit code of a child, None while it runs."""
+    if child in running:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if not done:
+            return None
+        running.remove(child)
+        ended[child] = os.waitstatus_to_exitcode(status)
+    return ended[child]
+
+
+def answer(request: dict) -> list[int | None]:
+    """The exit codes of a request's commands, or the ids of their processes."""
+    if "poll" in request:
+        return [poll(child) for child in request["poll"]]
     children = [start(command, request) for command in request["commands"]]
+    if "timeout" not in request:
+        running.update(children)
+        return children
     codes: dict[int, int] = {}
     deadline = time.monotonic() + request["timeout"]
     while len(codes) < len(children):
@@ -87,6 +107,9 @@ def answer(request: dict) -> list[int]:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported is never collected: children leave its memory shared
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
+    for child in running:
+        kill(child)

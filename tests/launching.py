@@ -9,10 +9,12 @@ import atexit
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -35,16 +37,7 @@ def launch(
     Flags of the launcher may stand before the script's name. On several processes `config` "cpu" means the launcher's
     own flags for them, as the README says it. With `launcher` it is the real command.
     """
-    where = ["--config_file", f"accelerate_configs/{config}.yaml"]
-    several = ["--num_processes", str(processes), "--main_process_port", free_port()]
-    if config == "cpu" and processes > 1:
-        where = ["--multi_gpu", *several]
-    elif config != "cpu":
-        where += several
-    if processes > 1 or config != "cpu":
-        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
-    flags = [*where, *map(str, (script, *args))]
-    environment = {**os.environ, **env}
+    flags, environment = launch_flags(script, *args, processes=processes, config=config, **env)
     if launcher:
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
         return subprocess.run(
@@ -53,9 +46,57 @@ def launch(
     return forked(*launched(flags, environment))
 
 
+def launch_flags(
+    script: str | Path, *args: object, processes: int = 1, config: str = "cpu", **env: str
+) -> tuple[list[str], dict[str, str]]:
+    """What stands behind `accelerate launch`, and the environment in which it is typed."""
+    where = ["--config_file", f"accelerate_configs/{config}.yaml"]
+    several = ["--num_processes", str(processes), "--main_process_port", free_port()]
+    if config == "cpu" and processes > 1:
+        where = ["--multi_gpu", *several]
+    elif config != "cpu":
+        where += several
+    if processes > 1 or config != "cpu":
+        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+    return [*where, *map(str, (script, *args))], {**os.environ, **env}
+
+
 def python(script: str | Path, *args: object, cwd: Path = ROOT, **env: str):
     """`python SCRIPT ARGS` in a forked process."""
     return forked([str(script), *map(str, args)], [{**os.environ, **env}], cwd=cwd)
+
+
+class Started:
+    """A launch, or `python` without one, in forked processes that go on beside the test; output goes to a file."""
+
+    def __init__(self, script, *args, log: Path, processes: int | None = None, **env: str):
+        environment = {**os.environ, **env}
+        argv, environments = [str(script), *map(str, args)], [environment]
+        if processes:
+            argv, environments = launched(*launch_flags(*argv, processes=processes, **env))
+        commands = [{"argv": argv, "env": env} for env in environments]
+        files = {"output": str(log), "errors": str(log)}
+        self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})
+
+    def poll(self) -> int | None:
+        """The exit code, None while a process runs: 0, or that of the first process that failed."""
+        codes = ask({"poll": self.pids})
+        return None if None in codes else next(filter(None, codes), 0)
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        deadline = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                self.send_signal(signal.SIGKILL)
+                raise subprocess.TimeoutExpired("forked processes", seconds)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to those processes that run."""
+        for pid, code in zip(self.pids, ask({"poll": self.pids}), strict=True):
+            if code is None:
+                os.kill(pid, number)
 
 
 def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], list[dict]]:

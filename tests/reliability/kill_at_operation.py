@@ -1,18 +1,14 @@
-"""Trains, and kills itself before the N-th change that a save makes on the disk.
+"""Trains, and kills itself before the N-th change that a save makes on the disk; with N = 0 never.
 
-    python kill_at_operation.py  <  one JSON line per run: {"flags": […], "kill_at": N or null}
-
-Answers each line with the exit code of the run, a process forked from this one, which has imported all
-that it needs but computed nothing.
+python kill_at_operation.py N --data_dir ...
 """
 
-import json
 import os
 import signal
 import sys
 
-import gpt2_accel.train
 from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.train import train
 
 OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir", "symlink")
 
@@ -36,14 +32,6 @@ def die_before(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-for line in sys.stdin:
-    order = json.loads(line)
-    sys.stdout.flush()
-    if (child := os.fork()) == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.dup2(2, 1)
-        if order["kill_at"]:
-            die_before(order["kill_at"])
-        gpt2_accel.train.train(parse_config(TrainConfig, order["flags"]))
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+if number := int(sys.argv[1]):
+    die_before(number)
+train(parse_config(TrainConfig, sys.argv[2:]))
