@@ -7,6 +7,7 @@ updates, with a line on stdout: {"seconds", "memory", …} as JSON. At the end o
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from timing import matmul_flops, peak_memory, synchronize, this_device
+from timing import peak_memory, synchronize, this_device
 from training import HF_DEFAULTS
 
+from gpt2_accel.device import matmul_flops
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.runtime.signals import end_with_parent
 
 # Contestants import the rest where they need it: what one of them imports is no memory of another's.
 
@@ -68,16 +71,17 @@ class Gate:
 
 def toolkit(job: Job, gate: Gate) -> None:
     """The toolkit's own loop, `train`; precision and compilation come from the environment, as ever."""
-    import gpt2_accel.train
+    import gpt2_accel.runtime.context as context
     from gpt2_accel.config import TrainConfig
+    from gpt2_accel.train import train
 
-    class GatedLog(gpt2_accel.train.RunLog):
+    class GatedLog(context.RunLog):
         def end_step(self) -> None:
             super().end_step()
             gate()
 
-    gpt2_accel.train.RunLog = GatedLog
-    gpt2_accel.train.train(
+    context.RunLog = GatedLog
+    train(
         TrainConfig(
             data_dir=job.data_dir,
             output_dir=job.output_dir,
@@ -191,8 +195,10 @@ def bare_loop(job: Job, gate: Gate) -> None:
 
 def matmul(job: Job, gate: Gate) -> None:
     """No training: how fast the device multiplies matrices just then."""
+    on_cpu = gate.device.type == "cpu"
     while True:
-        gate(flops=matmul_flops(gate.device, torch.bfloat16))
+        dtype = torch.bfloat16 if job.bf16 else torch.float32
+        gate(flops=matmul_flops(gate.device, dtype, 2048 if on_cpu else 8192, repeats=10))
 
 
 def compiled(module: torch.nn.Module, job: Job) -> Callable[..., torch.Tensor]:
@@ -226,6 +232,7 @@ CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
 
 
 def main() -> None:
+    end_with_parent(signal.SIGKILL)
     # What a library prints on stdout must not get between the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -6,6 +6,7 @@ alone and what the device is.
 
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from reference_model import PlainLoss, slow_gpt, standard_attention
-from timing import matmul_flops, peak_memory, seconds_each, this_device
+from timing import peak_memory, seconds_each, this_device
 from torch import nn
 
-from gpt2_accel.device import inductor_problem, precision_problem
+from gpt2_accel.device import inductor_problem, matmul_flops, precision_problem
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
+from gpt2_accel.runtime.signals import end_with_parent
 
 TOKENS = 50257  # GPT-2's vocabulary without padding
 
@@ -77,7 +79,10 @@ def describe_device() -> dict:
         "devices": max(torch.accelerator.device_count(), 1),
         "lacking": lacking(device),
         "flops": {
-            str(dtype).removeprefix("torch."): matmul_flops(device, dtype) for dtype in dtypes
+            str(dtype).removeprefix("torch."): matmul_flops(
+                device, dtype, 2048 if device.type == "cpu" else 8192, repeats=10
+            )
+            for dtype in dtypes
         },
     }
 
@@ -262,6 +267,7 @@ def measure_attention(shape: list[int], kind: str) -> dict:
 
 def main() -> None:
     """Does the job of the command line and prints what it found, on the first process only."""
+    end_with_parent(signal.SIGKILL)
     job = json.loads(sys.argv[1])
     if "variant" in job:
         found = measure_step(Workload(**job["workload"]), Variant(**job["variant"]))

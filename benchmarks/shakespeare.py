@@ -21,7 +21,7 @@ from results import RESULTS, ratios, summary, write_result
 
 from gpt2_accel import GPT, GPTConfig, cli, from_pretrained
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.data.sources import split_text, tiny_shakespeare
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_bf16.yaml"]
@@ -97,7 +97,7 @@ def wall_time(command: list[str], folder: Path) -> float:
 def validation_loss(model: GPT, text: str) -> float:
     """The mean loss of a character over the last 10% of the text, in windows of the model's positions."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
+    tokens = torch.tensor([number[character] for character in split_text(text)["val"][0]])
     T = model.config.n_positions
     end = (len(tokens) - 1) // T * T
     windows = tokens[:end].view(-1, T).split(64), tokens[1 : end + 1].view(-1, T).split(64)

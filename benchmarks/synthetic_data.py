@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
+from timing import this_device
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.device import has_bf16
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import char_tokenizer
@@ -58,7 +59,9 @@ def main() -> None:
     config = GPTConfig(**json.loads(shape))
     random_shards(folder, config.vocab_size, int(tokens))
     flops = flops_per_token(config, config.n_positions)
-    print(json.dumps({"cuda": torch.cuda.is_available(), "flops_per_token": flops}))
+    device = this_device()
+    facts = {"cuda": device.type == "cuda", "bf16": has_bf16(device), "flops_per_token": flops}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

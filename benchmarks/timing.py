@@ -33,17 +33,6 @@ def seconds_each(
     return seconds[warmup:]
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """Floating-point operations per second of the product of two square matrices, the best of ten.
-
-    `size` is their width, by default 8192, on a CPU 2048. A product counts 2·size³ operations. In float32 a
-    GPU does what `torch.get_float32_matmul_precision` says: "highest" is true float32, "high" TF32.
-    """
-    size = size or (2048 if device.type == "cpu" else 8192)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(seconds_each(lambda: a @ b, device, warmup=2, repeats=10))
-
-
 def peak_memory(device: torch.device) -> int:
     """The most memory so far in bytes: on CUDA that of tensors on `device` (`max_memory_allocated`),
     elsewhere what this process has held of the machine's (`ru_maxrss`; not on Windows).

@@ -7,13 +7,13 @@ makes its updates while the others wait: so all meet the same machine. An update
 step, from batches of random tokens; building, warming up and compilation do not count. A ratio is the median
 of the rounds' ratios. Sizes:
 
-- gpt2: 124M, sequences of 1,024 tokens, in bf16, the toolkit compiled (on a GPU the others too; there the
+- gpt2: 124M, sequences of 1,024 tokens, in bf16 (in fp32 on a CPU that only emulates bf16), the toolkit compiled (on a GPU the others too; there the
   plain loop is in bf16, on a CPU in fp32). Nobody has dropout; after the others the toolkit meets HF's Trainer
   as it comes, with the dropout of `GPT2Config`, and the bare loop, which has the toolkit's kernels but no Accelerate.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
 - tiny: to try this script.
 
-The share of the ceiling (MFU) is of the product of two square bf16 matrices, measured in each round too.
+The share of the ceiling (MFU) is of the product of two square matrices in the toolkit's precision, measured in each round too.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TOKENS = 2**20  # of data: no contestant comes to its end
 @dataclass(frozen=True)
 class Size:
     """A model, its batch on a CPU and on a GPU, how many updates a turn has there, and which contestants
-    meet at once. `fast` is bf16, and compiled on a GPU or in the toolkit."""
+    meet at once. `fast` is bf16 where the device has it, and compiled on a GPU or in the toolkit."""
 
     shape: dict
     batch_size: tuple[int, int]
@@ -148,15 +148,15 @@ def compete(
 
 
 def build_job(
-    contestant: str, size: Size, shape: dict, batch_size: int, data_dir: Path, cuda: bool
+    contestant: str, size: Size, shape: dict, batch_size: int, data_dir: Path, facts: dict
 ) -> dict:
-    """What a contestant is told. HF's Trainer and the plain loop, there in bf16, are compiled on a GPU only."""
-    own = contestant in OVERHEAD
+    """What a contestant is told; `facts` are what `prepare` returned. HF's Trainer and the plain loop, there in bf16, are compiled on a GPU only."""
+    own, cuda = contestant in OVERHEAD, facts["cuda"]
     return {
         "contestant": contestant,
         "shape": shape,
         "batch_size": batch_size,
-        "bf16": size.fast and (cuda or contestant != "plain loop"),
+        "bf16": size.fast and facts["bf16"] and (cuda or contestant != "plain loop"),
         "compile": size.fast and (cuda or own),
         "data_dir": str(data_dir),
     }
@@ -236,7 +236,7 @@ def measure(
         runs, jobs = [], {}
         for group in size.groups:
             here = {
-                name: build_job(name, size, shape, batch_size, folder / "data", facts["cuda"])
+                name: build_job(name, size, shape, batch_size, folder / "data", facts)
                 for name in group
             }
             runs.append(compete(here.values(), rounds, updates, folder / str(len(runs))))

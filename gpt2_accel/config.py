@@ -33,6 +33,18 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
+def check_ranges(settings: object, *, positive: str = "", not_negative: str = "") -> None:
+    """Raises `ValueError` for a setting, of those named between spaces, that is below 1 or below 0; None passes."""
+    for names, least, rule in (
+        (positive, 1, "be at least 1"),
+        (not_negative, 0, "not be negative"),
+    ):
+        for name in names.split():
+            value = getattr(settings, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must {rule}, got {value}")
+
+
 AUTO = 0
 
 
@@ -135,7 +147,7 @@ class TrainConfig:
     license: str | None = setting(None, "the model's licence in its card, such as 'mit'")
 
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
-    dry_run: bool = setting(False, "say what the run would take, and end")
+    dry_run: bool = setting(False, "print the memory and FLOPs estimate, then exit")
     eval_only: bool = setting(False, "evaluate the model on the validation data, and end")
     profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
@@ -143,21 +155,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.sequence_length is None:
             self.sequence_length = self.n_positions
-        positive = (
-            "sequence_length total_batch_size max_steps log_every eval_tokens sample_tokens keep_last "
-            "max_bad_steps ramp_start"
+        check_ranges(
+            self,
+            positive="sequence_length total_batch_size max_steps log_every eval_tokens sample_tokens keep_last "
+            "max_bad_steps ramp_start",
+            not_negative="learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm eval_every "
+            "hellaswag_every sample_every save_every keep_every spike_z seed micro_batch_size patience ramp_tokens "
+            "decay_share profile",
         )
-        not_negative = (
-            "learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm "
-            "eval_every hellaswag_every sample_every save_every keep_every spike_z seed micro_batch_size "
-            "patience ramp_tokens decay_share profile"
-        )
-        for name in positive.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in not_negative.split():
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_hours is not None and self.max_hours <= 0:
             raise ValueError(f"max_hours must be above 0, got {self.max_hours}")
         if self.keep_best and not self.eval_every:
@@ -176,16 +181,26 @@ class TrainConfig:
                 )
 
     def batch_schedule(self, processes: int) -> BatchSchedule:
-        """How many sequences each update has on so many processes; raises `ValueError` as `BatchSchedule.of_run`."""
-        names = [
-            "total_batch_size",
-            "micro_batch_size",
-            "sequence_length",
-            "ramp_tokens",
-            "ramp_start",
-        ]
-        return BatchSchedule.of_run(
-            processes=processes, **{name: getattr(self, name) for name in names}
+        """How many sequences each update has.
+
+        Raises `ValueError` if an update is not a whole number of micro-batches on each of the `processes`.
+        """
+        tokens = self.micro_batch_size * self.sequence_length * processes
+        if self.total_batch_size % tokens:
+            nearest = max(1, round(self.total_batch_size / tokens)) * tokens
+            raise ValueError(
+                f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of "
+                f"micro_batch_size x sequence_length x processes = {self.micro_batch_size} x "
+                f"{self.sequence_length} x {processes} = {tokens}: try {nearest}"
+            )
+        if self.ramp_tokens and self.ramp_start % processes:
+            raise ValueError(
+                f"ramp_start ({self.ramp_start} sequences) is not a multiple of the {processes} processes: "
+                "set one that is, and that divides the full batch"
+            )
+        length = self.sequence_length
+        return BatchSchedule(
+            self.total_batch_size // length, self.ramp_start, self.ramp_tokens // length
         )
 
     def save(self, path: str | Path) -> None:

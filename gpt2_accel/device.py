@@ -35,7 +35,10 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # of mixed precision, by Accelerate's names
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -82,6 +85,16 @@ def precision_problem(device: torch.device, precision: str) -> str | None:
     return None
 
 
+def cpu_instructions() -> str:
+    """What the CPU, or `ATEN_CPU_CAPABILITY`, offers to compiled code, such as `AVX512 bf16 amx`."""
+    units = {
+        "bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+    }
+    found = (name for name, there in units.items() if there)
+    return " ".join((torch.backends.cpu.get_cpu_capability(), *found))
+
+
 @overridable
 def has_cpp_compiler() -> bool:
     """Whether inductor can compile for the CPU: it takes `CXX`, else g++ or clang++."""
@@ -115,15 +128,22 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @overridable
-def matmul_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s of a large matrix product in `precision` (no, fp16 or bf16) on the device, measured: the best of 3."""
-    size = 1024 if device.type == "cpu" else 4096
-    a = torch.ones(size, size, device=device, dtype=DTYPES.get(precision, torch.float32))
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 3
+) -> float:
+    """FLOP/s of the product of two square matrices on the device, measured: the best of `repeats`.
+
+    `size` is their width, by default 4096, on a CPU 1024. A product counts 2·size³ operations. In fp32 a GPU does what
+    `torch.get_float32_matmul_precision` says: "highest" is true fp32, "high" TF32.
+    """
+    size = size or (1024 if device.type == "cpu" else 4096)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
-    for _ in range(4):  # the first warms up
+    for number in range(repeats + 1):
         start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
+        (a @ b)[0, 0].item()  # waits for the device
+        if number:  # the first warms up
+            best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
 

@@ -76,38 +76,6 @@ class BatchSchedule:
             size = start + (full - start) * seen // ramp_sequences
             self.before.append(seen + size // start * start)
 
-    @classmethod
-    def of_run(
-        cls,
-        *,
-        total_batch_size: int,
-        micro_batch_size: int,
-        sequence_length: int,
-        processes: int,
-        ramp_tokens: int,
-        ramp_start: int,
-    ) -> "BatchSchedule":
-        """The schedule of a run: `total_batch_size` and `ramp_tokens` in tokens, `micro_batch_size` and `ramp_start` in
-        sequences.
-
-        Raises `ValueError` if an update is not a whole number of micro-batches on each of the `processes`.
-        """
-        tokens = micro_batch_size * sequence_length * processes
-        if total_batch_size % tokens:
-            nearest = max(1, round(total_batch_size / tokens)) * tokens
-            raise ValueError(
-                f"total_batch_size ({total_batch_size} tokens) is not a multiple of micro_batch_size x "
-                f"sequence_length x processes = {micro_batch_size} x {sequence_length} x {processes} = {tokens}: "
-                f"try {nearest}"
-            )
-        if ramp_tokens and ramp_start % processes:
-            raise ValueError(
-                f"ramp_start ({ramp_start} sequences) is not a multiple of the {processes} processes: "
-                "set one that is, and that divides the full batch"
-            )
-        full, ramp = total_batch_size // sequence_length, ramp_tokens // sequence_length
-        return cls(full, ramp_start, ramp)
-
     def first(self, step: int) -> int:
         """The number of sequences before update `step`."""
         ramp = len(self.before) - 1

@@ -64,7 +64,7 @@ class Demo:
 
 
 @dataclass
-class Speaker:
+class LoadedModel:
     """A model with its tokenizer, under the name that the page shows."""
 
     name: str
@@ -89,16 +89,16 @@ def main() -> None:
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return
-    speakers = [Speaker(name, *load(name, config.dtype)) for name in config.model]
-    for speaker in speakers if config.compile else []:
-        complete(speaker.model, speaker.tokenizer, ["a"], Sampling(3), compile=True)
-    page = build_page(speakers, config.compile)
+    models = [LoadedModel(name, *load(name, config.dtype)) for name in config.model]
+    for loaded in models if config.compile else []:
+        complete(loaded.model, loaded.tokenizer, ["a"], Sampling(3), compile=True)
+    page = build_page(models, config.compile)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page.queue(max_size=QUEUE).launch(theme=theme)
 
 
-def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
+def build_page(models: list[LoadedModel], compile: bool) -> "gr.Blocks":
     """The Gradio page: settings above, a column for each model below."""
     with gr.Blocks(title="Talk to a GPT-2", analytics_enabled=False) as page:
         prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
@@ -108,9 +108,9 @@ def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
         inputs = [prompt, *settings_row()]
         outputs = []
         with gr.Row():
-            for speaker in speakers:
+            for loaded in models:
                 with gr.Column():
-                    gr.Markdown(f"### {speaker.name}\n{describe(speaker.model.config)}")
+                    gr.Markdown(f"### {loaded.name}\n{describe(loaded.model.config)}")
                     with gr.Row():
                         outputs += [
                             gr.Textbox(
@@ -128,7 +128,7 @@ def build_page(speakers: list[Speaker], compile: bool) -> "gr.Blocks":
 
         def talk(prompt: str | None, *values: float | None) -> Iterator[list]:
             try:
-                yield from write_all(speakers, compile, prompt or "", read_settings(*values))
+                yield from write_all(models, compile, prompt or "", read_settings(*values))
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
@@ -178,19 +178,19 @@ def read_settings(
 
 
 def write_all(
-    speakers: list[Speaker], compile: bool, prompt: str, sampling: Sampling
+    models: list[LoadedModel], compile: bool, prompt: str, sampling: Sampling
 ) -> Iterator[list]:
     """The page's outputs, again and again while all models write, a token of each in turn."""
-    for speaker in speakers:
-        tokens = len(encode_prompt(speaker.tokenizer, prompt))
-        if tokens > (read := speaker.model.config.n_positions):
-            gr.Info(f"{speaker.name} reads the last {read} of the prompt's {tokens} tokens.")
-    tables = [speaker.next_tokens(prompt) for speaker in speakers]
+    for loaded in models:
+        tokens = len(encode_prompt(loaded.tokenizer, prompt))
+        if tokens > (read := loaded.model.config.n_positions):
+            gr.Info(f"{loaded.name} reads the last {read} of the prompt's {tokens} tokens.")
+    tables = [loaded.next_tokens(prompt) for loaded in models]
     streams = [
-        stream(speaker.model, speaker.tokenizer, [prompt], sampling, compile=compile)
-        for speaker in speakers
+        stream(loaded.model, loaded.tokenizer, [prompt], sampling, compile=compile)
+        for loaded in models
     ]
-    written = [[] for _ in speakers]
+    written = [[] for _ in models]
     for step in zip_longest(*streams):
         written = [new or old for new, old in zip(step, written, strict=True)]
         outputs = []

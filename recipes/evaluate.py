@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.config import parse_config, setting
+from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals.harness import run_harness
 from gpt2_accel.evals.sources import SOURCES, read_items
 from gpt2_accel.evals.table import BASELINES, convention, markdown_table
@@ -59,9 +59,7 @@ class Evaluate:
     update_card: bool = setting(False, "add the results to the model card of a local --model")
 
     def __post_init__(self) -> None:
-        for name in ("limit", "eval_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_ranges(self, positive="limit eval_tokens")
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")

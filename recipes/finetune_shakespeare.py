@@ -13,7 +13,6 @@ Expected: text in Shakespeare's manner after 20 updates; nanoGPT's readme shows 
 on OpenAI's weights here.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
-from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.runtime.accelerator import processes
 from gpt2_accel.tokenizer import load_tokenizer
@@ -61,16 +60,9 @@ def prepare_text(config: FinetuneShakespeare) -> None:
     if (Path(config.data_dir) / MANIFEST).exists():
         return
     text = tiny_shakespeare(config.input)
-    cut = int(len(text) * 0.9)  # as nanoGPT cuts it
-    digest = hashlib.sha256(text.encode()).hexdigest()
     tokenizer = load_tokenizer(local_directory(config.init_from))
-    splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    prepare(
-        splits,
-        tokenizer,
-        config.data_dir,
-        source=f"{config.input or 'tiny Shakespeare'}, SHA-256 {digest}",
-    )
+    source = text_source(text, config.input)
+    prepare(split_text(text), tokenizer, config.data_dir, source=source)
 
 
 def main() -> None:

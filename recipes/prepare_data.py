@@ -25,7 +25,6 @@ Of several documents one in 20 is held out for validation, by a hash of its name
 """
 
 import argparse
-import hashlib
 import itertools
 import os
 import shlex
@@ -46,7 +45,9 @@ from gpt2_accel.data.sources import (
     Texts,
     file_pieces,
     one_text_pieces,
+    split_text,
     text_files,
+    text_source,
     tiny_shakespeare,
 )
 from gpt2_accel.data.stats import describe
@@ -77,21 +78,16 @@ DATASETS: dict[str, dict[str, Any]] = {
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--data_dir", required=True, help="folder to make, or to look at")
+    # What is not given leaves no attribute, so that these options may stand before or after the command.
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument("--data_dir", help="folder to make, or to look at")
     common.add_argument("--verify", action="store_true", help="check all shards' checksums")
-    common.add_argument("--stats", action="store_true", help="say what is in the shards")
+    common.add_argument("--stats", action="store_true", help="print what is in the shards")
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        parents=[common],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if not any(word in COMMANDS for word in sys.argv[1:]):
-        parser = argparse.ArgumentParser(
-            parents=[common],
-            description=__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(command=None)
-        return parser.parse_args()
     corpus = argparse.ArgumentParser(add_help=False, parents=[common])
     corpus.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     corpus.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard")
@@ -106,7 +102,7 @@ def parse_options() -> argparse.Namespace:
     )
     tokens.add_argument("--vocab_size", type=int, default=4096, help="tokens of a trained bpe")
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
         command = commands.add_parser(name, parents=[corpus])
         command.add_argument("--input", help="the text; downloaded if not given")
@@ -123,11 +119,13 @@ def parse_options() -> argparse.Namespace:
     mix = commands.add_parser("mix", parents=[common])
     mix.add_argument("parts", nargs="+", metavar="DATA_DIR=WEIGHT")
     options = parser.parse_args()
+    if "data_dir" not in options:
+        parser.error("the following arguments are required: --data_dir")
     given = {name: value for name, value in vars(options).items() if value is not None}
-    return argparse.Namespace(**{**vars(options), **DATASETS.get(options.command, {}), **given})
+    defaults = {"verify": False, "stats": False, **vars(options)}
+    return argparse.Namespace(**{**defaults, **DATASETS.get(options.command, {}), **given})
 
 
-COMMANDS = ("shakespeare", "shakespeare-char", "text", "hf", *DATASETS, "mix")
 EXECUTORS = ("datatrove", "slurm", "ray")
 
 
@@ -194,12 +192,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     data_dir = Path(options.data_dir)
     if options.command.startswith("shakespeare"):
         text = tiny_shakespeare(options.input)
-        cut = int(len(text) * 0.9)  # as nanoGPT cuts it
         return Plan(
-            [Texts("train", [text[:cut]]), Texts("val", [text[cut:]])],
+            [Texts(split, texts) for split, texts in split_text(text).items()],
             char_tokenizer(text) if "char" in options.command else gpt2_tokenizer(),
             data_dir,
-            source=f"tiny Shakespeare, SHA-256 {hashlib.sha256(text.encode()).hexdigest()}",
+            source=text_source(text, options.input),
             shard_tokens=options.shard_tokens,
         )
     pieces, source, revision = pieces_of(options)

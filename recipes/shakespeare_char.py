@@ -9,7 +9,6 @@ are for training, the rest for validation. By default nanoGPT's six-layer settin
 `--cpu_settings` its four-layer ones: 12 x 64 = 768 tokens per update, 2,000 updates, about 1.9.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
 from gpt2_accel.runtime.accelerator import processes
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
@@ -69,18 +68,14 @@ def prepare_text(config: ShakespeareChar) -> None:
     if prepared and config.input is None:
         return
     text = tiny_shakespeare(config.input)
-    source = (
-        f"{config.input or 'tiny Shakespeare'}, SHA-256 {hashlib.sha256(text.encode()).hexdigest()}"
-    )
+    source = text_source(text, config.input)
     if prepared:
         if read_manifest(config.data_dir)["source"].split()[-1] != source.split()[-1]:
             raise ValueError(
                 f"{config.data_dir} was made from another text: choose another --data_dir"
             )
         return
-    cut = int(len(text) * 0.9)
-    splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    prepare(splits, char_tokenizer(text), config.data_dir, source=source)
+    prepare(split_text(text), char_tokenizer(text), config.data_dir, source=source)
 
 
 def main() -> None:

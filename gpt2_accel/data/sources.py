@@ -4,6 +4,7 @@ Each kind of file has its kind of piece, and a function that cuts a file into su
 """
 
 import codecs
+import hashlib
 import io
 import itertools
 import json
@@ -326,6 +327,18 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
         raise OSError(
             f"{TINY_SHAKESPEARE} cannot be read ({error}): give the text by --input FILE"
         ) from error
+
+
+def split_text(text: str) -> dict[str, list[str]]:
+    """The first 90% of a text for training, the rest for validation, as nanoGPT splits tiny Shakespeare."""
+    cut = int(len(text) * 0.9)
+    return {"train": [text[:cut]], "val": [text[cut:]]}
+
+
+def text_source(text: str, path: str | Path | None = None) -> str:
+    """What the manifest says of a text from `tiny_shakespeare(path)`: its file, if it has one, and its SHA-256."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{path or 'tiny Shakespeare'}, SHA-256 {digest}"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """FLOPs of training, and the time that they take."""
 
+import torch
 from accelerate import Accelerator
 
-from gpt2_accel.device import matmul_flops
+from gpt2_accel.device import DTYPES, matmul_flops
 from gpt2_accel.models import ModelConfig
 
 # Training reaches about this share of the speed of a large matrix product; nanoGPT calls 40-60% good.
@@ -20,5 +21,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
 
 def expected_seconds(flops: float, accelerator: Accelerator) -> float:
     """About how long `flops` of training take here, by the measured speed of a matrix product."""
-    speed = matmul_flops(accelerator.device, accelerator.mixed_precision)
+    speed = matmul_flops(accelerator.device, DTYPES.get(accelerator.mixed_precision, torch.float32))
     return flops / (speed * accelerator.num_processes * TYPICAL_MFU)

@@ -58,7 +58,7 @@ def activation_bytes(
         seen[storage._cdata] = storage.nbytes()
         return tensor
 
-    dtype = None if precision == "no" else DTYPES[precision]
+    dtype = DTYPES.get(precision)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = config.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)

@@ -23,8 +23,6 @@ from gpt2_accel.evals.scores import choice_accuracy
 from gpt2_accel.evals.scoring import Question, encode_question, fit_rows, score
 from gpt2_accel.evals.sources import field
 
-STYLES = ("plain", "lm_eval")
-
 
 @dataclass
 class HellaSwag:

@@ -22,56 +22,53 @@ NATS = "nats: of each sample, the negative log-likelihood summed over its tokens
 TOKENS = "tokens: of each sample, how many tokens (or words, or bytes) it has."
 
 
-def describe(what: str | None, inputs: str, **columns) -> evaluate.MetricInfo:
-    """What `evaluate` wants to know of a metric."""
-    return evaluate.MetricInfo(
-        description=what or "", citation="", inputs_description=inputs, features=Features(columns)
-    )
+class Metric(evaluate.Metric):
+    """A metric whose docstring, `inputs` and `columns` are what `evaluate` wants to know of it."""
 
-
-class TokenLoss(evaluate.Metric):
-    """Mean loss per token, however the samples are cut: not the mean of batches' means."""
+    inputs = f"{NATS}\n{TOKENS}"
+    columns = {"nats": Value("float64"), "tokens": Value("int64")}  # noqa: RUF012
 
     def _info(self) -> evaluate.MetricInfo:
-        columns = {"nats": Value("float64"), "tokens": Value("int64")}
-        return describe(self.__doc__, f"{NATS}\n{TOKENS}", **columns)
+        return evaluate.MetricInfo(
+            description=self.__doc__ or "",
+            citation="",
+            inputs_description=self.inputs,
+            features=Features(self.columns),
+        )
+
+
+class TokenLoss(Metric):
+    """Mean loss per token, however the samples are cut: not the mean of batches' means."""
 
     def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
         return mean_loss(nats, tokens)
 
 
-class Perplexity(evaluate.Metric):
+class Perplexity(Metric):
     """The exponential of the mean loss per token."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        columns = {"nats": Value("float64"), "tokens": Value("int64")}
-        return describe(self.__doc__, f"{NATS}\n{TOKENS}", **columns)
 
     def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
         return perplexity(nats, tokens)
 
 
-class BitsPerByte(evaluate.Metric):
+class BitsPerByte(Metric):
     """The code length of the text in bits by its length in bytes, which compares across tokenizers."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        columns = {"nats": Value("float64"), "bytes": Value("int64")}
-        return describe(self.__doc__, f"{NATS}\nbytes: of each sample, in UTF-8.", **columns)
+    inputs = f"{NATS}\nbytes: of each sample, in UTF-8."
+    columns = {"nats": Value("float64"), "bytes": Value("int64")}  # noqa: RUF012
 
     def _compute(self, nats: Sequence[float], bytes: Sequence[int]) -> dict[str, float]:
         return bits_per_byte(nats, sum(bytes))
 
 
-class ChoiceAccuracy(evaluate.Metric):
+class ChoiceAccuracy(Metric):
     """How often the choice of highest score is the right one."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        inputs = (
-            "predictions: of each sample, a score for each choice, the higher the likelier: log-"
-            "likelihoods, or these by the choice's length.\nreferences: the number of the right choice."
-        )
-        columns = {"predictions": ListOf(Value("float64")), "references": Value("int64")}
-        return describe(self.__doc__, inputs, **columns)
+    inputs = (
+        "predictions: of each sample, a score for each choice, the higher the likelier: log-"
+        "likelihoods, or these by the choice's length.\nreferences: the number of the right choice."
+    )
+    columns = {"predictions": ListOf(Value("float64")), "references": Value("int64")}  # noqa: RUF012
 
     def _compute(
         self, predictions: Sequence[Sequence[float]], references: Sequence[int]

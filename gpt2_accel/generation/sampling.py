@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.find import model_directory
-from gpt2_accel.config import setting
+from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel
@@ -65,9 +65,7 @@ class Sampling:
     overflow: str = setting("slide", "past the model's positions: 'slide' on, or 'error'")
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_ranges(self, positive="max_new_tokens num_samples")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0, for the likeliest token, or above, got {self.temperature}"

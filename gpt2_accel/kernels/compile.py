@@ -1,4 +1,4 @@
-"""Compilation of the kernels' elementwise parts, and the fingerprint of their source for inductor's cache."""
+"""Compilation of the kernels' elementwise parts, and what inductor's cache has to tell apart."""
 
 import functools
 import hashlib
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from gpt2_accel.device import cpu_instructions
+
 
 @functools.cache
 def fused(function: Callable) -> Callable:
@@ -14,14 +16,19 @@ def fused(function: Callable) -> Callable:
 
     For use inside custom operators, which are opaque to Dynamo.
     """
+    tag_compile_cache()
     return torch.compile(function, dynamic=True)
 
 
-def kernels_fingerprint() -> str:
-    """SHA-256 (hex) of this folder's source.
+@functools.cache
+def tag_compile_cache() -> None:
+    """Puts into the key of inductor's cache what inductor leaves out: the source of this folder and the CPU's
+    instructions.
 
-    Inductor's cache does not see the source of custom operators, so that code compiled for another release's
-    operators would be taken from the cache. The fingerprint goes into its key.
+    Inductor does not see the source of custom operators, and would take code compiled for another release's operators
+    from the cache. And it takes code generated for AVX2 on a CPU with AVX-512 and the other way round, which computes
+    wrong numbers or corrupts memory (seen with torch 2.13): home folders are shared by different machines.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    torch.compiler.config.cache_key_tag = f"{digest.hexdigest()} {cpu_instructions()}"

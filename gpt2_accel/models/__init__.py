@@ -33,41 +33,35 @@ class LayerCache(NamedTuple):
 
 
 class ModelConfig(Protocol):
-    """The shape of a model."""
+    """The shape of a model.
+
+    `padded_vocab_size` counts the rows of the token embedding, `parameter_count` the parameters as saved.
+    `matmul_parameters` are those that a token is multiplied by, the N of 6N FLOPs per token; `attention_width` is
+    layers x heads x channels of a head, the L·H·Q of the attention's FLOPs. `cache_shape` gives the layers, heads and
+    channels of a head of the keys and values that generation keeps. `build` makes a model with fresh weights.
+    """
 
     vocab_size: int
     n_positions: int
+    n_layer: int
+    n_embd: int
     dropout: float
+    padded_vocab_size: int
+    parameter_count: int
+    matmul_parameters: int
+    attention_width: int
+    cache_shape: tuple[int, int, int]
 
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the token embedding."""
-
-    @property
-    def parameter_count(self) -> int:
-        """Parameters as saved."""
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied by, the N of 6N FLOPs per token."""
-
-    @property
-    def attention_width(self) -> int:
-        """Layers x heads x channels of a head, the L·H·Q of the attention's FLOPs."""
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads and channels of a head of the keys and values that generation keeps."""
-
-    def build(self) -> "LanguageModel":
-        """A model of this shape with fresh weights."""
+    def build(self) -> "LanguageModel": ...
 
 
 class LanguageModel(Protocol):
-    """What training, evaluation and generation call.
+    """A model. `forward` and `decode` are documented in `models/gpt2.py`.
 
     `separator` is the token that begins each document, if attention is not to cross from one document to the next.
-    `checkpoint_activations` recomputes each block in the backward pass.
+    `checkpoint_activations` recomputes each block in the backward pass. `device` and `dtype` are those of the weights.
+    `forward(input_ids, targets=None, *, reduction="mean", position_ids=None, attention_mask=None, logits_to_keep=0)`
+    returns logits (B, T, vocab_size), or with `targets` the loss in nats, a scalar or with "none" (B, T).
     """
 
     config: ModelConfig
@@ -76,17 +70,7 @@ class LanguageModel(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        *,
-        reduction: str = "mean",
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> torch.Tensor:
-        """Logits (B, T, vocab_size), or with `targets` the loss in nats, a scalar or with "none" (B, T)."""
+    def __call__(self, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor: ...
 
     def decode(
         self,
@@ -94,5 +78,4 @@ class LanguageModel(Protocol):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         cache: Sequence[LayerCache],
-    ) -> torch.Tensor:
-        """Reads further tokens into a cache; returns the logits of what follows the last, (B, vocab_size)."""
+    ) -> torch.Tensor: ...

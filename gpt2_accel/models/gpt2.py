@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, cross_entropy, gelu
 from gpt2_accel.kernels.linear import Linear, linear
 from gpt2_accel.models import LayerCache
@@ -54,9 +55,7 @@ class GPTConfig:
     gelu: str = "tanh"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_ranges(self, positive="vocab_size n_positions n_layer n_head n_embd")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}): "

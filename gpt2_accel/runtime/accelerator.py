@@ -12,7 +12,7 @@ from accelerate.utils import DynamoBackend, parse_flag_from_env
 
 from gpt2_accel import kernels
 from gpt2_accel.device import inductor_problem, precision_problem
-from gpt2_accel.kernels.compile import kernels_fingerprint
+from gpt2_accel.kernels.compile import tag_compile_cache
 from gpt2_accel.kernels.cpu import tune_memory
 
 
@@ -26,7 +26,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     """
     # By default in the temporary folder: after a restart of the machine all would be compiled anew.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
-    torch.compiler.config.cache_key_tag = kernels_fingerprint()
+    tag_compile_cache()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -69,4 +69,10 @@ def die_with_launcher() -> None:
     except OSError:
         return
     if b"accelerate" in command or b"torchrun" in command or b"torch.distributed" in command:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Has Linux send the signal to this process when its parent dies; elsewhere does nothing."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
