@@ -87,7 +87,7 @@ def test_bf16_weights_choose_what_transformers_finds_likeliest_in_bf16(model, hf
 
 
 def test_the_compiled_forward_serves_every_length_with_the_same_tokens(model, monkeypatch):
-    compiled = torch.compile(kv_cache.forward, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(kv_cache.next_logits, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(kv_cache, "compiled", lambda: compiled)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
