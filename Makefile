@@ -25,7 +25,7 @@ lint: .venv/installed  ## what the linter says
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/installed  ## mend what the linter can
+format: .venv/installed  ## fix what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -128,7 +128,7 @@ class JsonLinesPiece:
                 row = json.loads(line.decode("utf-8", "surrogateescape"))
             except ValueError as error:
                 raise ValueError(
-                    f"{place}, holds a line that is not JSON ({error}): mend or remove it"
+                    f"{place}, holds a line that is not JSON ({error}): correct or remove it"
                 ) from error
             text = column_of(row, self.column, place)
             split = split_of(self.is_held_out(f"{self.name}:{offset}"))

@@ -1,0 +1,48 @@
+"""What docs/architecture.md says is true."""
+
+import re
+
+import pytest
+from launching import ROOT
+
+TEXT = (ROOT / "docs/architecture.md").read_text()
+QUESTIONS = re.findall(r"^\| (.+\?) \| `([^`]+)` \| `([^`]+)` \|$", TEXT, re.MULTILINE)
+PLACES = re.findall(r"^\| (?:`([\w/.]+)`|leaves) \| (.+) \|$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("question, file, name", QUESTIONS)
+def test_each_question_leads_to_the_one_file_that_has_the_name(question, file, name):
+    assert name in (ROOT / file).read_text()
+    if name.startswith("class "):
+        pattern = re.compile(rf"^{re.escape(name)}\b", re.MULTILINE)
+        sources = (ROOT / "gpt2_accel").rglob("*.py")
+        assert [p for p in sources if pattern.search(p.read_text())] == [ROOT / file]
+
+
+def test_the_table_of_rooms_names_every_file_and_none_that_is_not_there():
+    named = set()
+    for room, files in PLACES:
+        folder = ROOT / "gpt2_accel" / (room if room.endswith("/") else "")
+        listed = re.findall(
+            r"`([\w/]+\.py)`", files if room.endswith("/") or not room else f"`{room}`"
+        )
+        named |= {folder / name for name in listed}
+    there = {path for path in (ROOT / "gpt2_accel").rglob("*.py") if path.stat().st_size}
+    faces = {path for path in there if path.name == "__init__.py"}
+    former = {ROOT / "gpt2_accel" / name for name in ("model.py", "generate.py")}
+    assert named - faces == there - faces - former
+
+
+def test_every_former_name_is_still_importable():
+    import gpt2_accel.generate
+    import gpt2_accel.model
+    from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+    from gpt2_accel.config import TrainConfig, parse_config, required, setting
+    from gpt2_accel.data.prepare import carry_out, prepare
+    from gpt2_accel.train import accumulate_gradients, due, train
+
+    assert gpt2_accel.model.GPT is GPT and gpt2_accel.model.GPTConfig is GPTConfig
+    names = "Completion DTYPES Sampling complete encode_prompt likeliest load stream tokens"
+    assert all(hasattr(gpt2_accel.generate, name) for name in names.split())
+    found = (from_pretrained, save_pretrained, TrainConfig, parse_config, required, setting)
+    assert all(map(callable, (*found, carry_out, prepare, accumulate_gradients, due, train)))
