@@ -1,15 +1,12 @@
-"""Runs of several processes, and runs that are killed: the real commands."""
+"""Runs of several processes, and runs that are killed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from conftest import WORDS, as_flags, losses, run, tiny_config
-from launching import ROOT, launch
+from launching import Started, launch
 
 from gpt2_accel.files import read_json_lines
 
@@ -50,15 +47,10 @@ def test_processes_that_accelerate_does_not_see_end_in_one_sentence(data_dir, tm
 
 
 def test_a_killed_run_resumes_to_the_same_losses(data_dir, tmp_path):
-    settings = {"max_steps": 300, "save_every": 20, "dropout": 0.1}
+    settings = {"max_steps": 160, "save_every": 20, "dropout": 0.1}
     config = tiny_config(data_dir, tmp_path / "killed", resume_from="latest", **settings)
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    options = {"log": tmp_path / "log.txt", "ACCELERATE_USE_CPU": "true"}
+    process = Started(SCRIPT, *as_flags(config), **options)
     deadline = time.time() + 120
     while not (tmp_path / "killed/checkpoint-40").exists():
         assert process.poll() is None and time.time() < deadline
@@ -68,5 +60,5 @@ def test_a_killed_run_resumes_to_the_same_losses(data_dir, tmp_path):
     assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "running"
     resumed = run(config)
     whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    assert [entry["step"] for entry in resumed] == list(range(1, 301))
+    assert [entry["step"] for entry in resumed] == list(range(1, 161))
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)

@@ -5,15 +5,13 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 import threading
 import time
 
 import pytest
 from conftest import as_flags, tiny_config
-from launching import ROOT, launch
+from launching import Started, launch
 
 from gpt2_accel.runtime.progress import duration
 
@@ -28,13 +26,8 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", max_steps=800, eval_every=200, log_every=5)
     ours, theirs = pty.openpty()
     set_width(ours, 120)
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "TERM": "xterm"},
-        stdout=theirs,
-        stderr=theirs,
-    )
+    environment = {"ACCELERATE_USE_CPU": "true", "TERM": "xterm"}
+    process = Started(SCRIPT, *as_flags(config), log=os.ttyname(theirs), **environment)
     os.close(theirs)
     seen: list[tuple[int, str]] = []
     width = 120
@@ -55,11 +48,11 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     set_width(ours, 60)
     time.sleep(1)  # what was on its way
     width = 60
-    process.wait(120)
+    code = process.wait(120)
     reader.join(10)
     os.close(ours)
     text = "".join(part for _, part in seen)
-    assert process.returncode == 0, text
+    assert code == 0, text
     assert re.search(r"\d+%\|.*\d+/800 \[.*<.*loss=.*tok/s=", text)  # share, time left, figures
     bars = [
         piece

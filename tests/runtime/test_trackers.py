@@ -3,17 +3,17 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import sqlite3
 import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import as_flags, losses, run, tiny_config
-from launching import ROOT
+from launching import Started, python
 from wandb_server import WandbServer
 
 from gpt2_accel.files import read_json_lines
@@ -89,14 +89,9 @@ def facts(run_dir: Path) -> dict:
 
 def kill_after(config, step: int) -> None:
     """Starts the run as a process of its own, and kills it once it has logged `step`."""
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    log, deadline = Path(config.output_dir) / "metrics.jsonl", time.time() + 120
+    log = Path(config.output_dir) / "metrics.jsonl"
+    options = {"log": Path(f"{config.output_dir}.txt"), "ACCELERATE_USE_CPU": "true"}
+    process, deadline = Started(SCRIPT, *as_flags(config), **options), time.time() + 120
     while not any(entry["step"] >= step for entry in read_json_lines(log)):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.02)
@@ -162,14 +157,7 @@ def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
         # It had sent ten updates more than the checkpoint has.
         sent = read_json_lines(tmp_path / "run/metrics.jsonl")[:60]
         server.history = [{"_step": line["step"], **line} for line in sent]
-        done = subprocess.run(
-            [sys.executable, SCRIPT, *as_flags(config)],
-            cwd=ROOT,
-            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = python(SCRIPT, *as_flags(config), ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     assert server.names == {facts(tmp_path / "run")["run_id"]}
     steps = [row["_step"] for row in server.history]
@@ -226,18 +214,12 @@ def test_a_tracker_that_is_unknown_or_missing_is_an_error_before_anything_is_wri
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_an_account_ends_in_one_sentence(data_dir, tmp_path):
+def test_wandb_without_an_account_ends_in_one_sentence(data_dir, tmp_path, monkeypatch):
     config = tiny_config(data_dir, tmp_path / "run", report_to=["wandb"])
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**clean, "ACCELERATE_USE_CPU": "true", "HOME": str(tmp_path), "NETRC": "/dev/null"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    for name in filter(re.compile("WANDB").match, list(os.environ)):
+        monkeypatch.delenv(name)
+    home = {"HOME": str(tmp_path), "NETRC": "/dev/null"}
+    done = python(SCRIPT, *as_flags(config), ACCELERATE_USE_CPU="true", **home)
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("train_script.py")]
     assert "wandb cannot be started" in line and "set WANDB_MODE=offline" in line
