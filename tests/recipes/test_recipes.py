@@ -3,24 +3,18 @@
 import math
 import os
 import shlex
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from conftest import load_recipe, make_text
-from launching import ROOT, launch
+from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.data import sources
 from gpt2_accel.files import read_json_lines
-
-
-def python(*args):
-    return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
 
 
 def one_sentence(done):
@@ -45,7 +39,7 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
     output = tmp_path / "run"
     flags = (
         f"--data_dir {tmp_path / 'data'} --output_dir {output} --max_steps 30 --vocab_size 300 "
-        "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2"
+        "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2 --n_embd 64"
     )
     monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags.split()])
     GradientState._reset_state()
@@ -76,13 +70,12 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
     # The commands it ends with work as printed.
     commands = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
     for command in commands:
-        done = subprocess.run(
-            shlex.split(command),
-            cwd=ROOT if os.getcwd() == str(ROOT) else os.getcwd(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        interpreter, *arguments = shlex.split(command)
+        assert os.path.samefile(interpreter, sys.executable)
+        if arguments[0] == "-c":
+            (tmp_path / "command.py").write_text(arguments[1])
+            arguments = [tmp_path / "command.py"]
+        done = python(*arguments, cwd=Path.cwd())
         assert done.returncode == 0, done.stderr
         assert "def " in done.stdout
 
@@ -98,7 +91,7 @@ def test_shakespeare_fast_learns_the_words(tmp_path):
     text.write_text(make_text(3000, 0))
     flags = ("--input", text, "--data_dir", tmp_path / "data", "--output_dir", tmp_path / "run")
     shorter = ("--max_steps", 60, "--eval_every", 60, "--sample_every", 60)
-    done = launch("recipes/shakespeare_fast.py", *map(str, (*flags, *shorter)))
+    done = launch("recipes/shakespeare_fast.py", *flags, *shorter)
     assert done.returncode == 0, done.stderr
     last = read_json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["val/loss"] < 1.3 * nats_per_character(text.read_text())

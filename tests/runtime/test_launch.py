@@ -12,7 +12,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState
 from conftest import as_flags, load_recipe, losses, make_text, run, tiny_config
-from launching import ROOT, launch
+from launching import ROOT, launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.device import OVERRIDES
@@ -113,12 +113,7 @@ def test_the_other_sizes_run_and_know_their_shape(size, data_dir, tmp_path, monk
 
 
 def test_missing_data_is_named_with_the_command_that_makes_it(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "recipes/pretrain_355m.py", "--data_dir", tmp_path / "fineweb_edu"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = python("recipes/pretrain_355m.py", "--data_dir", tmp_path / "fineweb_edu")
     [line] = done.stderr.splitlines()
     assert f"prepare_data.py fineweb-edu --data_dir {tmp_path}/fineweb_edu" in line
 
@@ -155,14 +150,8 @@ def test_the_notebook_trains(tmp_path):
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "text.txt").write_text(make_text(3000, 0))
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    (tmp_path / "notebook.py").write_text(text)
+    done = python(tmp_path / "notebook.py", cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
 
