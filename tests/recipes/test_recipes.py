@@ -156,13 +156,13 @@ def test_a_text_that_cannot_be_fetched_says_where_it_looked(monkeypatch):
         sources.tiny_shakespeare()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer):
+@pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])
+def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer, workers):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(make_text(50, i))
     out = tmp_path / "data"
     arguments = ["recipes/prepare_data.py", "text", str(tmp_path), "--data_dir", str(out)]
-    arguments += ["--tokenizer", tokenizer, "--vocab_size", "300"]
+    arguments += ["--workers", workers, "--tokenizer", tokenizer, "--vocab_size", "300"]
     done = python(*arguments)
     assert done.returncode == 0, done.stderr
     assert "train: 3" in done.stdout and "val: " in done.stdout
