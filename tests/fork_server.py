@@ -14,13 +14,18 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 
+import datasets  # noqa: F401
 import torch._dynamo  # noqa: F401  what a compiled run needs
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: F401
 
 import gpt2_accel.data.prepare
 import gpt2_accel.evals.tasks
 import gpt2_accel.train  # noqa: F401
+
+with suppress(ImportError):  # the extra [report]
+    import matplotlib.pyplot  # noqa: F401
 
 GRACE = 10  # seconds between one command's failure and the end of the others
 running: set[int] = set()  # what was started without a timeout

@@ -61,9 +61,20 @@ def launch_flags(
     return [*where, *map(str, (script, *args))], {**os.environ, **env}
 
 
-def python(script: str | Path, *args: object, cwd: Path = ROOT, **env: str):
-    """`python SCRIPT ARGS` in a forked process."""
-    return forked([str(script), *map(str, args)], [{**os.environ, **env}], cwd=cwd)
+def python(
+    script: str | Path,
+    *args: object,
+    cwd: Path = ROOT,
+    at_import: dict[str, str] | None = None,
+    **env: str,
+) -> subprocess.CompletedProcess:
+    """`python SCRIPT ARGS` in a forked process.
+
+    `at_import` is that part of the environment which libraries read when they are imported: a fork server of its own.
+    """
+    at_import = at_import or {}
+    environment = {**os.environ, **at_import, **env}
+    return forked([str(script), *map(str, args)], [environment], cwd, at_import)
 
 
 class Started:
@@ -84,6 +95,7 @@ class Started:
         return None if None in codes else next(filter(None, codes), 0)
 
     def wait(self, seconds: float = SECONDS) -> int:
+        """The exit code at the end. After so many seconds the processes are killed."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -131,7 +143,10 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
 
 
 def forked(
-    argv: list[str], environments: list[dict[str, str]], cwd: Path = ROOT
+    argv: list[str],
+    environments: list[dict[str, str]],
+    cwd: Path = ROOT,
+    at_import: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Runs a script once for each environment, all at once, in forked processes; waits for all of them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -143,26 +158,30 @@ def forked(
             "errors": str(errors),
             "timeout": SECONDS,
         }
-        codes = ask(request)
+        codes = ask(request, at_import or {})
         return subprocess.CompletedProcess(
             argv, next(filter(None, codes), 0), *(p.read_text() for p in (output, errors))
         )
 
 
-def ask(request: dict) -> list[int]:
+def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
     """What the fork server of this test process answers."""
-    server = fork_server()
+    server = fork_server(frozenset((at_import or {}).items()))
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     return json.loads(server.stdout.readline())
 
 
 @functools.cache
-def fork_server() -> subprocess.Popen:
-    """The fork server of this test process, started when it is first needed."""
-    command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
+def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> subprocess.Popen:
+    """The fork server of this test process for such variables of the environment, started when it is first needed."""
     server = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+        env={**os.environ, **dict(at_import)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     atexit.register(server.stdin.close)
     assert server.stdout.readline() == "ready\n"

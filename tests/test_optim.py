@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from gpt2_accel import GPT, GPTConfig
+from gpt2_accel import GPT, GPTConfig, optim
 from gpt2_accel.optim import build_optimizer, learning_rate, orthogonalize
 
 CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
@@ -17,7 +17,9 @@ def train_step(model, optimizer, seed):
     optimizer.step()
 
 
-def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do():
+def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do(monkeypatch):
+    # torch's iterates in bf16 on every CPU, ours in fp32 on one that emulates bf16.
+    monkeypatch.setattr(optim, "iteration_dtype", lambda device: torch.bfloat16)
     model = GPT(CONFIG)
     reference = copy.deepcopy(model)
     ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)

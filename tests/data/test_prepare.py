@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import pytest
 from conftest import LONG, make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT
+from launching import ROOT, Started, python
 
 from gpt2_accel.data import documents, tokenizing
 from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
@@ -32,17 +31,12 @@ from gpt2_accel.data.sources import file_pieces, one_text_pieces, text_files
 from gpt2_accel.files import lock_folder
 from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
 
+RECIPE = "recipes/prepare_data.py"
+
 
 def recipe(*args, **env):
     """`prepare_data.py` as a user runs it."""
-    return subprocess.run(
-        [sys.executable, "recipes/prepare_data.py", *map(str, args)],
-        cwd=ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(RECIPE, *args, **env)
 
 
 def names_of(folder):
@@ -267,9 +261,11 @@ def test_openwebtexts_and_finewebs_splits(corpus, tmp_path):
 
 
 def test_what_is_not_there_is_said_in_a_line_within_seconds(tmp_path):
-    begun = time.monotonic()
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    done = recipe("hf", "nobody/nothing", "--data_dir", tmp_path / "d", **away)
+    command = [sys.executable, RECIPE, "hf", "nobody/nothing", "--data_dir", tmp_path / "d"]
+    begun = time.monotonic()
+    env = {**os.environ, **away}  # read at import
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert time.monotonic() - begun < 15  # ten, and Python's own start on a busy machine
     [line] = [text for text in done.stderr.splitlines() if text.strip()]
     assert done.returncode == 1 and "Hub cannot be reached" in line
@@ -320,20 +316,16 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, repo
     rng, tries, killed = random.Random(0), times(1, 32), 0
     for i in range(tries):
         target = tmp_path / f"try{i}" / "d"
-        command = [sys.executable, "recipes/prepare_data.py", *map(str, args), "--data_dir", target]
         while True:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "STARTED_BY": str(tmp_path)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+            process = Started(
+                *(RECIPE, *args, "--data_dir", target),
+                log=tmp_path / "log",
+                STARTED_BY=str(tmp_path),
             )
             try:
                 assert process.wait(rng.uniform(0.3, 1.1) * duration) == 0
                 break
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
+            except subprocess.TimeoutExpired:  # after which it is killed
                 process.wait()
                 killed += 1
                 if killed % 3 == 0:  # and once more soon after

@@ -2,11 +2,10 @@
 
 import json
 import math
-import subprocess
-import sys
+import os
 
 import pytest
-from launching import ROOT
+from launching import forked
 
 from gpt2_accel.evals import scores
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
@@ -18,15 +17,18 @@ CHOICES, LABELS = (
 )
 
 ONE_OF_TWO = """
-import json, sys
+import json, os, sys
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
 
-rank, folder, samples = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+rank, folder, samples = int(os.environ["RANK"]), sys.argv[1], json.loads(sys.argv[2])
+results = []
 for metric in (TokenLoss, Perplexity, BitsPerByte, ChoiceAccuracy):
     metric = metric(num_process=2, process_id=rank, experiment_id="test", cache_dir=folder)
     for columns in samples[metric.name][rank]:  # batch by batch
         metric.add_batch(**columns)
-    print(json.dumps(metric.compute()))
+    results.append(metric.compute())
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(results, file)
 """
 
 
@@ -75,22 +77,15 @@ def test_two_processes_count_as_one(tmp_path):
     samples = {
         name: [[batch(of, 0, 2), batch(of, 3, 4)], [batch(of, 1)]] for name, of in columns.items()
     }
-    command = [sys.executable, "-c", ONE_OF_TWO]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), json.dumps(samples)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    results = [process.communicate(timeout=120) for process in processes]
-    first, second = ([json.loads(line) for line in out.splitlines()] for out, _ in results)
-    assert second == [None] * 4, results[1][1]
+    script = tmp_path / "one_of_two.py"
+    script.write_text(ONE_OF_TWO)
+    argv = [str(script), str(tmp_path), json.dumps(samples)]
+    done = forked(argv, [{**os.environ, "RANK": str(rank)} for rank in range(2)])
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert second == [None] * 4
     for found, whole in zip(first, expected(), strict=True):
-        assert found == pytest.approx(whole), results[0][1]
+        assert found == pytest.approx(whole)
 
 
 def test_bad_samples():

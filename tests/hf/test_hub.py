@@ -1,11 +1,8 @@
 """The real Hub client over HTTP, against the Hub of `hub_server.py`."""
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from conftest import as_flags, losses, run, tiny_config
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
-from launching import ROOT
+from launching import python
 
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
@@ -40,30 +37,35 @@ def here(server, monkeypatch):
     return server
 
 
-def command(server, home, *arguments):
-    """Runs Python as a user would who is logged in at the server."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
-    env |= {"HF_HOME": str(home), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert TOKEN not in done.stdout + done.stderr
-    return done
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """A server, and what runs Python as a user would who is logged in there: one for all, as libraries read the
+    address when they are imported."""
+    at_import = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
+
+    def command(*arguments):
+        done = python(*arguments, at_import=at_import, HF_TOKEN=TOKEN, ACCELERATE_USE_CPU="true")
+        assert TOKEN not in done.stdout + done.stderr
+        return done
+
+    with Hub() as hub:
+        at_import["HF_ENDPOINT"] = hub.url
+        yield hub, command
 
 
-def succeed(*arguments):
-    done = command(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
+    server, command = user
 
+    def succeed(*arguments):
+        done = command(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
 
-def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
-    home = tmp_path / "home"
     settings = {"push_to_hub": REPO, "hub_strategy": "checkpoint", "save_every": 4}
     # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
     settings |= {"lr_schedule": "constant", "license": "mit", "eval_every": 4}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
-    said = succeed(server, home, SCRIPT, *as_flags(config))
+    said = succeed(SCRIPT, *as_flags(config))
     assert f"uploaded to {server.url}/{REPO}" in said
     assert server.repos[REPO]["private"]
     files = server.files(REPO)
@@ -77,18 +79,19 @@ def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
     assert not (tmp_path / "run/.uploads").exists()
 
     # Anyone opens it in transformers.
-    use = (
-        "from transformers import AutoModelForCausalLM, pipeline;"
-        f"print(type(AutoModelForCausalLM.from_pretrained('{REPO}')).__name__);"
-        f"print(pipeline('text-generation', model='{REPO}')('the ')[0]['generated_text'])"
+    script = tmp_path / "use.py"
+    script.write_text(
+        "from transformers import AutoModelForCausalLM, pipeline\n"
+        f"print(type(AutoModelForCausalLM.from_pretrained('{REPO}')).__name__)\n"
+        f"print(pipeline('text-generation', model='{REPO}')('the ')[0]['generated_text'])\n"
     )
-    said = succeed(server, home, "-c", use)
+    said = succeed(script)
     assert "GPT2LMHeadModel" in said and "the " in said
 
     # The run goes on elsewhere, to the losses of one that never stopped.
     more = {**settings, "max_steps": 12, "push_to_hub": None}
     config = tiny_config(data_dir, tmp_path / "elsewhere", resume_from=REPO, **more)
-    succeed(server, home, SCRIPT, *as_flags(config))
+    succeed(SCRIPT, *as_flags(config))
     continued = read_json_lines(tmp_path / "elsewhere/metrics.jsonl")
     whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
     assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
@@ -96,11 +99,11 @@ def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
     # Another training starts from a revision, and is pushed by hand.
     revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
     config = tiny_config(data_dir, tmp_path / "tuned", init_from=revision)
-    succeed(server, home, SCRIPT, *as_flags(config))
+    succeed(SCRIPT, *as_flags(config))
     tuned = read_json_lines(tmp_path / "tuned/metrics.jsonl")
     assert tuned[0]["train/loss"] < 4  # not a new model's 5.5
     push = ["recipes/push_to_hub.py", "--model", str(tmp_path / "tuned"), "--repo_id", "user/tuned"]
-    assert f"{server.url}/user/tuned" in succeed(server, home, *push)
+    assert f"{server.url}/user/tuned" in succeed(*push)
     pushed = server.files("user/tuned")
     assert pushed["model.safetensors"] == (tmp_path / "tuned/model.safetensors").read_bytes()
     assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
@@ -110,7 +113,7 @@ def test_from_a_run_to_the_hub_and_back(server, data_dir, tmp_path):
             assert content["loss.png"].startswith(b"\x89PNG")
             assert b"\n![Loss](loss.png)\n" in content["README.md"]
 
-    done = command(server, home, *push[:-1], "not a name")
+    done = command(*push[:-1], "not a name")
     assert done.returncode == 1 and "'not a name' is not a name for a Hub repository" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -195,8 +198,9 @@ def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):
         'pipeline("text-generation", model=name)',
     ):
         assert part in card.text, part
-    code = card.text.split("```python\n")[1].split("```")[0]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    script = tmp_path / "use.py"
+    script.write_text(card.text.split("```python\n")[1].split("```")[0])
+    done = python(script)
     assert done.returncode == 0 and done.stdout.startswith("Hi")
 
 
@@ -208,12 +212,16 @@ def test_a_name_that_cannot_be_a_repository_is_refused_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
-def test_a_repository_without_a_checkpoint_says_so(server, data_dir, tmp_path):
-    server.repos[REPO] = {"private": True, "commits": [("0" * 40, {"config.json": b"{}"})]}
-    config = tiny_config(data_dir, tmp_path / "run", resume_from=REPO)
-    done = command(server, tmp_path / "home", SCRIPT, *as_flags(config))
-    assert "--resume_from user/name is not a checkpoint of this toolkit" in done.stderr
+def test_a_repository_without_a_checkpoint_says_so(user, data_dir, tmp_path):
+    server, command = user
+    server.repos["user/weights"] = {
+        "private": True,
+        "commits": [("0" * 40, {"config.json": b"{}"})],
+    }
+    config = tiny_config(data_dir, tmp_path / "run", resume_from="user/weights")
+    done = command(SCRIPT, *as_flags(config))
+    assert "--resume_from user/weights is not a checkpoint of this toolkit" in done.stderr
     config = tiny_config(data_dir, tmp_path / "run", init_from="user/other")
-    done = command(server, tmp_path / "home", SCRIPT, *as_flags(config))
+    done = command(SCRIPT, *as_flags(config))
     assert "user/other is neither a folder nor a model on the Hub" in done.stderr
     assert not Path(tmp_path / "run").exists()

@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_recipes import one_sentence, python
+from launching import python
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
@@ -118,5 +118,6 @@ def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path):
             read_checkpoint(file)
     flags = ["--input", str(tmp_path / "none.pt"), "--output_dir", str(tmp_path / "out")]
     done = python("recipes/import_checkpoint.py", *flags, "--tokenizer", "none")
-    assert "none.pt does not exist" in one_sentence(done)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and "none.pt does not exist" in line
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run, tiny_config
-from launching import ROOT
+from launching import python
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
@@ -39,8 +39,7 @@ def runs(data_dir, tmp_path_factory):
 
 
 def report(*arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "recipes/report.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return python("recipes/report.py", *arguments)
 
 
 @needs_matplotlib
@@ -129,10 +128,10 @@ def test_gpt2s_lines_are_drawn_only_where_they_apply(runs):
 
     first = read_run(runs / "first")
     assert "GPT-2 124M" not in themed_svg(loss_figure([first]))
-    first.facts |= {"data": "HuggingFaceFW/fineweb-edu (9 tokens)", "vocab_size": 50257}
+    first.metadata |= {"data": "HuggingFaceFW/fineweb-edu (9 tokens)", "vocab_size": 50257}
     assert first.gpt2_line("val/loss") == (3.2924, "build-nanogpt")
     assert "GPT-2 124M: 3.292" in themed_svg(loss_figure([first]))
-    first.facts["vocab_size"] = 4096  # other tokens, another loss
+    first.metadata["vocab_size"] = 4096  # other tokens, another loss
     assert first.gpt2_line("val/loss") is None
     assert first.gpt2_line("hellaswag/acc_norm") == (0.2945, "build-nanogpt")
 
@@ -179,7 +178,7 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
     assert "<h2>Left out</h2>" in page and "<h2>Weights of older</h2>" in page
     # Without run.json, FLOPs come from the model and hours from the speed.
     old, new = read_run(older), read_run(runs / "first")
-    assert old.facts["flops_per_token"] == new.facts["flops_per_token"]
+    assert old.metadata["flops_per_token"] == new.metadata["flops_per_token"]
     assert old.curve("step", "minutes")[0][-1] == pytest.approx(
         new.curve("step", "minutes")[0][-1], rel=0.01
     )
