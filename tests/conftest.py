@@ -58,6 +58,24 @@ def make_text(words: int, seed: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words)) + ".\n"
 
 
+def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
+    """Made-up questions, some too long for 64 bytes, with characters of several bytes."""
+    rng = random.Random(seed)
+    items = []
+    for i in range(number):
+        endings = [
+            make_text(rng.randint(1, 3), 10 * i + j).strip()
+            + " "
+            + "é" * rng.randint(0, 16)
+            + str(j)
+            for j in range(4)
+        ]
+        context = make_text(rng.randint(1, 14), i)[:-2]
+        items.append({"ind": i, "activity_label": "Pets", "ctx": context, "endings": endings})
+        items[-1]["label"] = rng.choice((rng.randrange(4), str(rng.randrange(4))))
+    return items
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Byte-level shards: 12 documents to train on, 3 for validation."""

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from conftest import make_text, run, tiny_config
+from conftest import hellaswag_items, make_text, run, tiny_config
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
@@ -47,24 +46,6 @@ def models(data_dir, tmp_path_factory):
     run(config)
     hf = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
     return from_pretrained(folder), hf.eval()
-
-
-def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
-    """Made-up questions, some too long for `POSITIONS` bytes, with characters of several bytes."""
-    rng = random.Random(seed)
-    items = []
-    for i in range(number):
-        endings = [
-            make_text(rng.randint(1, 3), 10 * i + j).strip()
-            + " "
-            + "é" * rng.randint(0, 16)
-            + str(j)
-            for j in range(4)
-        ]
-        context = make_text(rng.randint(1, 14), i)[:-2]
-        items.append({"ind": i, "activity_label": "Pets", "ctx": context, "endings": endings})
-        items[-1]["label"] = rng.choice((rng.randrange(4), str(rng.randrange(4))))
-    return items
 
 
 @torch.no_grad()

@@ -11,8 +11,9 @@ import urllib.request
 import pytest
 import torch
 import yaml
-from launching import ROOT, free_port
-from test_recipes import load_recipe, one_sentence, python
+from conftest import load_recipe
+from launching import ROOT, free_port, python
+from test_recipes import one_sentence
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -224,7 +225,7 @@ def test_weights_that_are_not_finite_are_a_message(models):
     model, tokenizer = demo.load(models[0])
     with torch.no_grad():
         model.wpe.weight[0] = float("nan")
-    page = demo.build_page([demo.Speaker("broken", model, tokenizer)], compile=False)
+    page = demo.build_page([demo.LoadedModel("broken", model, tokenizer)], compile=False)
     [talk] = [function.fn for function in page.fns.values() if function.fn is not None]
     with pytest.raises(gradio.Error, match="not finite"):
         next(talk("x", 1.0, 50, 1.0, 5, 1, 1))

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from conftest import make_text, run, tiny_config
+from conftest import hellaswag_items, load_recipe, make_text, run, tiny_config
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
-from launching import ROOT, launch
-from test_evals import hellaswag_items
-from test_recipes import load_recipe, python
+from launching import ROOT, launch, python
 
 from gpt2_accel.evals.table import BASELINES, markdown_table
 
