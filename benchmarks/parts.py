@@ -157,7 +157,7 @@ def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
     training = Training({}, "nothing", 0, 0.0, 0.0, "", {})
     tokenizer = many_characters(unwrap(accelerator, model).config.vocab_size)
     writer = CheckpointWriter(folder, tokenizer, keep_last=1, saved=lambda path: None, say=print)
-    facts = {"guard": {}, "data": "", "val_loss": None, "run_id": ""}
+    facts = {"guard": {}, "data": "", "position": {}, "val_loss": None, "run_id": ""}
     seconds = {"save": [], "copy": []}
     for step in range(config.rounds + 1):
         begun = time.perf_counter()

@@ -180,8 +180,8 @@ class TrainConfig:
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
 
-    def batch_schedule(self, processes: int) -> BatchSchedule:
-        """How many sequences each update has.
+    def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
+        """How many sequences each update has, from update `step` on, before which `seen` sequences were read.
 
         Raises `ValueError` if an update is not a whole number of micro-batches on each of the `processes`.
         """
@@ -200,7 +200,11 @@ class TrainConfig:
             )
         length = self.sequence_length
         return BatchSchedule(
-            self.total_batch_size // length, self.ramp_start, self.ramp_tokens // length
+            self.total_batch_size // length,
+            self.ramp_start,
+            self.ramp_tokens // length,
+            step=step,
+            seen=seen,
         )
 
     def save(self, path: str | Path) -> None:

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 OVERRIDES = "GPT2_ACCEL_DEVICE"
-# Dense FLOP/s in bf16 (V100 and T4: fp16) by a part of the device's name, from NVIDIA's data sheets.
+# Dense FLOP/s in bf16 (V100 and T4: fp16) by words of the device's name, from NVIDIA's data sheets.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -28,6 +29,7 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "V100": 125e12,
@@ -124,7 +126,8 @@ def peak_flops(device_name: str) -> float | None:
 
     `device_name` is what `torch.cuda.get_device_name` returns.
     """
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+    found = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    return next(found, None)
 
 
 @overridable
@@ -145,6 +148,15 @@ def matmul_flops(
         if number:  # the first warms up
             best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def usable_cpus() -> int:
+    """The CPU cores that this process may run on."""
+    return (
+        len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count() or 1
+    )
 
 
 # Memory

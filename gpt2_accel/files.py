@@ -5,23 +5,21 @@ disk and renamed. The name is unique: two processes that write the same file do 
 process in the name tells what a killed process left behind (`remove_leftovers`).
 """
 
+import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _numbers = itertools.count()
 
@@ -140,8 +138,6 @@ def sync_tree(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Waits until a file or folder is on disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows does not open folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -156,25 +152,40 @@ def sync(path: Path) -> None:
 def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -> Iterator[None]:
     """Locks `folder`, which is created if need be, for this process; the system releases the lock if it dies.
 
-    Removes what killed processes left there half-written. Raises `OSError` if another process holds the lock; `hint`
-    ends the sentence.
+    Removes what killed processes left there half-written. On a file system without locks (Lustre without `flock`) only
+    a holder on this machine is noticed, by its name in the lock file. Raises `OSError` if another process holds the
+    lock; `hint` ends the sentence.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise OSError(
-                    f"{folder} is in use by {file.read() or 'another run'}: wait for it to end, or {hint}"
-                ) from error
+        file.seek(0)
+        holder = file.read()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = False
+        except BlockingIOError:
+            held = True
+        except OSError:
+            held = is_running(holder)
+            print(f"{folder} has no file locks: let no other run write there", file=sys.stderr)
+        if held:
+            raise OSError(
+                f"{folder} is in use by {holder or 'another run'}: wait for it to end, or {hint}"
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         remove_leftovers(folder)
         yield
+
+
+def is_running(holder: str) -> bool:
+    """Whether the holder that a lock file names, `process PID on HOST`, is another process running on this machine."""
+    words = holder.split()
+    if len(words) != 4 or words[3] != socket.gethostname() or not words[1].isdigit():
+        return False
+    return int(words[1]) != os.getpid() and psutil.pid_exists(int(words[1]))
 
 
 # Checks
@@ -213,8 +224,10 @@ class JsonLines:
         self._unwritten = b""
 
     def write(self, entry: dict) -> None:
-        """Appends one entry; on a full disk it waits in memory for the next."""
-        self._unwritten += json.dumps(entry).encode() + b"\n"
+        """Appends one entry, with null for numbers that are not finite; on a full disk it waits in memory for the
+        next."""
+        entry = {name: None if not_finite(value) else value for name, value in entry.items()}
+        self._unwritten += json.dumps(entry, allow_nan=False).encode() + b"\n"
         with suppress(OSError):
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written:]
@@ -222,6 +235,11 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def not_finite(value: object) -> bool:
+    """Whether a value is a float that JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_json_lines(path: str | Path) -> list[dict]:

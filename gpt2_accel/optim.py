@@ -60,39 +60,45 @@ class BatchSchedule:
     many of them, in multiples of `start` (the GPT-3 paper, Brown et al., 2020, appendix B: from 32k tokens
     over the first 4 to 12 billion). The same on any number of processes.
 
+    A run that goes on with another batch begins at update `step`, before which `seen` sequences were read.
+
     Raises `ValueError` if `full` is not a multiple of `start`.
     """
 
-    def __init__(self, full: int, start: int = 1, ramp_sequences: int = 0):
+    def __init__(
+        self, full: int, start: int = 1, ramp_sequences: int = 0, *, step: int = 0, seen: int = 0
+    ):
         if ramp_sequences and full % start:
             raise ValueError(
                 f"the ramp begins with {start} sequences an update, which does not divide the full "
                 f"{full}: set --ramp_start so that it does"
             )
-        self.full = full
-        self.before = [0]  # sequences before each update of the ramp, and before the first full one
-        while self.before[-1] < ramp_sequences:
-            seen = self.before[-1]
+        self.full, self.step = full, step
+        # Sequences before each update of the ramp, from `step` on, and before the first full one.
+        self.before = [seen]
+        while (seen := self.before[-1]) < ramp_sequences:
             size = start + (full - start) * seen // ramp_sequences
             self.before.append(seen + size // start * start)
 
     def first(self, step: int) -> int:
-        """The number of sequences before update `step`."""
-        ramp = len(self.before) - 1
-        if step <= ramp:
-            return self.before[step]
-        return self.before[-1] + (step - ramp) * self.full
+        """The number of sequences before update `step`, which is not before the schedule's own."""
+        number, ramp = step - self.step, len(self.before) - 1
+        assert number >= 0, (step, self.step)
+        if number <= ramp:
+            return self.before[number]
+        return self.before[-1] + (number - ramp) * self.full
 
     def sequences(self, step: int) -> int:
         """The number of sequences of update `step`."""
         return self.first(step + 1) - self.first(step)
 
     def updates(self, full_updates: int) -> int:
-        """How many updates see at least as many sequences as so many full ones."""
+        """How many updates, those before the schedule's own included, see at least as many sequences as so many full
+        ones."""
         wanted = full_updates * self.full
         if wanted <= self.before[-1]:
-            return bisect.bisect_left(self.before, wanted)
-        return len(self.before) - 1 + -(-(wanted - self.before[-1]) // self.full)
+            return self.step + bisect.bisect_left(self.before, wanted)
+        return self.step + len(self.before) - 1 + -(-(wanted - self.before[-1]) // self.full)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -206,7 +212,10 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix of each matrix, roughly: singular values end in 0.5 .. 1.5.
+    """The nearest semi-orthogonal matrix of each matrix, roughly.
+
+    Singular values above 0.2% of the matrix's Frobenius norm end between 0.5 and 1.5; smaller ones, which a random
+    square matrix has, grow by a factor of up to 485 and may stay below.
 
     matrices: (N, rows, columns), any float dtype -> the same shape, in bf16 (fp32 on a CPU without
     bf16 units). Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024.

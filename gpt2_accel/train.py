@@ -53,7 +53,8 @@ def train(config: TrainConfig) -> bool:
     model.train()
     with RunContext(config, accelerator, state, inputs) as run:
         interrupted = partial(should_stop, accelerator, run.stop)
-        stopping = diverged = converged = False
+        stopping = diverged = False
+        converged = state.early_stopping.ended  # in the run that this one continues
         while state.step < inputs.updates and not (stopping or diverged or converged):
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
             first, sequences = schedule.first(state.step), schedule.sequences(state.step)

@@ -26,7 +26,6 @@ Of several documents one in 20 is held out for validation, by a hash of its name
 
 import argparse
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -51,6 +50,7 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
 )
 from gpt2_accel.data.stats import describe
+from gpt2_accel.device import usable_cpus
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -89,7 +89,7 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     corpus = argparse.ArgumentParser(add_help=False, parents=[common])
-    corpus.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    corpus.add_argument("--workers", type=int, default=usable_cpus())
     corpus.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard")
     corpus.add_argument("--executor", choices=EXECUTORS, help="run it through datatrove")
     corpus.add_argument("--slurm_partition", help="for --executor slurm")

@@ -38,6 +38,20 @@ def test_memory_speed_and_sharding_are_those_of_this_machine(monkeypatch):
     assert not device.is_sharded(GPT(GPTConfig(100, 8, 1, 1, 8)))
 
 
-@pytest.mark.parametrize("name, expected", [("NVIDIA A100-SXM4-80GB", 312e12), ("abacus", None)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("Tesla T4", 65e12),
+    ],
+)
 def test_the_peak_of_a_device_follows_from_its_name(name, expected):
     assert device.peak_flops(name) == expected

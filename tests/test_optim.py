@@ -93,3 +93,12 @@ def test_the_schedules_pass_through_their_known_points():
     assert rate(109, "cosine") == rate(1000, "cosine") == rate(109, "linear") == pytest.approx(0.1)
     assert rate(34, "cosine") > rate(34, "linear") == pytest.approx(0.775)
     assert rate(109, "constant") == 1.0
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 256), (256, 64)])
+def test_singular_values_end_near_one_as_the_docstring_says(shape):
+    matrices = torch.randn(4, *shape)
+    before = torch.linalg.svdvals(matrices) / matrices.norm(dim=(-2, -1))[:, None]
+    after = torch.linalg.svdvals(orthogonalize(matrices).float())
+    assert after.max() < 1.5
+    assert after[before > 0.002].min() > 0.5

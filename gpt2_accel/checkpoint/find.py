@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.checkpoint.manifest import STATE, find_corruption, read_state
@@ -94,10 +95,16 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Makes `link` a symbolic link to its neighbour `target`, in one step."""
+    """Makes `link` a symbolic link to its neighbour `target`, in one step.
+
+    Such links are a convenience: file systems without them (buckets, Colab's Drive) and folders that stand in their
+    place (copied runs) stay as they are.
+    """
     new = scratch_path(link)
-    new.symlink_to(target.name)
-    new.replace(link)
+    with suppress(OSError):
+        new.symlink_to(target.name)
+        new.replace(link)
+    new.unlink(missing_ok=True)
 
 
 def clean_up(run_dir: str | Path) -> None:

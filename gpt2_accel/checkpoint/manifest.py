@@ -61,8 +61,13 @@ def read_state(checkpoint: Path) -> dict:
     path = checkpoint / STATE / "state.json"
     kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
     kinds |= {"scaler": dict | None, "val_loss": float | None, "run_id": str | None}
+    kinds |= {"position": dict | None}
     try:
-        state = {"run_id": None, **json.loads(path.read_text(encoding="utf-8"))}  # older: without
+        state = {
+            "run_id": None,
+            "position": None,
+            **json.loads(path.read_text(encoding="utf-8")),
+        }  # older: without
         wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: resume from another checkpoint") from error

@@ -4,6 +4,7 @@ In training they may be on a GPU, wrapped by DDP or compilation, or sharded over
 numbers its parameters. In a checkpoint they are whole, in host memory, by the parameters' names.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,17 +24,26 @@ def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
     return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
 
 
-def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
-    """A copy of the prepared model in host memory. If it is sharded all ranks call this, each shard is
-    gathered, one tensor at a time, and only the main process keeps what it gets."""
+def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel | None:
+    """A copy of the prepared model in host memory, on the main process; None on the others.
+
+    If it is sharded all ranks call this: the shards are gathered, one tensor at a time.
+    """
     plain = unwrap(accelerator, model)
-    tensors = {name: host_copy(tensor) for name, tensor in plain.state_dict().items()}
-    return build(plain.config, tensors)
+    tensors = gather_to_host(accelerator, plain.state_dict())
+    return build(plain.config, tensors) if accelerator.is_main_process else None
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in memory of their own on the host."""
-    return full_tensor(tensor).detach().to("cpu", copy=True)
+def gather_to_host(
+    accelerator: Accelerator, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies of the tensors in host memory on the main process, nothing on the others; gathered one at a time."""
+    copies = {}
+    for name, tensor in tensors.items():
+        full = full_tensor(tensor)  # all ranks take part
+        if accelerator.is_main_process:
+            copies[name] = full.detach().to("cpu", copy=True)
+    return copies
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from gpt2_accel.checkpoint.find import best_checkpoint, list_checkpoints, point_
 from gpt2_accel.checkpoint.manifest import STATE, read_state, write_manifest
 from gpt2_accel.checkpoint.state_dict import (
     full_model,
-    host_copy,
+    gather_to_host,
     load_optimizer_tensors,
     optimizer_name,
     optimizer_tensors,
@@ -83,21 +83,21 @@ class CheckpointWriter:
         *,
         guard: dict,
         data: str,
+        position: dict[str, int],
         val_loss: float | None,
         run_id: str,
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
         `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
-        the data; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
+        the data; `position` how far it was read, and in which order; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
         run. Waits for the write before, if that is still going on. All ranks call it.
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return
         self._join()
         plain = full_model(accelerator, model)
-        states = optimizer_tensors(optimizer).items()
-        optimizer_state = {name: host_copy(tensor) for name, tensor in states}
+        optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
         if not accelerator.is_main_process:
             return
         snapshot = Snapshot(
@@ -110,6 +110,7 @@ class CheckpointWriter:
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
                 "guard": guard,
                 "data": data,
+                "position": position,
                 "val_loss": val_loss,
                 "run_id": run_id,
             },
@@ -117,6 +118,14 @@ class CheckpointWriter:
         )
         self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Waits for the checkpoint that is being written, also after an error, but not after a second Ctrl-C."""
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self._join()
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
@@ -133,7 +142,13 @@ class CheckpointWriter:
         path = self.run_dir / f"checkpoint-{snapshot.step}"
         try:
             with atomic_directory(path, replace=True) as folder:
-                save_pretrained(snapshot.model, folder, self.tokenizer, training=snapshot.training)
+                save_pretrained(
+                    snapshot.model,
+                    folder,
+                    self.tokenizer,
+                    training=snapshot.training,
+                    name=str(path),
+                )
                 (folder / STATE).mkdir()
                 save_file(snapshot.optimizer, folder / STATE / "optimizer.safetensors")
                 write_json(folder / STATE / "state.json", snapshot.state)

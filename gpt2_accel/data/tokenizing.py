@@ -96,9 +96,8 @@ def check_disk(plan: Plan, todo: list[int], size: int) -> None:
 
 def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) -> None:
     """Makes the pieces `todo` in `workers` processes."""
-    context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
-    if os.name != "nt":
-        context.set_forkserver_preload(["gpt2_accel.data.tokenizing"])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpt2_accel.data.tokenizing"])
     totals = context.Array("q", [0, 0, 0, 0])  # documents, tokens, bytes; whether to stop
     with ProcessPoolExecutor(workers, context, start_worker, (plan.work, totals)) as pool:
         futures = [pool.submit(make_piece, i, plan.pieces[i]) for i in todo]

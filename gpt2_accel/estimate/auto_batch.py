@@ -77,7 +77,11 @@ def compute_size(
     shards = accelerator.num_processes if is_sharded(model) else 1
     weights = sum(p.numel() for p in plain.parameters())
     needed = 12 * weights // shards + activation_bytes(
-        plain.config, size, config.sequence_length, accelerator.mixed_precision
+        plain.config,
+        size,
+        config.sequence_length,
+        accelerator.mixed_precision,
+        config.checkpoint_activations,
     )
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory

@@ -68,7 +68,8 @@ def load_corpus(
     is. `bytes` are those of the text that the model reads. Raises `ValueError` if it has no words."""
     text = "\n".join(text.removesuffix("\n") for text in texts)
     written = detokenize(text, CORPUS_OF[task]) if task in CORPUS_OF else text
-    return [to_document(tokenizer, written, count_words(text), len(written.encode()))]
+    words = sum(map(count_words, texts))
+    return [to_document(tokenizer, written, words, len(written.encode()))]
 
 
 def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
@@ -163,7 +164,7 @@ def window_loss(
         reduction="none",
         logits_to_keep=kept,
     )
-    return loss.double().sum(dim=1).tolist()
+    return loss.cpu().double().sum(dim=1).tolist()  # MPS has no fp64
 
 
 def corpus_perplexity(

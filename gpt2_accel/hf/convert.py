@@ -132,11 +132,13 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     training: Training | None = None,
+    name: str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
     """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
 
-    `training` is what the card says of how the model was made. Weights above `max_shard_size` (bytes, or
+    `training` is what the card says of how the model was made, `name` what it calls the model, by default the
+    directory. Weights above `max_shard_size` (bytes, or
     such as "5GB") go into several files with an index. Each file is replaced whole, so a directory that
     is in use never holds half a file. It takes no second copy of the weights in memory.
     Raises `ValueError` if the tokenizer's vocabulary is not the model's.
@@ -162,7 +164,7 @@ def save_pretrained(
             eos_token_id=end_of_text,
             pad_token_id=end_of_text,
         ).save_pretrained(folder)
-        card = model_card(str(directory), describe(config), training)
+        card = model_card(name or str(directory), describe(config), training)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)

@@ -5,7 +5,6 @@ holds what `--resume_from USER/NAME` needs. Tokens are the Hub client's own: `hf
 `HF_TOKEN`; none passes through here.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from gpt2_accel.errors import first_line
+from gpt2_accel.hf.model_card import named_card
 
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")
@@ -87,7 +87,7 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
     if card.exists():
         text = card.read_text(encoding="utf-8")
         card.unlink()  # the link, not the file
-        named = re.sub(r'^name = ".*"$', f"name = {json.dumps(repo_id)}", text, flags=re.MULTILINE)
+        named = named_card(text, repo_id)
         if (target / PICTURE).exists():
             named = named.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
         card.write_text(named, encoding="utf-8")

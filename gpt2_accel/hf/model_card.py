@@ -3,8 +3,9 @@
 import json
 import math
 import platform
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -38,11 +39,15 @@ class Training:
 def model_card(name: str, description: str, training: Training | None = None) -> str:
     """The `README.md` of a model directory: metadata that the Hub reads, then text and code.
 
-    `name` is the repository's id, or the folder until there is one; `description` the model in words.
+    `name` is the repository's id, or the folder until there is one; `description` the model in words. Absolute paths in
+    `training` are shortened to their last part.
     """
     settings = training.settings if training else {}
     init_from = str(settings.get("init_from") or "")
-    on_the_hub = init_from and not Path(init_from).exists()
+    on_the_hub = init_from and not (Path(init_from).is_absolute() or Path(init_from).exists())
+    if training:
+        settings = {key: without_folders(value) for key, value in settings.items()}
+        training = replace(training, settings=settings, data=without_folders(training.data))
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -68,6 +73,25 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 ```
 """
     return card + (training_section(training) if training else "")
+
+
+def named_card(text: str, repo_id: str) -> str:
+    """A card that names the repository in its title, metadata and code in place of the folder that it was made in."""
+    card = ModelCard(text, ignore_metadata_errors=True)
+    folder, name = card.data.model_name, repo_id.rpartition("/")[2]
+    if folder:
+        card.data.model_name = name
+        text = re.sub(
+            rf"^# {re.escape(folder)}$", f"# {name}", str(card), count=1, flags=re.MULTILINE
+        )
+    return re.sub(r'^name = ".*"$', f"name = {json.dumps(repo_id)}", text, flags=re.MULTILINE)
+
+
+def without_folders(value: object) -> object:
+    """A text in which absolute paths of this machine, which mean nothing elsewhere, are only their last part."""
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<!\S)/\S+", lambda match: Path(match[0].rstrip("/")).name or "/", value)
 
 
 def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:

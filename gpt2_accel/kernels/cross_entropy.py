@@ -55,14 +55,20 @@ def linear_cross_entropy(
         total, _, _ = chunked_cross_entropy(
             x, weight, targets, vocab_size, rows, torch.compiler.is_compiling()
         )
-        return total / (targets != -100).sum()
+        return mean_of(total, targets)
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf
     chunks = zip(x.split(rows), targets.split(rows), strict=True)
     nats = torch.cat(
         [F.cross_entropy(F.linear(part, weight, bias), t, reduction="none") for part, t in chunks]
     )
-    return nats if reduction == "none" else nats.sum() / (targets != -100).sum()
+    return nats if reduction == "none" else mean_of(nats.sum(), targets)
+
+
+def mean_of(total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over the targets that are not -100. Without any it is NaN, and its gradient 0, as in torch."""
+    count = (targets != -100).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
 # A custom operator, opaque to Dynamo: the compiler would move what only the gradients need to the backward pass, and

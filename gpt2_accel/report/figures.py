@@ -41,7 +41,7 @@ TITLES = {
     "train/memory_gb": "memory in GB",
     "val/bits_per_byte": "validation bits per byte",
     "val/perplexity": "validation perplexity",
-    "hellaswag/acc_norm": "HellaSwag accuracy",
+    "hellaswag/acc_norm_per_token": "HellaSwag accuracy",
 }
 MOST_POINTS = 1000  # of one curve
 
@@ -281,8 +281,9 @@ def heads_figure(weights: torch.Tensor, tokens: list[str]) -> "Figure":
         matrix = weights[layer, head].cpu().numpy()
         draw_share(ax, np.where(np.tril(np.ones_like(matrix, bool)), matrix, np.nan))
         set_title(ax, f"{title}\nlayer {layer}, head {head}")
-        ax.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6, family="monospace")
-        ax.set_yticks(range(len(tokens)), tokens, fontsize=6, family="monospace")
+        style = {"fontsize": 6, "family": "monospace", "parse_math": False}  # a $ is a $
+        ax.set_xticks(range(len(tokens)), tokens, rotation=90, **style)
+        ax.set_yticks(range(len(tokens)), tokens, **style)
         ax.tick_params(length=0)
     return figure
 

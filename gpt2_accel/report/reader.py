@@ -18,7 +18,7 @@ GPT2_LINES = (
     ("val/loss", "fineweb-edu", 3.2924, "build-nanogpt"),
     ("val/loss", "fineweb", 3.4250, "llm.c"),
     ("val/loss", "openwebtext", 3.12, "nanoGPT"),
-    ("hellaswag/acc_norm", "", 0.2945, "build-nanogpt"),
+    ("hellaswag/acc_norm_per_token", "", 0.2945, "build-nanogpt"),
 )
 
 

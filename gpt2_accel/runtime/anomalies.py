@@ -4,6 +4,9 @@ import math
 import statistics
 
 WINDOW = 100  # good updates that a spike is measured against
+# fp16's scaler halves its scale, 2^16 at first, at each overflow: after so many in a row the scale is far below
+# any that helps, and the gradients themselves are not finite.
+MAX_OVERFLOWS = 50
 
 
 class AnomalyGuard:
@@ -17,17 +20,22 @@ class AnomalyGuard:
     def __init__(self, spike_z: float = 0.0):
         self.spike_z = spike_z
         self.bad_in_a_row = 0
+        self.overflows_in_a_row = 0
         self.recent: dict[str, list[float]] = {"loss": [], "gradient norm": []}
 
     def check(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
         """What is wrong with an update, None if it is good.
 
-        With `scaled`, fp16's gradient scaler is at work: a norm that is not finite is its way to find
-        the scale, and it skips such an update by itself.
+        With `scaled`, fp16's gradient scaler is at work: a norm that is not finite is its way to find the scale, and
+        it skips such an update by itself. Only more than `MAX_OVERFLOWS` of them in a row are bad.
         """
         values = {"loss": loss, "gradient norm": grad_norm}
         if scaled and not math.isfinite(grad_norm) and math.isfinite(loss):
-            return None
+            self.overflows_in_a_row += 1
+            if self.overflows_in_a_row <= MAX_OVERFLOWS:
+                return None
+        else:
+            self.overflows_in_a_row = 0
         problem = next(
             (p for name, value in values.items() if (p := self._problem(name, value))), None
         )

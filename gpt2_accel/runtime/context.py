@@ -19,7 +19,7 @@ from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.metadata import describe_run, describe_training, opening
-from gpt2_accel.runtime.setup import TrainInputs, TrainState
+from gpt2_accel.runtime.setup import ORDER_SETTINGS, TrainInputs, TrainState
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import Trackers
 
@@ -57,15 +57,7 @@ class RunContext:
             stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
             self.uploads = stack.enter_context(self._start_uploads())
             self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
-            self.writer = CheckpointWriter(
-                run_dir,
-                self.inputs.tokenizer,
-                keep_last=config.keep_last,
-                keep_every=config.keep_every,
-                keep_best=config.keep_best,
-                saved=self.uploads.push_checkpoint,
-                say=self.log.say,
-            )
+            self.writer = stack.enter_context(self._start_writer())
             if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
                 self.writer.rotate(self.first_step)  # a kill may have come before that
             self._stack = stack.pop_all()
@@ -84,6 +76,10 @@ class RunContext:
             self.training(),
             guard=state.guard.state() | state.early_stopping.state(),
             data=data_fingerprint(self.config.data_dir),
+            position={
+                "sequences": self.inputs.schedule.first(step),
+                **{name: getattr(self.config, name) for name in ORDER_SETTINGS},
+            },
             val_loss=self.log.at_this_step("val/loss"),
             run_id=state.run_id,
         )
@@ -117,6 +113,19 @@ class RunContext:
     def _tokens_at(self, step: int) -> int:
         """The tokens of the first `step` updates."""
         return self.inputs.schedule.first(step) * self.config.sequence_length
+
+    def _start_writer(self) -> CheckpointWriter:
+        """The writer of the run's checkpoints."""
+        config = self.config
+        return CheckpointWriter(
+            config.output_dir,
+            self.inputs.tokenizer,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            saved=self.uploads.push_checkpoint,
+            say=self.log.say,
+        )
 
     def _start_uploads(self) -> Uploads:
         """Uploads to the Hub, from the main process only."""

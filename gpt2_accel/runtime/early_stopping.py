@@ -16,6 +16,11 @@ class EarlyStopping:
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended by it, perhaps before a restart."""
         return self.limit > 0 and self.waited >= self.limit
 
     def state(self) -> dict:

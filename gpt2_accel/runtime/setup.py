@@ -27,6 +27,9 @@ from gpt2_accel.runtime.early_stopping import EarlyStopping
 from gpt2_accel.runtime.trackers import run_identity
 from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
 
+# Settings that the order of the data depends on: a position means nothing without them.
+ORDER_SETTINGS = ("seed", "sequence_length")
+
 
 @dataclass
 class TrainState:
@@ -83,18 +86,11 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     model, optimizer = accelerator.prepare(plain, optimizer)
     if config.micro_batch_size == AUTO:
         config.micro_batch_size = fitting_batch_size(config, accelerator, model)
-    schedule = config.batch_schedule(accelerator.num_processes)
     loader, val_loader = build_loaders(config, accelerator)
-    inputs = TrainInputs(
-        tokenizer=tokenizer,
-        schedule=schedule,
-        updates=schedule.updates(config.max_steps),
-        loader=loader,
-        evaluations=build_evaluations(
-            config, accelerator, unwrap(accelerator, model).config, tokenizer, val_loader
-        ),
-        checkpoint=checkpoint,
+    evaluations = build_evaluations(
+        config, accelerator, unwrap(accelerator, model).config, tokenizer, val_loader
     )
+    schedule = config.batch_schedule(accelerator.num_processes)
     guard, early_stopping = AnomalyGuard(config.spike_z), EarlyStopping(config.patience)
     step, run_id = 0, None
     if checkpoint is not None and not config.eval_only:
@@ -103,8 +99,31 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         guard.load(saved["guard"])
         early_stopping.load(saved["guard"])
         step, run_id = saved["step"], saved["run_id"]
+        seen = sequences_seen(config, saved["position"], schedule.first(step), checkpoint)
+        schedule = config.batch_schedule(accelerator.num_processes, step, seen)
     run_id = run_identity(config, checkpoint, run_id)
+    updates = schedule.updates(config.max_steps)
+    inputs = TrainInputs(tokenizer, schedule, updates, loader, evaluations, checkpoint)
     return TrainState(model, optimizer, guard, early_stopping, step, run_id), inputs
+
+
+def sequences_seen(
+    config: TrainConfig, position: dict[str, int] | None, expected: int, checkpoint: Path
+) -> int:
+    """How many sequences of the data's order the checkpoint's run had read.
+
+    `position` is what the checkpoint says of it; one of release 0.1 says nothing, and has `expected`. Raises
+    `ValueError` if a setting that the order depends on is another now.
+    """
+    if position is None or config.ignore_changes:
+        return expected
+    for name in ORDER_SETTINGS:
+        if position[name] != getattr(config, name):
+            raise ValueError(
+                f"{checkpoint} was trained with --{name} {position[name]}, on which the order of the data "
+                f"depends, not {getattr(config, name)}: resume with that, or with --ignore_changes"
+            )
+    return position["sequences"]
 
 
 def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:

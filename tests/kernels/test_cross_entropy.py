@@ -150,3 +150,9 @@ def test_the_operator_is_one_that_autograd_and_compilers_can_trust():
     inputs = (x.requires_grad_(), weight.requires_grad_(), targets, VOCAB, 10, False)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(cross_entropy.chunked_cross_entropy, inputs, test_utils=checks)
+
+
+def test_without_any_target_the_loss_is_nan_and_its_gradients_zero():
+    x, weight, targets = problem()
+    found = ours(x, weight, torch.full_like(targets, -100))
+    assert found[0].isnan() and not found[1].any() and not found[2].any()

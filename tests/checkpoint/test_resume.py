@@ -1,0 +1,85 @@
+"""A resume goes on from the same position of the data, or says why it cannot."""
+
+import json
+
+import pytest
+import torch
+from conftest import losses, run, tiny_config
+
+import gpt2_accel.train as train_module
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.state_dict import gather_to_host
+from gpt2_accel.data.loader import TrainLoader
+
+
+def test_another_batch_goes_on_from_the_same_position_with_the_schedule_by_tokens(
+    data_dir, tmp_path, monkeypatch
+):
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=3, total_batch_size=128))
+    read = []
+    update = TrainLoader.update
+    watched = lambda self, *args: read.append(args) or update(self, *args)  # noqa: E731
+    monkeypatch.setattr(TrainLoader, "update", watched)
+    changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
+    lines = run(tiny_config(data_dir, tmp_path / "run", **changes))
+    # 3 updates of 4 sequences were read; 4 updates of 8 are 32 sequences: 20 more in 3 updates.
+    assert read == [(12, 8), (20, 8), (28, 8)]
+    assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])
+def test_another_order_of_the_data_is_refused_by_name(name, value, data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=2))
+    changed = {name: value, "resume_from": "latest"}
+    with pytest.raises(ValueError, match=f"trained with --{name} .* --ignore_changes"):
+        run(tiny_config(data_dir, tmp_path / "run", **changed))
+    run(tiny_config(data_dir, tmp_path / "run", **changed, ignore_changes=True))
+
+
+def test_early_stopping_is_not_undone_by_starting_again(data_dir, tmp_path):
+    changes = {"eval_every": 1, "patience": 2, "learning_rate": 1.0, "resume_from": "latest"}
+    config = tiny_config(data_dir, tmp_path / "run", **changes, max_steps=30)
+    first = run(config)
+    assert len(first) < 30
+    assert len(run(config)) == len(first)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "finished"
+
+
+def test_a_checkpoint_being_written_outlives_an_error_in_the_next_update(
+    data_dir, tmp_path, monkeypatch
+):
+    honest, calls = train_module.accumulate_gradients, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("CUDA error")
+        return honest(*args)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", failing)
+    write = train_module.RunContext.save
+
+    def slow_save(self, *args):
+        import time
+
+        save_pretrained = self.writer._write
+        self.writer._write = lambda snapshot: time.sleep(0.5) or save_pretrained(snapshot)
+        write(self, *args)
+
+    monkeypatch.setattr(train_module.RunContext, "save", slow_save)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        run(tiny_config(data_dir, tmp_path, save_every=2))
+    [checkpoint] = list_checkpoints(tmp_path)
+    assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
+    monkeypatch.undo()
+    assert len(losses(run(tiny_config(data_dir, tmp_path, resume_from="latest")))) == 8
+
+
+@pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])
+def test_only_the_main_process_keeps_what_is_gathered(is_main, kept):
+    accelerator = type("Accelerator", (), {"is_main_process": is_main})
+    found = gather_to_host(accelerator, {"a": torch.ones(2), "b": torch.zeros(3)})
+    assert list(found) == kept

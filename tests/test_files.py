@@ -1,0 +1,86 @@
+"""Atomic writes and locks, on file systems that lack what they need, and beside other writers."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpt2_accel.checkpoint.find import point_to
+from gpt2_accel.files import lock_folder, remove_leftovers, scratch_path, write_file, write_json
+
+WRITE = """
+import sys
+from gpt2_accel.files import write_json
+for number in range(300):
+    write_json(sys.argv[1], [number] * 100)
+"""
+
+
+def test_two_processes_write_one_file_without_disturbing_each_other(tmp_path):
+    path = tmp_path / "status.json"
+    command = [sys.executable, "-c", WRITE, str(path)]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert len(set(json.loads(path.read_text()))) == 1
+        time.sleep(0.005)
+    assert [writer.communicate()[1] for writer in writers] == ["", ""]
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_only_what_ended_processes_left_is_removed(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine = scratch_path(tmp_path / "a.json")
+    theirs = tmp_path / mine.name.replace(f".{os.getpid()}.", f".{ended.pid}.")
+    elsewhere = tmp_path / theirs.name.replace(socket.gethostname(), "elsewhere")
+    for path in (mine, elsewhere):
+        path.touch()
+    theirs.mkdir()
+    remove_leftovers(tmp_path)
+    assert {*tmp_path.iterdir()} == {mine, elsewhere}
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    write_file(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        write_file(tmp_path / "a.txt", "new")
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_without_file_locks_only_a_holder_that_runs_here_is_refused(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    holder = f"process {os.getppid()} on {socket.gethostname()}"
+    write_file(tmp_path / ".lock", holder)
+    with pytest.raises(OSError, match=f"in use by {holder}"), lock_folder(tmp_path):
+        raise AssertionError("not reached")
+    assert (tmp_path / ".lock").read_text() == holder
+    write_file(tmp_path / ".lock", "process 1 on another-machine")
+    with lock_folder(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+    assert "has no file locks" in capsys.readouterr().err
+
+
+def test_links_are_a_convenience(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "latest").mkdir()  # of a copied run
+    point_to(tmp_path / "latest", tmp_path / "checkpoint-4")
+    assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refused)
+    point_to(tmp_path / "best", tmp_path / "checkpoint-4")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
+    write_json(tmp_path / "a.json", 1)
