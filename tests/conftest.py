@@ -12,6 +12,9 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 # For models as small as these a second thread costs more than it does, and cores run tests side by side.
 os.environ["OMP_NUM_THREADS"] = "1"
+# inductor compiles in this process and without trial programs for each kind of instructions first.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # An answer in place of a measurement at the start of each run; `test_device.py` measures.
 os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 

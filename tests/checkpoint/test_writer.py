@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,6 +10,7 @@ import pytest
 from conftest import losses, make_text, run, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import Started
 
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
@@ -81,14 +80,17 @@ def test_an_older_checkpoint_does_not_write_over_newer_ones(data_dir, tmp_path):
 def test_a_folder_is_held_by_one_run_and_let_go_by_a_killed_one(tmp_path):
     code = "import sys, time; from gpt2_accel.files import lock_folder\n"
     code += f"with lock_folder({str(tmp_path)!r}): print('held', flush=True); time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "held\n"
+    script, log = tmp_path / "hold.py", tmp_path / "log"
+    script.write_text(code)
+    other = Started(script, log=log)
+    while not (log.exists() and log.read_text() == "held\n"):
+        assert other.poll() is None, log.read_text()
     with (
-        pytest.raises(OSError, match=f"is in use by process {other.pid} on "),
+        pytest.raises(OSError, match=f"is in use by process {other.pids[0]} on "),
         lock_folder(tmp_path),
     ):
         pass
-    other.kill()
+    other.send_signal(signal.SIGKILL)
     other.wait()
     with lock_folder(tmp_path):
         pass

@@ -97,17 +97,12 @@ def test_targets_are_the_inputs_shifted(data_dir):
     ("world_size", "micro_batch_size"), [(1, 8), (1, 1), (2, 2), (4, 1), (4, 2)]
 )
 def test_every_split_of_an_update_reads_the_same_sequences(data_dir, world_size, micro_batch_size):
+    changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
+    ranks = [loader(data_dir, rank=rank, **changes) for rank in range(world_size)]
+    whole = loader(data_dir)
     for step in (0, 5, 1000):  # the last in a later epoch
-        parts = [
-            list(
-                loader(
-                    data_dir, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
-                ).update(8 * step, 8)
-            )
-            for rank in range(world_size)
-        ]
-        got = rows(batch for part in parts for batch in part).tolist()
-        expected = rows(loader(data_dir).update(8 * step, 8)).tolist()
+        got = rows(batch for rank in ranks for batch in rank.update(8 * step, 8)).tolist()
+        expected = rows(whole.update(8 * step, 8)).tolist()
         assert sorted(got) == sorted(expected)
 
 

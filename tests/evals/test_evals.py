@@ -41,7 +41,7 @@ def models(data_dir, tmp_path_factory):
     """A model that has learned a little, and the same in transformers."""
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(
-        data_dir, folder, n_positions=POSITIONS, total_batch_size=4 * POSITIONS, max_steps=400
+        data_dir, folder, n_positions=POSITIONS, total_batch_size=4 * POSITIONS, max_steps=250
     )
     run(config)
     hf = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
@@ -350,7 +350,7 @@ def test_in_a_compiled_run_no_length_compiles_anything(data_dir, tmp_path, monke
     path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(20)))
     text = [" ".join(item["endings"]) for item in hellaswag_items(20)]
     assert len({len(line) for line in text}) > 10, "the items must differ in length"
-    config = {"eval_every": 2, "sample_every": 2, "sample_tokens": 5, "max_steps": 4}
+    config = {"eval_every": 2, "sample_every": 2, "sample_tokens": 5, "max_steps": 4, "n_layer": 1}
     graphs = []
     for changes in ({}, {"hellaswag_every": 2, "hellaswag_data": str(path)}):
         torch._dynamo.reset()

@@ -133,7 +133,7 @@ def test_gpt2s_lines_are_drawn_only_where_they_apply(runs):
     assert "GPT-2 124M: 3.292" in themed_svg(loss_figure([first]))
     first.metadata["vocab_size"] = 4096  # other tokens, another loss
     assert first.gpt2_line("val/loss") is None
-    assert first.gpt2_line("hellaswag/acc_norm") == (0.2945, "build-nanogpt")
+    assert first.gpt2_line("hellaswag/acc_norm_per_token") == (0.2945, "build-nanogpt")
 
 
 @needs_matplotlib
