@@ -129,6 +129,9 @@ class TrainConfig:
     checkpoint_activations: bool = setting(
         False, "recompute each block in the backward pass: far less memory, a third more work"
     )
+    gather_fp32: bool = setting(
+        False, "FSDP2 gathers weights in fp32: as exact as DDP, for twice the traffic"
+    )
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"
     )

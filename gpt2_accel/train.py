@@ -38,7 +38,7 @@ def train(config: TrainConfig) -> bool:
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
     check_trackers(config.report_to)
-    accelerator = build_accelerator(config.deterministic)
+    accelerator = build_accelerator(config.deterministic, config.gather_fp32)
     if config.dry_run:
         accelerator.print(dry_run(config, accelerator))
         return False

@@ -6,4 +6,7 @@ everywhere else. `GPT2_ACCEL_KERNELS=off` in the environment, or `kernels.enable
 
 import os
 
+# Whether kernels compile their elementwise parts also outside compiled modules: with compilation by block the loss is
+# outside.
+fuse = False
 enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on") != "off"

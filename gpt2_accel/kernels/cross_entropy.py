@@ -52,9 +52,8 @@ def linear_cross_entropy(
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        total, _, _ = chunked_cross_entropy(
-            x, weight, targets, vocab_size, rows, torch.compiler.is_compiling()
-        )
+        fuse = kernels.fuse or torch.compiler.is_compiling()
+        total, _, _ = chunked_cross_entropy(x, weight, targets, vocab_size, rows, fuse)
         return mean_of(total, targets)
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf

@@ -115,6 +115,15 @@ class GPTConfig:
         return GPT(self)
 
 
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` in the dtype of its input, also where FSDP2 gathers its weights in bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, C) -> (…, C)."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which each position sees itself and the positions before it."""
 
@@ -172,9 +181,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(
@@ -216,7 +225,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         self.init_weights()
 
     @torch.no_grad()
@@ -280,6 +289,8 @@ class GPT(nn.Module):
                 )
             position_ids = torch.arange(T, device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # the residual stream, also where FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
         if attention_mask is None and self.separator is not None and cache is None:
             attention_mask = document_mask(input_ids, self.separator)

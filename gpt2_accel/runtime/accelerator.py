@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DynamoBackend, parse_flag_from_env
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
-from gpt2_accel.device import inductor_problem, precision_problem
+from gpt2_accel.device import DTYPES, inductor_problem, precision_problem
 from gpt2_accel.kernels.compile import tag_compile_cache
 from gpt2_accel.kernels.cpu import tune_memory
 
 
-def build_accelerator(deterministic: bool = False) -> Accelerator:
+def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) -> Accelerator:
     """Accelerate as its config file and environment set it up, after checking that they took effect.
 
-    `deterministic` asks for torch's deterministic algorithms.
+    `deterministic` asks for torch's deterministic algorithms, `gather_fp32` for FSDP2 to gather weights in fp32.
 
     Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is set
     there: here it follows from the batch size.
@@ -45,6 +46,13 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
             "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
             "accumulation follows from --total_batch_size"
         )
+    if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
+        # Accelerate would also reduce gradients and return outputs in bf16.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=None if gather_fp32 else DTYPES[accelerator.mixed_precision],
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
     check_exchange(accelerator)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
@@ -58,7 +66,24 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     ):
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
+    kernels.fuse = dynamo.backend == DynamoBackend.INDUCTOR
     return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, after which the forward runs under autocast in mixed precision with FSDP2 too.
+
+    Accelerate leaves autocast out there. The loss, the norms and the residual stream are then in bf16.
+    """
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
+        # No cache: it would keep a copy of all weights, which FSDP2 frees after each block.
+        dtype = DTYPES[accelerator.mixed_precision]
+        autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
+        model.forward = autocast(model.forward)
+    return prepared, optimizer
 
 
 def user_cache() -> Path:

@@ -22,6 +22,7 @@ from gpt2_accel.hf.convert import from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.optim import BatchSchedule, build_optimizer
+from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.anomalies import AnomalyGuard
 from gpt2_accel.runtime.early_stopping import EarlyStopping
 from gpt2_accel.runtime.trackers import run_identity
@@ -83,7 +84,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
     )
-    model, optimizer = accelerator.prepare(plain, optimizer)
+    model, optimizer = prepare(accelerator, plain, optimizer)
     if config.micro_batch_size == AUTO:
         config.micro_batch_size = fitting_batch_size(config, accelerator, model)
     loader, val_loader = build_loaders(config, accelerator)

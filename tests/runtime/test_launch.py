@@ -78,7 +78,7 @@ def test_accelerate_reads_every_config_and_knows_all_of_it(path):
 def test_the_headline_command(data_dir, tmp_path):
     done = launch(
         "recipes/pretrain_124m.py",
-        *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL),
+        *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL, "--n_layer", 1),
         processes=2,
         config="8xa100",
         launcher=True,
@@ -164,7 +164,8 @@ def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp
 
     def sharded(name, processes, **more):
         config = tiny_config(data_dir, tmp_path / name, **{**changes, **more})
-        flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
+        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+        flags = (*eager, "tests/fsdp_script.py", *as_flags(config))
         done = launch(*flags, processes=processes, config="8xa100_fsdp2")
         assert done.returncode == 0, done.stderr
         assert "sharded by FSDP2" in done.stdout
@@ -212,8 +213,11 @@ def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir
     ]
     assert found == [pytest.approx(losses(plain), abs=1e-5)] * 3
     # In bf16 within its rounding.
-    found = [chunked("ddp_bf16", ddp[0], *eager, ddp[1]), chunked("fsdp_bf16", *fsdp)]
-    assert found == [pytest.approx(losses(plain), abs=0.02)] * 2
+    found = [
+        chunked("ddp_bf16", ddp[0], *eager, ddp[1]),
+        chunked("fsdp_bf16", fsdp[0], *eager, fsdp[1]),
+    ]
+    assert found == [pytest.approx(losses(plain), abs=5e-3)] * 2
 
 
 # Schedules

@@ -1,0 +1,53 @@
+"""FSDP2 in bf16 computes what DDP computes in bf16."""
+
+import pytest
+from conftest import as_flags, losses, tiny_config
+from launching import launch
+from safetensors.torch import load_file
+
+from gpt2_accel.files import read_json_lines
+
+EAGER = ("--dynamo_backend", "no")
+BY_BLOCK = ("--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation")
+
+
+@pytest.fixture(scope="module")
+def trained(data_dir, tmp_path_factory):
+    """A function that trains two updates of 16 micro-batches each on two processes; returns the lines of metrics.jsonl
+    and the gradient of the first update, which AdamW's first moment is a tenth of."""
+    folder = tmp_path_factory.mktemp("fsdp")
+
+    def train(name, config, script, *flags, **changes):
+        settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 2}
+        settings |= {"warmup_steps": 0, "learning_rate": 1e-3, "save_every": 1, "eval_every": 2}
+        run_config = tiny_config(data_dir, folder / name, **settings, **changes)
+        done = launch(*flags, script, *as_flags(run_config), processes=2, config=config)
+        assert done.returncode == 0, done.stderr
+        state = load_file(folder / name / "checkpoint-1/training_state/optimizer.safetensors")
+        gradient = {key: value for key, value in state.items() if key.endswith("/exp_avg")}
+        return read_json_lines(folder / name / "metrics.jsonl"), gradient
+
+    return train
+
+
+def error(gradient, exact):
+    """The distance of two gradients relative to the second's norm."""
+    distance = sum((gradient[key] - exact[key]).square().sum() for key in exact)
+    return float((distance / sum(value.square().sum() for value in exact.values())).sqrt())
+
+
+def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
+    ddp, fsdp = ("8xa100", "tests/train_script.py"), ("8xa100_fsdp2", "tests/fsdp_script.py")
+    _, exact = trained("exact", *ddp, "--mixed_precision", "no", *EAGER)
+    lines, gradient = trained("ddp", *ddp, *EAGER)
+    sharded, sharded_gradient = trained("fsdp", *fsdp, *EAGER)
+    assert losses(sharded) == pytest.approx(losses(lines), abs=2e-3)
+    assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
+    assert 0 < error(gradient, exact) < 0.02
+    assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
+    # Weights that are gathered in fp32 leave nothing that differs.
+    wide, wide_gradient = trained("wide", *fsdp, *EAGER, gather_fp32=True)
+    assert losses(wide) == losses(lines)
+    assert all((wide_gradient[key] == gradient[key]).all() for key in gradient)
+    by_block, _ = trained("by_block", *fsdp, *BY_BLOCK)
+    assert losses(by_block) == pytest.approx(losses(lines), abs=2e-3)
