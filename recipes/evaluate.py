@@ -30,6 +30,7 @@ from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.runtime.accelerator import build_accelerator
+from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import load_tokenizer
 
 
@@ -154,7 +155,7 @@ def main() -> None:
     config = parse_config(Evaluate)
     files = local_files(config)
     accelerator = build_accelerator()
-    with accelerator.main_process_first():
+    with main_process_first():
         items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
     found = {
         name: evaluate(config, accelerator, name, items)

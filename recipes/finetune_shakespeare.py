@@ -22,7 +22,7 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
 from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
 from gpt2_accel.hf.convert import local_directory
-from gpt2_accel.runtime.accelerator import processes
+from gpt2_accel.runtime.processes import main_process_first, processes
 from gpt2_accel.tokenizer import load_tokenizer
 from gpt2_accel.train import train
 
@@ -67,7 +67,7 @@ def prepare_text(config: FinetuneShakespeare) -> None:
 
 def main() -> None:
     config = parse_config(FinetuneShakespeare)
-    with processes().main_process_first():
+    with main_process_first():
         prepare_text(config)
     if train(config):
         processes().print(f"\nThe model of lowest validation loss is in {config.output_dir}/best")

@@ -22,7 +22,7 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST
 from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.hf.convert import local_directory
-from gpt2_accel.runtime.accelerator import processes
+from gpt2_accel.runtime.processes import main_process_first, processes
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 
@@ -76,7 +76,7 @@ def prepare_corpus(config: Quickstart) -> None:
 
 def main() -> None:
     config = parse_config(Quickstart)
-    with processes().main_process_first():
+    with main_process_first():
         if not (Path(config.data_dir) / MANIFEST).exists():
             prepare_corpus(config)
     if not train(config):

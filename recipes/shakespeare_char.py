@@ -17,7 +17,7 @@ from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
-from gpt2_accel.runtime.accelerator import processes
+from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
@@ -82,7 +82,7 @@ def main() -> None:
     config = parse_config(ShakespeareChar)
     if config.cpu_settings:
         config = parse_config(ShakespeareCharOnCPU)
-    with processes().main_process_first():
+    with main_process_first():
         prepare_text(config)
     train(config)
 

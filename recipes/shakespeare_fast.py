@@ -14,7 +14,7 @@ from shakespeare_char import ShakespeareChar, prepare_text
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config
-from gpt2_accel.runtime.accelerator import processes
+from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.train import train
 
 
@@ -46,7 +46,7 @@ class ShakespeareFast(ShakespeareChar):
 
 def main() -> None:
     config = parse_config(ShakespeareFast)
-    with processes().main_process_first():
+    with main_process_first():
         prepare_text(config)
     train(config)
 

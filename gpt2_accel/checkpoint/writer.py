@@ -181,8 +181,8 @@ class CheckpointWriter:
 
 def load_training_state(
     path: Path, accelerator: Accelerator, optimizer: torch.optim.Optimizer
-) -> dict:
-    """Puts a checkpoint's optimizer and scaler state back; returns `step` and what else was saved.
+) -> None:
+    """Puts a checkpoint's optimizer and scaler state back.
 
     The weights are not its business: the model was built from the same folder.
     Raises `ValueError` if the state is that of another optimizer or model.
@@ -196,4 +196,3 @@ def load_training_state(
     load_optimizer_tensors(optimizer, load_file(path / STATE / "optimizer.safetensors"), path)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
-    return state

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DynamoBackend, parse_flag_from_env
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
@@ -89,12 +89,6 @@ def prepare(
 def user_cache() -> Path:
     """Where this program keeps, for the user, what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
-
-
-def processes() -> PartialState:
-    """Accelerate's view of the processes, for what a recipe does before it trains, such as
-    `with processes().main_process_first():`. `PartialState()` alone would not see those of a CPU."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 def check_exchange(accelerator: Accelerator) -> None:

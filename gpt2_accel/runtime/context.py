@@ -19,6 +19,7 @@ from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.metadata import describe_run, describe_training, opening
+from gpt2_accel.runtime.processes import all_or_none
 from gpt2_accel.runtime.setup import ORDER_SETTINGS, TrainInputs, TrainState
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import Trackers
@@ -49,19 +50,23 @@ class RunContext:
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
-        config, run_dir = self.config, Path(self.config.output_dir)
         with self._stack as stack:
-            stack.enter_context(lock_run_dir(run_dir, self.accelerator))
-            self.stop = stack.enter_context(StopRequest(config.max_hours))
-            self.log = stack.enter_context(self._open_log())
-            stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
-            self.uploads = stack.enter_context(self._start_uploads())
-            self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
-            self.writer = stack.enter_context(self._start_writer())
-            if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
-                self.writer.rotate(self.first_step)  # a kill may have come before that
+            with all_or_none(self.accelerator):
+                self._enter_parts(stack)
             self._stack = stack.pop_all()
         return self
+
+    def _enter_parts(self, stack: ExitStack) -> None:
+        config, run_dir = self.config, Path(self.config.output_dir)
+        stack.enter_context(lock_run_dir(run_dir, self.accelerator))
+        self.stop = stack.enter_context(StopRequest(config.max_hours))
+        self.log = stack.enter_context(self._open_log())
+        stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
+        self.uploads = stack.enter_context(self._start_uploads())
+        self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
+        self.writer = stack.enter_context(self._start_writer())
+        if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
+            self.writer.rotate(self.first_step)  # a kill may have come before that
 
     def __exit__(self, *error) -> bool | None:
         return self._stack.__exit__(*error)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.find import find_checkpoint
+from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
@@ -25,6 +26,7 @@ from gpt2_accel.optim import BatchSchedule, build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.anomalies import AnomalyGuard
 from gpt2_accel.runtime.early_stopping import EarlyStopping
+from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.trackers import run_identity
 from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
 
@@ -70,13 +72,17 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     that cannot work together. Writes nothing.
     """
     check_optimizer(config, accelerator)
-    checkpoint = find_checkpoint(config.resume_from, config.output_dir, accelerator.print)
-    tokenizer = build_tokenizer(config)
+    checkpoint = choose_checkpoint(config, accelerator)
+    if config.verify_data:
+        on_main_process(accelerator, lambda: verify_data(config.data_dir))
+    check_same_data(config, accelerator)
     torch.manual_seed(config.seed)
-    plain = build_model(config, len(tokenizer), checkpoint)
-    plain.checkpoint_activations = config.checkpoint_activations
-    if config.document_mask:
-        plain.separator = document_separator(config.data_dir)
+    with all_or_none(accelerator):
+        tokenizer = build_tokenizer(config)
+        plain = build_model(config, len(tokenizer), checkpoint)
+        plain.checkpoint_activations = config.checkpoint_activations
+        if config.document_mask:
+            plain.separator = document_separator(config.data_dir)
     optimizer = build_optimizer(
         plain,
         config.optimizer,
@@ -87,7 +93,8 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     model, optimizer = prepare(accelerator, plain, optimizer)
     if config.micro_batch_size == AUTO:
         config.micro_batch_size = fitting_batch_size(config, accelerator, model)
-    loader, val_loader = build_loaders(config, accelerator)
+    with all_or_none(accelerator):
+        loader, val_loader = build_loaders(config, accelerator)
     evaluations = build_evaluations(
         config, accelerator, unwrap(accelerator, model).config, tokenizer, val_loader
     )
@@ -95,17 +102,46 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     guard, early_stopping = AnomalyGuard(config.spike_z), EarlyStopping(config.patience)
     step, run_id = 0, None
     if checkpoint is not None and not config.eval_only:
-        saved = load_training_state(checkpoint, accelerator, optimizer)
+        saved = read_state(checkpoint)
         check_data(config, saved["data"], checkpoint)
-        guard.load(saved["guard"])
-        early_stopping.load(saved["guard"])
         step, run_id = saved["step"], saved["run_id"]
         seen = sequences_seen(config, saved["position"], schedule.first(step), checkpoint)
+        load_training_state(checkpoint, accelerator, optimizer)
+        guard.load(saved["guard"])
+        early_stopping.load(saved["guard"])
         schedule = config.batch_schedule(accelerator.num_processes, step, seen)
-    run_id = run_identity(config, checkpoint, run_id)
+    run_id = on_main_process(accelerator, lambda: run_identity(config, checkpoint, run_id))
     updates = schedule.updates(config.max_steps)
     inputs = TrainInputs(tokenizer, schedule, updates, loader, evaluations, checkpoint)
     return TrainState(model, optimizer, guard, early_stopping, step, run_id), inputs
+
+
+def choose_checkpoint(config: TrainConfig, accelerator: Accelerator) -> Path | None:
+    """The checkpoint to resume, the same on all processes: the main one finds it and verifies its checksums.
+
+    Raises what `find_checkpoint` raises, and `FileNotFoundError` if another process does not see it.
+    """
+    path = on_main_process(
+        accelerator, lambda: find_checkpoint(config.resume_from, config.output_dir)
+    )
+    with all_or_none(accelerator):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(
+                f"process {accelerator.process_index} does not see {path}, which the main process resumes: put "
+                "--output_dir on a disk that all nodes share"
+            )
+    return path
+
+
+def check_same_data(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises `ValueError` if a process sees other data than the main one."""
+    expected = on_main_process(accelerator, lambda: data_fingerprint(config.data_dir))
+    with all_or_none(accelerator):
+        if data_fingerprint(config.data_dir) != expected:
+            raise ValueError(
+                f"process {accelerator.process_index} sees other data in {config.data_dir} than the main "
+                "process: put --data_dir on a disk that all nodes share, or the same data on each"
+            )
 
 
 def sequences_seen(
@@ -207,10 +243,8 @@ def build_loaders(
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """This rank's share of the training and the validation data, None where nothing is evaluated.
 
-    Raises what `TokenStream` raises, and `ValueError` for data that is damaged, if it is to be verified.
+    Raises what `TokenStream` raises.
     """
-    if config.verify_data:
-        verify_data(config.data_dir)
     share = {
         "sequence_length": config.sequence_length,
         "rank": accelerator.process_index,
@@ -246,7 +280,7 @@ def build_evaluations(
     if val_loader is not None:
         evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
     if config.hellaswag_every:
-        with accelerator.main_process_first():
+        with main_process_first():
             items = read_items("hellaswag", config.hellaswag_data)
         prepared = prepare_task(tokenizer, shape, "hellaswag", items)
         accelerator.print("\n".join(prepared.notes))

@@ -1,0 +1,45 @@
+"""Processes decide together: one checkpoint, one run id, and if one fails all end."""
+
+import json
+import time
+
+import pytest
+from conftest import as_flags, tiny_config
+from launching import launch
+
+from gpt2_accel.files import lock_folder
+
+
+def test_a_checkpoint_that_only_the_main_process_sees_is_not_resumed(data_dir, tmp_path):
+    """Rank 0 would go on at update 8 while rank 1 trained from 0."""
+    changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
+    config = tiny_config(data_dir, "run", **changes)
+    script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
+    assert launch(script, *as_flags(config), processes=2, **disks).returncode == 0
+    config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
+    done = launch(script, *as_flags(config), processes=2, **disks)
+    assert done.returncode == 1
+    assert "process 1 does not see" in done.stderr and "all nodes share" in done.stderr
+    status = json.loads((tmp_path / "node0/run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 8)
+
+
+@pytest.mark.parametrize("fault", ["locked", "a tracker", "no data"])
+def test_if_one_process_fails_before_training_all_end_with_its_sentence(fault, data_dir, tmp_path):
+    changes = {"micro_batch_size": 2}
+    if fault == "a tracker":  # a file where its folder should be
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/tensorboard").write_text("")
+        changes["report_to"] = ["tensorboard"]
+    config = tiny_config(data_dir if fault != "no data" else tmp_path, tmp_path / "run", **changes)
+    expected = {"locked": "in use by", "a tracker": "tensorboard", "no data": "is missing"}[fault]
+    started = time.monotonic()
+    if fault == "locked":
+        with lock_folder(tmp_path / "run"):
+            done = launch("tests/train_script.py", *as_flags(config), processes=2)
+    else:
+        done = launch("tests/train_script.py", *as_flags(config), processes=2)
+    assert done.returncode == 1
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("train_script.py:")]
+    assert len(sentences) == 2 and all(expected in line for line in sentences), done.stderr
+    assert time.monotonic() - started < 30
