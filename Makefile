@@ -11,7 +11,7 @@ test: .venv/installed  ## the tests: offline, on CPU
 	$(BIN)/python -m pytest --numprocesses 2
 
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
-	RELIABILITY=long $(BIN)/python -m pytest tests/reliability
+	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py
 
 bench: .venv/installed  ## speed and memory against other trainers, into the README: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2

@@ -1,0 +1,62 @@
+"""Signals to the launcher of several processes, as Slurm sends them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import LONG, as_flags, tiny_config
+from launching import ROOT, free_port
+
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.files import read_json_lines
+
+SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
+# What the script for Slurm tells the launcher, taken from there.
+EXPORTED = dict(re.findall(r"^export (PET_\w+)=(\S+)$", SBATCH, re.MULTILINE))
+
+
+OTHERS = [signal.SIGTERM, signal.SIGINT] if LONG else []  # USR1 is the one that torchrun leaves out
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, *OTHERS])
+def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, data_dir, tmp_path):
+    config = tiny_config(
+        data_dir, tmp_path / "run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant"
+    )
+    flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", free_port()]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | EXPORTED
+    launcher = subprocess.Popen(
+        [*command, "tests/train_script.py", *as_flags(config)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        ends = time.monotonic() + 90
+        while len(read_json_lines(tmp_path / "run/metrics.jsonl")) < 5:
+            assert launcher.poll() is None and time.monotonic() < ends
+            time.sleep(0.1)
+        launcher.send_signal(number)
+        launcher.wait(60)
+    finally:
+        launcher.kill()
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", number.name)
+    assert status["requeue"] == (number != signal.SIGINT)  # a person's Ctrl-C is not started again
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert checkpoint.name == f"checkpoint-{status['step']}" and find_corruption(checkpoint) is None
+
+
+def test_the_script_for_slurm_forwards_its_signal_and_needs_no_folder():
+    assert "SIGUSR1" in EXPORTED["PET_SIGNALS_TO_HANDLE"].split(",")
+    warning = int(re.search(r"--signal=USR1@(\d+)", SBATCH)[1])
+    assert 30 <= int(EXPORTED["PET_SHUTDOWN_TIMEOUT"]) < warning
+    assert "/" not in re.search(r"--output=(\S+)", SBATCH)[1]  # runs/ is not there in a fresh clone
