@@ -2,13 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-reliability bench lint format clean
+.PHONY: quickstart test test-avx2 test-reliability bench lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
 test: .venv/installed  ## the tests: offline, on CPU
 	$(BIN)/python -m pytest --numprocesses 2
+
+# torch held to the instructions of a plain laptop: AVX2, no bf16 units.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+CPU_TESTS := tests/kernels tests/models tests/test_optim.py tests/test_device.py tests/benchmarks/test_benchmarks.py
+
+test-avx2: .venv/installed  ## the tests that depend on the CPU, as a plain laptop runs them
+	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py

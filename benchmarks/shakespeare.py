@@ -22,9 +22,11 @@ from results import RESULTS, ratios, summary, write_result
 from gpt2_accel import GPT, GPTConfig, cli, from_pretrained
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.data.sources import split_text, tiny_shakespeare
+from gpt2_accel.device import has_bf16
 
 ROOT = Path(__file__).parent.parent
-LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_bf16.yaml"]
+CONFIG = "cpu_bf16" if has_bf16(torch.device("cpu")) else "cpu"
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{CONFIG}.yaml"]
 GOAL = 1.90
 
 

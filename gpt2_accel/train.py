@@ -162,10 +162,14 @@ def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
 
 
 def write_samples(run: RunContext, state: TrainState) -> None:
-    """Continues each of the run's prompts; on the main process only, uncompiled, in fp32."""
+    """Continues each of the run's prompts; on the main process only, uncompiled, in fp32.
+
+    A sharded model is gathered, and written with on the main process's device: on its CPU the others would wait.
+    """
     config, accelerator, model = run.config, run.accelerator, state.model
     plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
     if accelerator.is_main_process:
+        plain = plain.to(accelerator.device)
         sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
         for sample in complete(plain, run.inputs.tokenizer, config.sample_prompts, sampling):
             run.log.sample(sample.prompt, sample.prompt + sample.text)

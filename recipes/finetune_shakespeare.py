@@ -1,7 +1,9 @@
 """Fine-tune one of OpenAI's GPT-2 models on tiny Shakespeare, as nanoGPT does.
 
     accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/finetune_shakespeare.py
-    accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/finetune_shakespeare.py --init_from gpt2
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune_shakespeare.py --init_from gpt2
+
+On a CPU with AMX or AVX512-BF16 `cpu_bf16.yaml` is faster, on others far slower.
 
 `--input FILE` takes your own text; without it the text is downloaded. `--init_from` is any GPT-2 of the Hub, or
 a directory. Data: 90% of the text in the model's own tokens, 301,966 of GPT-2's.

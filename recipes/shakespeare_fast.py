@@ -1,6 +1,7 @@
 """A character-level GPT of tiny Shakespeare in seconds on a CPU: nanoGPT's CPU example in a fraction of its time.
 
-    accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_fast.py
+    accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py  # AMX, AVX512-BF16
 
 Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32 characters = 1,536
 tokens per update, 350 updates, 0.54M tokens: half of the text. Muon learns more from each than AdamW, and two
