@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import has_final_model, list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
@@ -23,7 +23,7 @@ from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext
 from gpt2_accel.runtime.metadata import closing
-from gpt2_accel.runtime.setup import TrainState, setup
+from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import check_trackers
 
@@ -49,6 +49,11 @@ def train(config: TrainConfig) -> bool:
             accelerator.print(json.dumps(evaluate(accelerator, model)))
         close(accelerator)
         return False
+
+    if is_complete(config, state, inputs):
+        accelerator.print(f"{config.output_dir} is complete: nothing left to train")
+        close(accelerator)
+        return True
 
     model.train()
     with RunContext(config, accelerator, state, inputs) as run:
@@ -159,6 +164,12 @@ def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
     if accelerator.num_processes > 1:
         flag = accelerator.reduce(flag.to(accelerator.device), "sum")
     return flag.item() > 0
+
+
+def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
+    """Whether the run has ended before, with its final model in its folder: then nothing there is written again."""
+    ended = state.step >= inputs.updates or state.early_stopping.ended
+    return ended and inputs.checkpoint is not None and has_final_model(config.output_dir)
 
 
 def write_samples(run: RunContext, state: TrainState) -> None:

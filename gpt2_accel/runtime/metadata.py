@@ -133,8 +133,6 @@ def git_commit() -> str | None:
 
 def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
     """What the terminal shows before the first update, `step` of which were made before."""
-    if step >= metadata.updates:
-        return f"{config.output_dir} has all {metadata.updates:,} updates: nothing left to train"
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
     seconds = expected_seconds(metadata.flops * (1 - step / metadata.updates), accelerator)
     return (

@@ -83,3 +83,14 @@ def test_only_the_main_process_keeps_what_is_gathered(is_main, kept):
     accelerator = type("Accelerator", (), {"is_main_process": is_main})
     found = gather_to_host(accelerator, {"a": torch.ones(2), "b": torch.zeros(3)})
     assert list(found) == kept
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
+def test_a_complete_run_that_is_started_again_stays_as_it_is(changes, data_dir, tmp_path, capsys):
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    capsys.readouterr()
+    run(tiny_config(data_dir, tmp_path, **{"resume_from": "latest", **changes}))
+    assert "is complete: nothing left to train" in capsys.readouterr().out
+    found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert found == files
