@@ -193,6 +193,9 @@ def load_training_state(
             f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "
             "resume with the --optimizer of the first run"
         )
-    load_optimizer_tensors(optimizer, load_file(path / STATE / "optimizer.safetensors"), path)
+    # Copies: tensors mapped from the file would hold its disk space after the checkpoint is rotated away.
+    mapped = load_file(path / STATE / "optimizer.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in mapped.items()}
+    load_optimizer_tensors(optimizer, tensors, path)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

@@ -214,7 +214,10 @@ def add_weights(page: Page, run: Run, text: str | None) -> None:
     except (OSError, ValueError) as error:
         run.problems.append(f"its weights cannot be read: {error}")
         return
-    parts = [page.picture(f"{run.name}-positions", figures.position_figure(model))]
+    parts = []
+    if (positions := getattr(model, "wpe", None)) is not None:  # learned position embeddings
+        figure = figures.position_figure(positions.weight.detach().float().numpy())
+        parts.append(page.picture(f"{run.name}-positions", figure))
     if len(ids) < 2:
         run.problems.append("the text for the attention has fewer than two tokens")
     else:
