@@ -176,6 +176,6 @@ def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer, workers):
         str(tmp_path / "one.txt"),
         "--data_dir",
         str(tmp_path / "d1"),
-        *arguments[-4:],
+        *arguments[-6:],
     )
     assert "val: 1 documents" in done.stdout

@@ -28,7 +28,6 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     set_width(ours, 120)
     environment = {"ACCELERATE_USE_CPU": "true", "TERM": "xterm"}
     process = Started(SCRIPT, *as_flags(config), log=os.ttyname(theirs), **environment)
-    os.close(theirs)
     seen: list[tuple[int, str]] = []
     width = 120
 
@@ -49,6 +48,7 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     time.sleep(1)  # what was on its way
     width = 60
     code = process.wait(120)
+    os.close(theirs)  # no sooner: the process opens it some time after its start
     reader.join(10)
     os.close(ours)
     text = "".join(part for _, part in seen)
