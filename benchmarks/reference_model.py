@@ -66,8 +66,8 @@ class HandAttention(CausalSelfAttention):
         seen = torch.ones(T, T).tril() if stored_mask else None
         self.register_buffer("seen", seen, persistent=False)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); there is no `mask` but the causal one."""
+    def forward(self, x: torch.Tensor, mask: None = None, cache: None = None) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); there is no mask but the causal one, and no cache."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
