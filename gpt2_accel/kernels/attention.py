@@ -26,14 +26,11 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0
-) -> torch.Tensor:
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q · k / sqrt(D)) · v, in which each position sees itself and those before it.
 
-    q, k, v, and the result: (B, H, T, D) bf16. `dropout` has to be 0.
+    q, k, v, and the result: (B, H, T, D) bf16.
     """
-    assert not dropout
     return CausalAttention.apply(q, k, v)
 
 

@@ -149,7 +149,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
         if attention.applies(q, mask, dropout):
-            y = attention.causal_attention(q, k, v, dropout)
+            y = attention.causal_attention(q, k, v)
         else:
             causal = mask is None and T > 1
             y = F.scaled_dot_product_attention(

@@ -416,7 +416,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, short_data, tmp_path, ti
         settings |= ramp | {"max_steps": 7, "micro_batch_size": 1}
     launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
     env = {}
-    if cut == "long":  # attention in blocks of keys, the loss in chunks of rows
+    if cut == "long":  # long sequences, the loss in chunks of rows
         long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
         settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
         env["LOGITS_AT_ONCE"] = str(100 * 384)
