@@ -266,7 +266,7 @@ def test_what_is_not_there_is_said_in_a_line_within_seconds(tmp_path):
     begun = time.monotonic()
     env = {**os.environ, **away}  # read at import
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert time.monotonic() - begun < 15  # ten, and Python's own start on a busy machine
+    assert time.monotonic() - begun < 22  # the libraries alone would try for 24
     [line] = [text for text in done.stderr.splitlines() if text.strip()]
     assert done.returncode == 1 and "Hub cannot be reached" in line
     done = recipe("text", tmp_path / "no", "--data_dir", tmp_path / "d")

@@ -45,9 +45,9 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
-    # Weights that are gathered in fp32 leave nothing that differs.
+    # Weights that are gathered in fp32 leave nothing that differs but the order of sums.
     wide, wide_gradient = trained("wide", *fsdp, *EAGER, gather_fp32=True)
-    assert losses(wide) == losses(lines)
-    assert all((wide_gradient[key] == gradient[key]).all() for key in gradient)
+    assert losses(wide) == pytest.approx(losses(lines), abs=2e-5)
+    assert error(wide_gradient, gradient) < 1e-3
     by_block, _ = trained("by_block", *fsdp, *BY_BLOCK)
     assert losses(by_block) == pytest.approx(losses(lines), abs=2e-3)
