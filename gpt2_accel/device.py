@@ -37,10 +37,9 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}  # of mixed precision, by Accelerate's names
+# The dtypes of mixed precision, by Accelerate's names.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+QUESTIONS: set[str] = set()  # that can be overridden
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -51,11 +50,25 @@ def overridable(question: Callable[Arguments, Answer]) -> Callable[Arguments, An
 
     @functools.wraps(question)
     def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
+        overrides = read_overrides(os.environ.get(OVERRIDES, "{}"))
         name = question.__name__
         return overrides[name] if name in overrides else question(*args, **kwargs)
 
+    QUESTIONS.add(question.__name__)
     return answer
+
+
+@functools.cache
+def read_overrides(text: str) -> dict:
+    """The answers in `GPT2_ACCEL_DEVICE`; raises `ValueError` if they are not a JSON object of known questions."""
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{OVERRIDES} is not JSON ({error}): correct or unset it") from error
+    if not isinstance(overrides, dict) or not overrides.keys() <= QUESTIONS:
+        names = ", ".join(sorted(QUESTIONS))
+        raise ValueError(f"{OVERRIDES} has to be a JSON object with names of {names}, got {text}")
+    return overrides
 
 
 # Precision and compilation

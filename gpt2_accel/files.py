@@ -6,6 +6,7 @@ process in the name tells what a killed process left behind (`remove_leftovers`)
 """
 
 import fcntl
+import glob
 import hashlib
 import itertools
 import json
@@ -115,7 +116,8 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Removes the temporary files and folders in `folder`, of the target `name`, whose process on this machine has
     ended."""
     host = socket.gethostname()
-    for path in folder.glob(f".{name}.{host}.*.partial"):
+    name = name if name == "*" else glob.escape(name)
+    for path in folder.glob(f".{name}.{glob.escape(host)}.*.partial"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(path.name.split(".")[-3])):
                 remove(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.checkpoint.find import has_final_model, list_checkpoints
+from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
@@ -22,6 +22,7 @@ from gpt2_accel.optim import learning_rate, set_learning_rate
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext
+from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import closing
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
@@ -167,9 +168,17 @@ def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
 
 
 def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
-    """Whether the run has ended before, with its final model in its folder: then nothing there is written again."""
+    """Whether the run in this folder finished at this step, its final model included: then nothing is written again.
+
+    A run with uploads is not: they may be what is missing.
+    """
     ended = state.step >= inputs.updates or state.early_stopping.ended
-    return ended and inputs.checkpoint is not None and has_final_model(config.output_dir)
+    if not ended or inputs.checkpoint is None or config.push_to_hub:
+        return False
+    run_dir = Path(config.output_dir).resolve()
+    status = read_status(run_dir)
+    finished = status.get("state") == "finished" and status.get("step") == state.step
+    return finished and inputs.checkpoint.resolve().parent == run_dir
 
 
 def write_samples(run: RunContext, state: TrainState) -> None:

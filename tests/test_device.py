@@ -21,6 +21,13 @@ def test_answers_can_be_overridden_in_the_environment(monkeypatch):
     assert "g++" in device.inductor_problem(CPU)
 
 
+@pytest.mark.parametrize("text", ["{bad", "3", '{"nonsense": 1}'])
+def test_an_override_that_cannot_be_meant_is_refused(text, monkeypatch):
+    monkeypatch.setenv(device.OVERRIDES, text)
+    with pytest.raises(ValueError, match=device.OVERRIDES):
+        device.has_cpp_compiler()
+
+
 def test_a_cpu_held_to_avx2_has_no_bf16_units():
     code = (
         "import torch; from gpt2_accel.device import has_bf16; print(has_bf16(torch.device('cpu')))"

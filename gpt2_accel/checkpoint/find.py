@@ -71,12 +71,7 @@ def model_directory(name: str | Path) -> str | Path:
     """Where the newest weights of a run's folder are: in the folder itself once training has ended, in
     its last checkpoint before. Any other name is returned as it is."""
     checkpoints = list_checkpoints(name)
-    return checkpoints[-1] if checkpoints and not has_final_model(name) else name
-
-
-def has_final_model(run_dir: str | Path) -> bool:
-    """Whether a run's folder is a model directory itself, as it is once training has ended."""
-    return (Path(run_dir) / "config.json").exists()
+    return checkpoints[-1] if checkpoints and not (Path(name) / "config.json").exists() else name
 
 
 def step_of(checkpoint: Path) -> int:

@@ -3,7 +3,7 @@
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
         training_state/optimizer.safetensors                   its tensors, by parameter name
-        training_state/state.json                              step, optimizer, scaler, guard, data, run id
+        training_state/state.json                              step, optimizer, scaler, guard, data, position, …
         training_state/manifest.json                           size and SHA-256 of every file above
 
 There is little to keep: data order, learning rate and random seeds are functions of the step. A checkpoint
@@ -50,10 +50,10 @@ class Snapshot:
 class CheckpointWriter:
     """Writes the checkpoints of a run, each in the background while the loop goes on.
 
-    The link `latest` leads to the newest. `keep_last` newest ones stay, every one whose step is a multiple of `keep_every` (0: none), and with
-    `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called with
-    each new one, in the background too. A write that fails is reported through `say` and leaves the
-    older checkpoints as they are.
+    The link `latest` leads to the newest. The `keep_last` newest stay, every one whose step is a multiple of `keep_every`
+    (0: none), and with `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called
+    with each new one, in the background too. A write that fails is reported through `say` and leaves the older
+    checkpoints as they are.
     """
 
     def __init__(
@@ -89,9 +89,10 @@ class CheckpointWriter:
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        `step` is the number of updates done; `guard` the state of the `Guard`; `data` the fingerprint of
-        the data; `position` how far it was read, and in which order; `val_loss` the validation loss, if evaluated at this step; `run_id` the trackers' name of the
-        run. Waits for the write before, if that is still going on. All ranks call it.
+        `step` is the number of updates done; `guard` the state of the guard and of early stopping; `data` the
+        fingerprint of the data, `position` how far it was read, and in which order; `val_loss` the validation loss, if
+        evaluated at this step; `run_id` the trackers' name of the run. Waits for the write before, if that is still
+        going on. All ranks call it.
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return

@@ -9,4 +9,4 @@ import os
 # Whether kernels compile their elementwise parts also outside compiled modules: with compilation by block the loss is
 # outside.
 fuse = False
-enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on") != "off"
+enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on").lower() not in ("off", "0", "false")

@@ -1,5 +1,6 @@
 """Logs of a run: the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +16,9 @@ class RunLog:
     `status.json`: `running`, then `finished`, `stopped` or `failed` with the reason, and whether the run
     is to be started again.
 
-    `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates. `flops_per_second` is the peak of all devices
-    together, None if unknown. On other ranks than the first, `enabled` is False and nothing happens.
+    `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates.
+    `flops_per_second` is the peak of all devices together, None if unknown. On other ranks than the first, `enabled` is
+    False and nothing happens.
 
     Each line of `metrics.jsonl` first goes to `publish`, if set: a function of the line.
 
@@ -154,7 +156,7 @@ class RunLog:
             self.results |= {
                 name: value
                 for name, value in entry.items()
-                if "/" in name and not name.startswith("train/")
+                if "/" in name and not name.startswith("train/") and value is not None
             }
 
     def _add_training_time(self) -> None:
@@ -169,3 +171,12 @@ class RunLog:
                 write_json(self.run_dir / "status.json", status)
             except OSError as failure:  # such as a full disk, which must not hide why a run ended
                 print(f"could not write {self.run_dir}/status.json: {failure}", file=sys.stderr)
+
+
+def read_status(run_dir: Path) -> dict:
+    """A run's `status.json`, empty if it is missing or damaged."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}

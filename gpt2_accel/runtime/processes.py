@@ -10,9 +10,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
-LONGEST_WAIT = timedelta(
-    days=2
-)  # for what the main process prepares; a process that dies ends the launch
+# For what the main process prepares; a process that dies ends the launch.
+LONGEST_WAIT = timedelta(days=2)
 
 Result = TypeVar("Result")
 _numbers = itertools.count()
@@ -28,8 +27,8 @@ def processes() -> PartialState:
 def main_process_first() -> Iterator[None]:
     """The main process runs the block first, the others after it, however long it takes.
 
-    They wait at the launch's key-value store: a collective would be ended by NCCL after ten minutes. Raises `OSError` on
-    the others if the block fails on the main process.
+    They wait at the launch's key-value store: NCCL would end a collective after ten minutes. Raises `OSError` on the
+    others if the block fails on the main process.
     """
     state = processes()
     if state.num_processes == 1:

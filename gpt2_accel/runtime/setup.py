@@ -150,17 +150,18 @@ def sequences_seen(
     """How many sequences of the data's order the checkpoint's run had read.
 
     `position` is what the checkpoint says of it; one of release 0.1 says nothing, and has `expected`. Raises
-    `ValueError` if a setting that the order depends on is another now.
+    `ValueError` if a setting that the order depends on is another now; with `ignore_changes` as many tokens count as
+    seen.
     """
-    if position is None or config.ignore_changes:
+    if position is None:
         return expected
     for name in ORDER_SETTINGS:
-        if position[name] != getattr(config, name):
+        if position[name] != getattr(config, name) and not config.ignore_changes:
             raise ValueError(
                 f"{checkpoint} was trained with --{name} {position[name]}, on which the order of the data "
                 f"depends, not {getattr(config, name)}: resume with that, or with --ignore_changes"
             )
-    return position["sequences"]
+    return position["sequences"] * position["sequence_length"] // config.sequence_length
 
 
 def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:

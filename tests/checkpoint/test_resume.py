@@ -11,6 +11,7 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.checkpoint.state_dict import gather_to_host
 from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.files import digest
 
 
 def test_another_batch_goes_on_from_the_same_position_with_the_schedule_by_tokens(
@@ -94,3 +95,40 @@ def test_a_complete_run_that_is_started_again_stays_as_it_is(changes, data_dir, 
     assert "is complete: nothing left to train" in capsys.readouterr().out
     found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
     assert found == files
+
+
+def test_a_run_that_died_before_its_final_model_was_written_is_not_complete(
+    data_dir, tmp_path, monkeypatch
+):
+    run(tiny_config(data_dir, tmp_path, max_steps=4, save_every=4))
+    old = digest(tmp_path / "model.safetensors")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module, "export_model", killed)
+    longer = tiny_config(data_dir, tmp_path, max_steps=8, save_every=4, resume_from="latest")
+    with pytest.raises(KeyboardInterrupt):
+        run(longer)
+    assert digest(tmp_path / "model.safetensors") == old
+    monkeypatch.undo()
+    run(longer)
+    newest = digest(tmp_path / "checkpoint-8/model.safetensors")
+    assert digest(tmp_path / "model.safetensors") == newest != old
+    elsewhere = tiny_config(
+        data_dir, tmp_path / "other", max_steps=8, resume_from=str(tmp_path / "checkpoint-8")
+    )
+    run(elsewhere)
+    assert digest(tmp_path / "other/model.safetensors") == newest
+
+
+def test_with_ignored_changes_the_position_stays_and_null_is_no_result(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, max_steps=3, eval_every=3)
+    run(config)
+    log = tmp_path / "metrics.jsonl"
+    text = log.read_text()
+    value = json.loads(text.splitlines()[-1])["val/loss"]
+    log.write_text(text.replace(f'"val/loss": {value}', '"val/loss": null'))
+    changes = {"total_batch_size": 256, "dropout": 0.1, "ignore_changes": True, "max_steps": 4}
+    lines = run(tiny_config(data_dir, tmp_path, resume_from="latest", save_every=1, **changes))
+    assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
