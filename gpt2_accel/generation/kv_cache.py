@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gpt2_accel.device import has_cpp_compiler
-from gpt2_accel.kernels.compile import tag_compile_cache
 from gpt2_accel.models import LanguageModel, LayerCache
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each block: (B, H, slots, D)
@@ -104,5 +103,4 @@ def compiled() -> Callable[..., torch.Tensor]:
     """`next_logits`, compiled for any length. Raises `ValueError` where there is nothing to compile with."""
     if not torch.cuda.is_available() and not has_cpp_compiler():
         raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
-    tag_compile_cache()
     return torch.compile(next_logits, dynamic=True)

@@ -16,19 +16,21 @@ def fused(function: Callable) -> Callable:
 
     For use inside custom operators, which are opaque to Dynamo.
     """
-    tag_compile_cache()
     return torch.compile(function, dynamic=True)
 
 
-@functools.cache
 def tag_compile_cache() -> None:
     """Puts into the key of inductor's cache what inductor leaves out: the source of this folder and the CPU's
     instructions.
 
     Inductor does not see the source of custom operators, and would take code compiled for another release's operators
     from the cache. And it takes code generated for AVX2 on a CPU with AVX-512 and the other way round, which computes
-    wrong numbers or corrupts memory (seen with torch 2.13): home folders are shared by different machines.
+    wrong numbers or corrupts memory (seen with torch 2.13): home folders are shared by different machines. Every model
+    imports this file, so that the key is there before anything is compiled.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     torch.compiler.config.cache_key_tag = f"{digest.hexdigest()} {cpu_instructions()}"
+
+
+tag_compile_cache()

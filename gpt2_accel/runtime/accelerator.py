@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
 from gpt2_accel.device import DTYPES, inductor_problem, precision_problem
-from gpt2_accel.kernels.compile import tag_compile_cache
 from gpt2_accel.kernels.cpu import tune_memory
 
 
@@ -27,7 +26,6 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     """
     # By default in the temporary folder: after a restart of the machine all would be compiled anew.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
-    tag_compile_cache()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
