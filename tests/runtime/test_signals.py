@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from conftest import LONG, as_flags, tiny_config
 from launching import ROOT, free_port
@@ -60,3 +61,32 @@ def test_the_script_for_slurm_forwards_its_signal_and_needs_no_folder():
     warning = int(re.search(r"--signal=USR1@(\d+)", SBATCH)[1])
     assert 30 <= int(EXPORTED["PET_SHUTDOWN_TIMEOUT"]) < warning
     assert "/" not in re.search(r"--output=(\S+)", SBATCH)[1]  # runs/ is not there in a fresh clone
+
+
+PARENT = """
+import subprocess, sys, time
+code = '''
+import signal, sys, time
+from gpt2_accel.runtime.signals import end_with_parent
+if "held" in sys.argv:
+    end_with_parent(signal.SIGKILL)
+print("ready", flush=True)
+time.sleep(60)
+'''
+for flags in (["held"], []):
+    child = subprocess.Popen([sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, text=True)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has this signal")
+def test_a_child_that_asks_for_it_ends_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    held, free = (psutil.Process(int(parent.stdout.readline())) for _ in range(2))
+    parent.kill()
+    _, alive = psutil.wait_procs([held], timeout=10)
+    assert not alive
+    assert free.is_running()
+    free.kill()
