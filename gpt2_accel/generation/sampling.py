@@ -1,4 +1,4 @@
-"""Text from a model: `complete` gives it whole, `stream` as it is being written, `tokens` only the ids.
+"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields only the ids.
 
 `load` finds the model and the tokenizer that they take.
 """

@@ -4,8 +4,8 @@ The architecture is that of "Language Models are Unsupervised Multitask Learners
 released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head tied to the token
 embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/convert.py`) is four transposes per block.
 
-Where a kernel of `kernels/` is faster on the device at hand, it computes the same in place of the plain PyTorch
-beside it. `GPT2_ACCEL_KERNELS=off` leaves the plain PyTorch alone.
+`kernels/` computes the same faster on some devices; each call stands beside the plain PyTorch that it replaces.
+`GPT2_ACCEL_KERNELS=off` turns the kernels off.
 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded), S cached positions.
 """

@@ -36,7 +36,7 @@ ORDER_SETTINGS = ("seed", "sequence_length")
 
 @dataclass
 class TrainState:
-    """What training changes, all of which a checkpoint holds.
+    """What training changes. A checkpoint holds all of it.
 
     `model` and `optimizer` are as Accelerate prepared them; `step` is the number of updates done.
     """

@@ -1,6 +1,7 @@
 """A resume goes on from the same position of the data, or says why it cannot."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ def test_another_batch_goes_on_from_the_same_position_with_the_schedule_by_token
     run(tiny_config(data_dir, tmp_path / "run", max_steps=3, total_batch_size=128))
     read = []
     update = TrainLoader.update
-    watched = lambda self, *args: read.append(args) or update(self, *args)  # noqa: E731
+
+    def watched(self, *args):
+        read.append(args)
+        return update(self, *args)
+
     monkeypatch.setattr(TrainLoader, "update", watched)
     changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
     lines = run(tiny_config(data_dir, tmp_path / "run", **changes))
-    # 3 updates of 4 sequences were read; 4 updates of 8 are 32 sequences: 20 more in 3 updates.
+    # 3 updates read 12 sequences; 4 of the new size are 32, and 3 more updates of 8 reach them.
     assert read == [(12, 8), (20, 8), (28, 8)]
     assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -64,8 +69,6 @@ def test_a_checkpoint_being_written_outlives_an_error_in_the_next_update(
     write = train_module.RunContext.save
 
     def slow_save(self, *args):
-        import time
-
         save_pretrained = self.writer._write
         self.writer._write = lambda snapshot: time.sleep(0.5) or save_pretrained(snapshot)
         write(self, *args)
