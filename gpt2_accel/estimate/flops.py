@@ -1,9 +1,5 @@
-"""FLOPs of training, and the time that they take."""
+"""FLOPs of training, and the share of the peak that it reaches."""
 
-import torch
-from accelerate import Accelerator
-
-from gpt2_accel.device import DTYPES, matmul_flops
 from gpt2_accel.models import ModelConfig
 
 # Training reaches about this share of the speed of a large matrix product; nanoGPT calls 40-60% good.
@@ -17,9 +13,3 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     nanoGPT counts it. The attention term counts the full T x T square, as MFU conventionally does.
     """
     return 6 * config.matmul_parameters + 12 * config.attention_width * sequence_length
-
-
-def expected_seconds(flops: float, accelerator: Accelerator) -> float:
-    """About how long `flops` of training take here, by the measured speed of a matrix product."""
-    speed = matmul_flops(accelerator.device, DTYPES.get(accelerator.mixed_precision, torch.float32))
-    return flops / (speed * accelerator.num_processes * TYPICAL_MFU)

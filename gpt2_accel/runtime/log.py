@@ -8,7 +8,11 @@ from pathlib import Path
 
 from gpt2_accel.device import memory_gb
 from gpt2_accel.files import JsonLines, read_json_lines, write_json
-from gpt2_accel.runtime.progress import Progress
+from gpt2_accel.runtime.progress import Progress, duration
+
+TIMED_UPDATES = (
+    5  # from which the time of a run is estimated; the first, which may compile, is not among them
+)
 
 
 class RunLog:
@@ -40,7 +44,8 @@ class RunLog:
         enabled: bool = True,
     ):
         self.run_dir, self.enabled = Path(run_dir), enabled
-        self.step, self.max_steps = first_step, max_steps
+        self.step = self._first_step = first_step
+        self.max_steps = max_steps
         self.tokens_at, self.flops_per_token = tokens_at, flops_per_token
         self.flops_per_second, self.device_type = flops_per_second, device_type
         self._entry: dict[str, float] = {}
@@ -77,6 +82,7 @@ class RunLog:
         self.step = step
         self._progress.advance()
         self._add_training_time()
+        self._estimate()
 
     def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
         """Adds the figures of the update just done, and the speed of training since the last call."""
@@ -158,6 +164,17 @@ class RunLog:
                 for name, value in entry.items()
                 if "/" in name and not name.startswith("train/") and value is not None
             }
+
+    def _estimate(self) -> None:
+        """Prints, once, how long the rest of the training will take at the measured speed."""
+        done, seconds = self.step - self._first_step, self.seconds + self._training_seconds
+        if done == 1:
+            self._timed_from = self.tokens_at(self.step), seconds
+        elif done == 1 + TIMED_UPDATES:
+            tokens, before = self._timed_from
+            speed = (self.tokens_at(self.step) - tokens) / (seconds - before)
+            left = (self.tokens_at(self.max_steps) - self.tokens_at(self.step)) / speed
+            self.say(f"expected: about {duration(left)} of training, at {speed:,.0f} tokens/s")
 
     def _add_training_time(self) -> None:
         now = time.perf_counter()

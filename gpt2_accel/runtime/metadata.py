@@ -10,7 +10,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import is_sharded, memory_gb
-from gpt2_accel.estimate.flops import TYPICAL_MFU, expected_seconds, flops_per_token
+from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import memory_by_part
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.models import LanguageModel
@@ -134,13 +134,11 @@ def git_commit() -> str | None:
 def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
     """What the terminal shows before the first update, `step` of which were made before."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
-    seconds = expected_seconds(metadata.flops * (1 - step / metadata.updates), accelerator)
     return (
         f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}\n"
         f"{metadata.batch}\n"
         f"updates {step:,} to {metadata.updates:,}: {metadata.tokens:,} tokens, {metadata.epochs:.3g} epochs, "
         f"{metadata.flops:.2g} FLOPs, into {config.output_dir}\n"
-        f"expected: about {duration(seconds)}, at {TYPICAL_MFU:.0%} of the speed of a matrix product here; "
         f"about {metadata.expected_gb:.2g} GB per device, beside torch itself"
     )
 

@@ -76,7 +76,7 @@ def test_in_a_pipe_there_are_plain_lines_of_one_process(data_dir, tmp_path):
     said = done.stdout
     assert said.count("34,720 parameters on 2 x cpu, precision no") == 1
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
-    assert re.search(r"expected: about \d+ s, at 40% of .*; about [\d.e-]+ GB per device", said)
+    assert re.search(r"about [\d.e-]+ GB per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
 
