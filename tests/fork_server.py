@@ -27,7 +27,7 @@ import gpt2_accel.train  # noqa: F401
 with suppress(ImportError):  # the extra [report]
     import matplotlib.pyplot  # noqa: F401
 
-GRACE = 10  # seconds between one command's failure and the end of the others
+GRACE = 10  # seconds that the others have to end after one command's failure
 running: set[int] = set()  # what was started without a timeout
 ended: dict[int, int] = {}
 
@@ -65,6 +65,12 @@ def start(command: dict, request: dict) -> int:
     os._exit(code)
 
 
+def end(others: list[int]) -> None:
+    """Asks processes to end, as torchrun does when one has failed."""
+    for child in others:
+        os.kill(child, signal.SIGTERM)
+
+
 def kill(child: int) -> None:
     """Ends a child and all that it started."""
     try:
@@ -93,6 +99,7 @@ def answer(request: dict) -> list[int | None]:
         running.update(children)
         return children
     codes: dict[int, int] = {}
+    failed = False
     deadline = time.monotonic() + request["timeout"]
     while len(codes) < len(children):
         for child in children:
@@ -100,8 +107,10 @@ def answer(request: dict) -> list[int | None]:
                 done, status = os.waitpid(child, os.WNOHANG)
                 if done:
                     codes[child] = os.waitstatus_to_exitcode(status)
-                    if codes[child]:
+                    if codes[child] and not failed:
+                        failed = True
                         deadline = min(deadline, time.monotonic() + GRACE)
+                        end([child for child in children if child not in codes])
         if time.monotonic() > deadline:
             for child in children:
                 if child not in codes:

@@ -54,6 +54,8 @@ def launch_flags(
     several = ["--num_processes", str(processes), "--main_process_port", free_port()]
     if config == "cpu" and processes > 1:
         where = ["--multi_gpu", *several]
+    elif config == "cpu":
+        where += ["--num_cpu_threads_per_process", os.environ["OMP_NUM_THREADS"]]
     elif config != "cpu":
         where += several
     if processes > 1 or config != "cpu":

@@ -12,7 +12,7 @@ from accelerate.utils import DynamoBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
-from gpt2_accel.device import DTYPES, inductor_problem, precision_problem
+from gpt2_accel.device import DTYPES, inductor_problem, precision_problem, usable_cpus
 from gpt2_accel.kernels.cpu import tune_memory
 
 
@@ -54,6 +54,10 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     check_exchange(accelerator)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+    if accelerator.device.type == "cpu" and torch.get_num_threads() > usable_cpus():
+        torch.set_num_threads(
+            usable_cpus()
+        )  # cpu.yaml asks for more; only builds with MKL limit it
     if accelerator.device.type == "cpu" and kernels.enabled:
         tune_memory()
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):

@@ -1,0 +1,77 @@
+"""How a recipe ends: one sentence for a mistake, one traceback for a bug, by one of several processes."""
+
+import os
+
+import pytest
+from launching import launch, launched, python
+
+from gpt2_accel.device import usable_cpus
+
+MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
+
+
+def test_under_the_launcher_of_one_process_the_sentence_is_all_there_is():
+    done = launch("recipes/quickstart.py", "--max_steps", 0, launcher=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"{MISTAKE}\n"
+
+
+def test_under_the_launcher_of_several_processes_the_sentence_comes_once_and_last():
+    done = launch("recipes/quickstart.py", "--max_steps", 0, processes=3, launcher=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count(MISTAKE) == 1
+    *_, root_cause, last, border = done.stderr.splitlines()
+    assert root_cause.strip() == "traceback :" and last == MISTAKE and set(border) == {"="}
+
+
+@pytest.mark.parametrize("config", ["cpu", "cpu_bf16"])
+def test_the_launcher_takes_a_cpu_config_without_a_word_and_asks_for_all_cores(config, caplog):
+    flags = ["--config_file", f"accelerate_configs/{config}.yaml", "x.py"]
+    _, [env] = launched(flags, {"OMP_NUM_THREADS": "0"})
+    assert not caplog.text and int(env["OMP_NUM_THREADS"]) >= os.cpu_count()
+    _, [env] = launched([*flags[:2], "--num_cpu_threads_per_process", "1", "x.py"], {})
+    assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_torch_gets_no_more_threads_than_there_are_cores(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch; from gpt2_accel.runtime.accelerator import build_accelerator\n"
+        "torch.set_num_threads(1024); build_accelerator(); print(torch.get_num_threads())"
+    )
+    done = python(script, ACCELERATE_USE_CPU="true")
+    assert int(done.stdout) == usable_cpus()
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        ("open('/no/such')", "x.py: /no/such: No such file or directory\n"),
+        ("Path('/dev/null/x').mkdir()", "x.py: /dev/null/x: Not a directory\n"),
+        ("raise ValueError('two\\n  lines')", "x.py: two lines\n"),
+        ("int('a bug of ours')", "x.py: invalid literal for int() with base 10: 'a bug of ours'\n"),
+        ("json.loads('another library')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"),
+        ("[][1]", "IndexError: list index out of range\n"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import json; from pathlib import Path; from gpt2_accel import cli\n"
+        f"def main(): {code}\ncli.run(main)\n"
+    )
+    done = python(script)
+    assert done.returncode == 1 and done.stderr.endswith(ending)
+    assert ("Traceback" in done.stderr) == (not ending.startswith("x.py"))
+
+
+def test_of_several_processes_one_speaks_also_if_it_is_not_the_first(tmp_path):
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import os, time; from gpt2_accel import cli\n"
+        "def main():\n    if os.environ['RANK'] == '0': time.sleep(60)\n"
+        "    raise ValueError('a mistake')\n"
+        "cli.run(main)\n"
+    )
+    done = launch(script, processes=3)
+    assert done.returncode != 0 and done.stderr == "x.py: a mistake\n"
