@@ -17,7 +17,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.plan import Plan
-from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, VERSION, ShardWriter
+from gpt2_accel.data.shards import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    VERSION,
+    ShardWriter,
+    read_manifest,
+)
 from gpt2_accel.data.tokenizing import COUNTS, record_path, tokens_path
 from gpt2_accel.files import sync, sync_tree, write_file, write_json
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
@@ -26,10 +32,29 @@ BLOCK = 2**22  # tokens copied at once
 
 
 def finish(plan: Plan) -> dict:
-    """Cuts the pieces into shards, writes the manifest, gives the folder its name; returns the manifest."""
+    """Cuts the pieces into shards, writes the manifest, gives the folder its name; returns the manifest.
+
+    It can be killed at any point and called again: the manifest comes when all shards are there, and
+    what is left then needs no piece. Raises `ValueError` if a split would be without text.
+    """
+    if not (plan.work / MANIFEST).exists():
+        write_json(plan.work / MANIFEST, assemble(plan))
+    manifest = read_manifest(plan.work)
+    shutil.rmtree(plan.work / "pieces", ignore_errors=True)
+    (plan.work / "plan.json").unlink(missing_ok=True)
+    (plan.work / ".lock").unlink(missing_ok=True)
+    sync_tree(plan.work)
+    plan.work.rename(plan.data_dir)
+    sync(plan.data_dir.parent)
+    return manifest
+
+
+def assemble(plan: Plan) -> dict:
+    """Writes the shards; returns the manifest."""
     count = len(plan.pieces)
     records = [json.loads(record_path(plan.work, i).read_text()) for i in range(count)]
-    manifest = {
+    check_splits(plan, records)
+    return {
         "format": MANIFEST_FORMAT,
         "version": VERSION,
         "tokenizer": {
@@ -46,20 +71,22 @@ def finish(plan: Plan) -> dict:
         "counts": total_counts(records),
         "splits": write_shards(plan, records),
     }
+
+
+def check_splits(plan: Plan, records: list[dict]) -> None:
+    """Raises `ValueError` if a split would be without text. Then the pieces go: no other plan has use for them."""
+    tokens: Counter = Counter()
+    for record in records:
+        tokens.update({split: counts["tokens"] for split, counts in record["splits"].items()})
+    if plan.validation_shard:
+        tokens = Counter(val=tokens["train"], train=tokens["train"] - plan.shard_tokens)
     for split in plan.splits:
-        if not manifest["splits"].get(split, {}).get("bytes"):
+        if tokens[split] <= 0:
+            shutil.rmtree(plan.work / "pieces")
             shorter = ", or lower --shard_tokens" if plan.validation_shard else ""
             raise ValueError(
                 f"{plan.source} holds no text for the split {split!r}: add documents{shorter}"
             )
-    write_json(plan.work / MANIFEST, manifest)
-    shutil.rmtree(plan.work / "pieces")
-    (plan.work / "plan.json").unlink()
-    (plan.work / ".lock").unlink(missing_ok=True)
-    sync_tree(plan.work)
-    plan.work.rename(plan.data_dir)
-    sync(plan.data_dir.parent)
-    return manifest
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:

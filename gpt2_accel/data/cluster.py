@@ -101,6 +101,8 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
     if plan.data_dir.exists():
         return finished_before(plan)
     begin(plan)
+    if (plan.work / MANIFEST).exists():
+        return finish(plan)
     logs = plan.work.with_name(f"{plan.work.name}.logs")
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor

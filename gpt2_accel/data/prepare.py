@@ -19,7 +19,7 @@ from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import Texts
 from gpt2_accel.data.tokenizing import tokenize
-from gpt2_accel.files import lock_folder, remove_leftovers, write_json
+from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
 
 
 def prepare(
@@ -63,10 +63,11 @@ def carry_out(plan: Plan, workers: int = 1) -> dict:
     with lock_folder(plan.work, "choose another --data_dir"):
         try:
             begin(plan)
-            tokenize(plan, workers)
+            if not (plan.work / MANIFEST).exists():
+                tokenize(plan, workers)
             return finish(plan)
         except BaseException:
-            if not plan.restartable:
+            if not (plan.restartable and holds_finished_work(plan.work)):
                 shutil.rmtree(plan.work, ignore_errors=True)
             raise
 
@@ -81,20 +82,36 @@ def finished_before(plan: Plan) -> dict:
 
 
 def begin(plan: Plan) -> None:
-    """Makes the work folder ready, with what an earlier call left of the same work."""
+    """Makes the work folder ready, with what an earlier call left of the same work.
+
+    Work on another plan goes if nothing of it is finished, else it raises `ValueError`.
+    """
     work, begun = plan.work, plan.work / "plan.json"
     work.mkdir(parents=True, exist_ok=True)
-    if not plan.restartable:
+    if not plan.restartable or mark_of(work) != plan.mark:
+        if plan.restartable and holds_finished_work(work):
+            raise ValueError(
+                f"{work} holds work begun on other text or with other settings: finish that with its own "
+                "command, or remove the folder"
+            )
         for path in work.iterdir():
             if path.name != ".lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif begun.exists() and json.loads(begun.read_text())["plan"] != plan.mark:
-        raise ValueError(
-            f"{work} holds work begun on other text or with other settings: finish that with its own "
-            "command, or remove the folder"
-        )
+                remove(path)
+    if (work / MANIFEST).exists():
+        return
     (work / "pieces").mkdir(exist_ok=True)
     remove_leftovers(work / "pieces")
     if not begun.exists():
         plan.tokenizer.save_pretrained(work / "tokenizer")
         write_json(begun, {"plan": plan.mark})
+
+
+def mark_of(work: Path) -> str | None:
+    """The mark of the plan that the work folder is of, None if it is not there yet."""
+    found = [path for name in (MANIFEST, "plan.json") if (path := work / name).exists()]
+    return json.loads(found[0].read_text())["plan"] if found else None
+
+
+def holds_finished_work(work: Path) -> bool:
+    """Whether a piece is done in the work folder, or all shards are."""
+    return (work / MANIFEST).exists() or any((work / "pieces").glob("*.json"))

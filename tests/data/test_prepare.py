@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from launching import ROOT, Started, python
 
 from gpt2_accel.data import documents, tokenizing
+from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import Plan
@@ -400,7 +401,13 @@ def test_a_disk_that_is_too_small_is_known_before(corpus, tmp_path, monkeypatch)
         carry_out(plan(pieces, tmp_path / "d"))
 
 
-def test_two_preparations_other_settings_and_other_data_in_one_folder(corpus, tmp_path):
+def stop(*args):
+    raise KeyboardInterrupt
+
+
+def test_two_preparations_other_settings_and_other_data_in_one_folder(
+    corpus, tmp_path, monkeypatch
+):
     pieces = file_pieces(names_of(corpus[0]))
     target = tmp_path / "d"
     with (
@@ -408,13 +415,38 @@ def test_two_preparations_other_settings_and_other_data_in_one_folder(corpus, tm
         pytest.raises(OSError, match="in use by .*--data_dir"),
     ):
         carry_out(plan(pieces, target))
-    (tmp_path / ".d.partial/plan.json").write_text('{"plan": "of something else"}')
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(plan(pieces, target))
     with pytest.raises(ValueError, match="work begun on other text"):
-        carry_out(plan(pieces, target))
-    (tmp_path / ".d.partial/plan.json").unlink()
+        carry_out(plan(pieces, target, shard_tokens=5))
     carry_out(plan(pieces, target))
     with pytest.raises(FileExistsError, match="exists already"):
         carry_out(plan(pieces, target, shard_tokens=5))
+
+
+def test_a_mistake_leaves_nothing_in_the_way_of_its_correction(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(100)))
+    args = ("text", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
+    done = recipe(*args)
+    assert "has no column 'text': choose one of body by --column" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    # What a kill leaves before a piece is finished is taken over.
+    (tmp_path / ".d.partial/pieces").mkdir(parents=True)
+    (tmp_path / ".d.partial/plan.json").write_text('{"plan": "of something else"}')
+    (tmp_path / ".d.partial/pieces/000000.train").write_bytes(b"half")
+    done = recipe(*args, "--column", "body")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / ".d.partial").exists() and (tmp_path / "d/manifest.json").exists()
+
+
+def test_a_split_without_text_leaves_nothing_in_the_way_of_more(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    pieces = file_pieces(names_of(tmp_path))
+    with pytest.raises(ValueError, match="no text for the split 'val'"):
+        carry_out(plan(pieces, tmp_path / "d"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_verify_and_stats(tmp_path):

@@ -1,30 +1,31 @@
-"""Trains, and kills itself before the N-th change that a save makes on the disk; with N = 0 never.
+"""Runs a script, and kills itself before the N-th change that it makes on the disk; with N = 0 never.
 
-python kill_at_operation.py N --data_dir ...
+python kill_at_operation.py N PLACE SCRIPT ARGS ...
+
+Changes count from the first one whose path holds PLACE.
 """
 
+import itertools
 import os
+import runpy
 import signal
 import sys
-
-from gpt2_accel.config import TrainConfig, parse_config
-from gpt2_accel.train import train
 
 OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir", "symlink")
 
 
-def die_before(number: int) -> None:
-    """Counts from the second checkpoint on, when there is an older one to lose."""
-    seen = {"save": False, "operations": 0}
+def die_before(number: int, place: str) -> None:
+    """Kills this process before the change of that number."""
+    numbers = itertools.count(1)  # of several threads
+    begun = False
 
     def counted(operation):
-        def run(*args, **kwargs):
-            seen["save"] |= ".checkpoint-4." in str(args[0])
-            if seen["save"]:
-                seen["operations"] += 1
-                if seen["operations"] == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*args, **kwargs)
+        def run(path, *args, **kwargs):
+            nonlocal begun
+            begun = begun or place in str(path)
+            if begun and next(numbers) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(path, *args, **kwargs)
 
         return run
 
@@ -32,6 +33,8 @@ def die_before(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-if number := int(sys.argv[1]):
-    die_before(number)
-train(parse_config(TrainConfig, sys.argv[2:]))
+_, number, place, *sys.argv = sys.argv
+if int(number):
+    die_before(int(number), place)
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")

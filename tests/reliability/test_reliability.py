@@ -24,7 +24,7 @@ import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -130,7 +130,9 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
 
     def forked(config, kill_at):
         flags = as_flags(config)
-        return python(KILLING_SCRIPT, kill_at, *flags, ACCELERATE_USE_CPU="true").returncode
+        # From the second checkpoint on, when there is an older one to lose.
+        script = (KILLING_SCRIPT, kill_at, ".checkpoint-4.", SCRIPT)
+        return python(*script, *flags, ACCELERATE_USE_CPU="true").returncode
 
     assert forked(tiny_config(data_dir, tmp_path / "whole", **settings), 0) == 0
     tried, number = 0, 1
@@ -154,6 +156,37 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
     report(
         "SIGKILL before each change that a save makes on the disk", tried, tried, "at most one save"
     )
+
+
+def test_a_preparation_killed_before_any_change_on_the_disk_goes_on(tmp_path, times, report):
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
+
+    def prepared(folder, kill_at, place):
+        script = (KILLING_SCRIPT, kill_at, place, ROOT / "recipes/prepare_data.py")
+        args = ("text", tmp_path / "text", "--tokenizer", "bytes", "--shard_tokens", 1000)
+        return python(*script, *args, "--workers", 1, "--data_dir", folder / "d").returncode
+
+    assert prepared(tmp_path / "whole", 0, "") == 0
+    expected = read_manifest(tmp_path / "whole/d")
+    place = times("manifest.json", "d.partial")  # where tidying begins, or all
+    tried, number = 0, 1
+    while True:
+        folder = tmp_path / f"killed-{number}"
+        code = prepared(folder, number, place)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        assert prepared(folder, 0, "") == 0, number
+        assert [path.name for path in folder.iterdir()] == ["d"]
+        left = {path.name for path in (folder / "d").iterdir()}
+        assert left == {path.name for path in (tmp_path / "whole/d").iterdir()}
+        made = read_manifest(folder / "d")
+        assert made["splits"] == expected["splits"] and verify_data(folder / "d")
+        tried, number = tried + 1, number + times(10, 1)
+    assert tried > 1
+    report("SIGKILL before each change that a preparation makes on the disk", tried, tried, "none")
 
 
 def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys, report):
