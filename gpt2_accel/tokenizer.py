@@ -132,7 +132,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of an HF directory or Hub id; raises `FileNotFoundError` if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library raises nothing narrower for a damaged file
         raise FileNotFoundError(
             f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
         ) from error
@@ -195,12 +195,6 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
         table[number] = len(token) if byte_level else len(token.encode())
     table[tokenizer.all_special_ids] = 0
     return table
-
-
-def load_data_tokenizer(data_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of prepared data: the one in its folder, else GPT-2's, as other trainers' data has."""
-    folder = Path(data_dir) / "tokenizer"
-    return load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -42,10 +42,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, write_json
+from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ32s8x")
@@ -90,18 +92,18 @@ class ShardWriter:
         return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
 
-def open_shard(path: str | Path) -> np.ndarray:
-    """The token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
+def read_header(path: Path) -> tuple[int, int, str]:
+    """Bytes per token, tokens and SHA-256 (hex) that a shard announces, which is of the size that follows.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not a whole shard of this format.
     """
-    path = Path(path)
     hint = "prepare the data again"
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
+        size = os.fstat(file.fileno()).st_size
     if len(header) < HEADER.size:
         raise ValueError(f"{path} is cut short inside its header: {hint}")
-    magic, version, width, tokens, _ = HEADER.unpack(header)
+    magic, version, width, tokens, digest = HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {hint}")
     if version != VERSION:
@@ -110,9 +112,18 @@ def open_shard(path: str | Path) -> np.ndarray:
         )
     if width not in (2, 4):
         raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {hint}")
-    size, expected = path.stat().st_size, HEADER.size + tokens * width
+    expected = HEADER.size + tokens * width
     if size != expected:
         raise ValueError(f"{path} has {size} bytes, its header announces {expected}: {hint}")
+    return width, tokens, digest.hex()
+
+
+def open_shard(path: str | Path) -> np.ndarray:
+    """The token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
+
+    Raises what `read_header` raises.
+    """
+    width, tokens, _ = read_header(Path(path))
     dtype = "<u2" if width == 2 else "<u4"
     if tokens == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
@@ -122,10 +133,8 @@ def open_shard(path: str | Path) -> np.ndarray:
 def verify_shard(path: str | Path, sha256: str | None = None) -> None:
     """Reads the whole shard; raises `ValueError` if its tokens are not those it was written with, or not
     those of the checksum `sha256` (hex)."""
-    tokens = open_shard(path)
-    with open(path, "rb") as file:
-        written = HEADER.unpack(file.read(HEADER.size))[-1].hex()
-    found = hashlib.sha256(tokens).hexdigest()
+    written = read_header(Path(path))[-1]
+    found = hashlib.sha256(open_shard(path)).hexdigest()
     if found != written or found != (sha256 or written):
         raise ValueError(f"{path} does not match its checksum: prepare the data again")
 
@@ -195,11 +204,30 @@ def data_fingerprint(data_dir: str | Path) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def load_data_tokenizer(data_dir: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of prepared data: the one in its folder, else GPT-2's, as other trainers' data has.
+
+    Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
+    """
+    expected = read_manifest(data_dir)["tokenizer"]["fingerprint"]
+    folder = Path(data_dir) / "tokenizer"
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
+    if fingerprint(tokenizer) != expected:
+        raise ValueError(
+            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: put that "
+            "back, or prepare the data again"
+        )
+    return tokenizer
+
+
 def verify_data(data_dir: str | Path) -> int:
     """Reads all shards, several at a time, and returns how many there are; raises `ValueError` for the
-    first that is not what it was. Other trainers' files have no checksum: of them the sizes are checked."""
+    first that is not what it was, or if the tokenizer is not. Other trainers' files have no checksum: of
+    them the sizes are checked."""
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)
+    if (data_dir / MANIFEST).is_file():
+        load_data_tokenizer(data_dir)
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
 
     def verify(shard: dict) -> None:
@@ -270,8 +298,9 @@ def total_of(split: str, manifests: list[dict]) -> dict:
     return {**totals, "shards": []}
 
 
-def check_sizes(data_dir: Path, shards: list[dict], width: int) -> None:
-    """Raises an error that names the first shard that is missing or has not its size."""
+def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
+    """Raises an error that names the first shard that is missing, has not its size or is another than the
+    manifest's, by its header."""
 
     def check(shard: dict) -> None:
         path = data_dir / shard["file"]
@@ -286,6 +315,11 @@ def check_sizes(data_dir: Path, shards: list[dict], width: int) -> None:
             raise ValueError(
                 f"{path} has {size} bytes, by the manifest it should have {expected}: prepare the data again"
             )
+        if "offset" not in shard and read_header(path)[-1] != shard["sha256"]:
+            raise ValueError(
+                f"{path} holds other tokens than the manifest lists, by the checksum in its header: "
+                "prepare the data again"
+            )
 
     with ThreadPoolExecutor(16) as pool:  # a network disk answers slowly, but many at a time
         list(pool.map(check, shards))
@@ -298,8 +332,8 @@ class TokenStream:
     `bytes` the UTF-8 bytes of the text behind it, None where that is not known, `vocab_size` the
     tokenizer's.
 
-    Raises `ValueError` if the split does not exist or a shard has not the size that the manifest says,
-    `FileNotFoundError` if a shard is missing.
+    Raises `ValueError` if the split does not exist or a shard has not the size or checksum that the
+    manifest says, `FileNotFoundError` if a shard is missing.
     """
 
     def __init__(self, data_dir: str | Path, split: str):
@@ -315,7 +349,7 @@ class TokenStream:
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.shards: list[dict] = entry["shards"]
         self._dtype = token_dtype(self.vocab_size)
-        check_sizes(self.data_dir, self.shards, self._dtype.itemsize)
+        check_shards(self.data_dir, self.shards, self._dtype.itemsize)
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         self.shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
 

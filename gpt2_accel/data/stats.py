@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.loader import open_split
-from gpt2_accel.data.shards import TokenStream, read_manifest
-from gpt2_accel.tokenizer import load_data_tokenizer
+from gpt2_accel.data.shards import TokenStream, load_data_tokenizer, read_manifest
 
 SHOWN = 3  # documents per split
 SHOWN_TOKENS = 40  # of each

@@ -14,7 +14,12 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.shards import data_fingerprint, read_manifest, verify_data
+from gpt2_accel.data.shards import (
+    data_fingerprint,
+    load_data_tokenizer,
+    read_manifest,
+    verify_data,
+)
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import Evaluation, prepare_task
@@ -28,7 +33,7 @@ from gpt2_accel.runtime.anomalies import AnomalyGuard
 from gpt2_accel.runtime.early_stopping import EarlyStopping
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.trackers import run_identity
-from gpt2_accel.tokenizer import fingerprint, load_data_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 # Settings that the order of the data depends on: a position means nothing without them.
 ORDER_SETTINGS = ("seed", "sequence_length")
@@ -78,7 +83,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     check_same_data(config, accelerator)
     torch.manual_seed(config.seed)
     with all_or_none(accelerator):
-        tokenizer = build_tokenizer(config)
+        tokenizer = load_data_tokenizer(config.data_dir)
         plain = build_model(config, len(tokenizer), checkpoint)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask:
@@ -171,12 +176,6 @@ def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
             f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
             "or --ignore_changes to go on with this"
         )
-
-
-def build_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
-    """The data's tokenizer. Raises `FileNotFoundError` or `ValueError` if there is no data."""
-    read_manifest(config.data_dir)
-    return load_data_tokenizer(config.data_dir)
 
 
 def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> LanguageModel:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, Started, python
 
-from gpt2_accel.data import documents, tokenizing
+from gpt2_accel.data import assembly, documents, tokenizing
 from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
 from gpt2_accel.data.hub import hub_pieces
@@ -367,6 +367,23 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
     carry_out(plan(pieces, tmp_path / "d"))  # complete: nothing to do
     assert len(tried) == len(pieces) + 1
     monkeypatch.undo()
+    carry_out(plan(pieces, tmp_path / "e"))
+    assert same(tmp_path / "d", tmp_path / "e")
+
+
+@pytest.mark.parametrize("removed", ["*.bin.json", "0*.json"])
+def test_stopped_while_it_tidies_up_it_goes_on(corpus, tmp_path, monkeypatch, removed):
+    pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
+
+    def stops(folder, **options):
+        for path in folder.glob(removed):
+            path.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(assembly.shutil, "rmtree", stops)
+        carry_out(plan(pieces, tmp_path / "d"))
+    carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "e"))
     assert same(tmp_path / "d", tmp_path / "e")
 

@@ -1,10 +1,11 @@
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_text
+from conftest import make_text, run, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,11 @@ from gpt2_accel.data.shards import (
     TokenStream,
     open_shard,
     read_manifest,
+    verify_data,
     verify_shard,
 )
 from gpt2_accel.data.sources import read_text, text_files
+from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
@@ -237,6 +240,36 @@ def test_changed_tokens_do_not_match_the_checksum(copied):
     path.write_bytes(data)
     with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
         verify_shard(path)
+
+
+def test_another_shard_of_the_same_size_is_found_by_its_header(copied):
+    tokens = read_manifest(copied)["splits"]["train"]["tokens"]
+    write_shard(copied / "train_000000.bin", [7] * tokens)
+    with pytest.raises(ValueError, match="train_000000.bin holds other tokens than the manifest"):
+        loader(copied)
+
+
+@pytest.mark.parametrize("damage", ["swapped", "cut", "missing"])
+def test_another_tokenizer_than_the_manifests_is_refused(copied, tmp_path, damage, gpt2):
+    before = run(tiny_config(copied, tmp_path / "run", max_steps=2, save_every=1))
+    path = copied / "tokenizer/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer)[: 99 if damage == "cut" else None])
+    if damage == "missing":
+        shutil.rmtree(copied / "tokenizer")
+    message = "tokenizer (is not the|holds no) tokenizer that"
+    for changes in (
+        {"output_dir": str(tmp_path / "new")},
+        {"resume_from": "latest", "max_steps": 4},
+    ):
+        config = replace(tiny_config(copied, tmp_path / "run"), **changes)
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            run(config)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        verify_data(copied)
+    assert len(before) == len(read_json_lines(tmp_path / "run/metrics.jsonl"))
 
 
 def test_a_token_beyond_the_vocabulary_is_named(copied):
