@@ -136,12 +136,13 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     hidden = hidden_matrices(model)
     hidden_names = {n for n, _ in hidden}
+    stacked = {m.weight: m.stacked for m in model.modules() if hasattr(m, "stacked")}
     groups = [
         {"params": hidden, "muon": True},
         {"params": [(n, p) for n, p in matrices if n not in hidden_names]},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return Muon(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    return Muon(groups, stacked, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -159,12 +160,16 @@ class Muon(torch.optim.AdamW):
     0.2·sqrt(max(rows, columns)), which gives it the size of an AdamW update, so that one learning
     rate and weight decay serve both (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). It does
     what `torch.optim.Muon` does, but takes all matrices of one shape through the iteration together.
+
+    `stacked` gives the number of matrices in a parameter that holds several of one shape below one another, as that
+    of queries, keys and values does. Each is updated by itself, with the scale of its own shape.
     """
 
     momentum = 0.95
 
-    def __init__(self, params, **adamw_options):
+    def __init__(self, params, stacked: dict[nn.Parameter, int] | None = None, **adamw_options):
         super().__init__(params, fused=True, **adamw_options)
+        self.stacked = stacked or {}
         for group in self.param_groups:
             group.setdefault("muon", False)
         # Only the fused kernel of AdamW can look at a GradScaler's flag by itself; let the scaler
@@ -191,24 +196,25 @@ class Muon(torch.optim.AdamW):
 
     def muon_step(self, group: dict) -> None:
         """Updates the matrices of `group`, those of one shape together."""
-        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                by_shape.setdefault(param.shape, []).append(param)
-        for shape, params in by_shape.items():
-            grads = [param.grad for param in params]
-            for param in params:
-                if not self.state[param]:
-                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-            buffers = [self.state[param]["momentum_buffer"] for param in params]
-            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-            nesterov = torch._foreach_lerp(grads, buffers, self.momentum)
-            updates = orthogonalize(torch.stack(nesterov))
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        by_shape: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        grads = [param.grad for param in params]
+        buffers = [self.state[param]["momentum_buffer"] for param in params]
+        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        nesterov = torch._foreach_lerp(grads, buffers, self.momentum)
+        for param, momentum in zip(params, nesterov, strict=True):
+            count = self.stacked.get(param, 1)
+            for pair in zip(param.chunk(count), momentum.chunk(count), strict=True):
+                by_shape.setdefault(pair[0].shape, []).append(pair)
+        for shape, pairs in by_shape.items():
+            matrices, momenta = zip(*pairs, strict=True)
+            updates = orthogonalize(torch.stack(momenta)).to(matrices[0].dtype)
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(shape))
-            torch._foreach_add_(
-                params, list(updates.to(params[0].dtype)), alpha=-scale * group["lr"]
-            )
+            torch._foreach_add_(matrices, updates.unbind(), alpha=-scale * group["lr"])
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:

@@ -24,9 +24,13 @@ def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do(monkeypatch):
     reference = copy.deepcopy(model)
     ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)
     named = dict(reference.named_parameters())
-    matrices = [p for n, p in named.items() if p.ndim == 2 and n.startswith("h.")]
-    embeddings = [named["wte.weight"], named["wpe.weight"]]
-    vectors = [p for p in named.values() if p.ndim == 1]
+    apart = {  # a parameter of its own for each matrix, those of q, k and v too
+        name: [torch.nn.Parameter(part.clone()) for part in p.chunk(3 if "c_attn" in name else 1)]
+        for name, p in named.items()
+    }
+    matrices = [p for n, parts in apart.items() if n.startswith("h.") for p in parts if p.ndim == 2]
+    embeddings = apart["wte.weight"] + apart["wpe.weight"]
+    vectors = [p for n, parts in apart.items() if named[n].ndim == 1 for p in parts]
     theirs = [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
@@ -38,11 +42,13 @@ def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do(monkeypatch):
     for seed in range(3):
         train_step(model, ours, seed)
         for name, parameter in model.named_parameters():
-            named[name].grad = parameter.grad.clone()
+            parts = apart[name]
+            for part, grad in zip(parts, parameter.grad.chunk(len(parts)), strict=True):
+                part.grad = grad.clone()
         for optimizer in theirs:
             optimizer.step()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, named[name], atol=2e-4, rtol=0, msg=name)
+        torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
 
 
 def test_orthogonalize_brings_all_singular_values_near_one():

@@ -62,6 +62,8 @@ class LanguageModel(Protocol):
     `checkpoint_activations` recomputes each block in the backward pass. `device` and `dtype` are those of the weights.
     `forward(input_ids, targets=None, *, reduction="mean", position_ids=None, attention_mask=None, logits_to_keep=0)`
     returns logits (B, T, vocab_size), or with `targets` the loss in nats, a scalar or with "none" (B, T).
+    A submodule whose weight holds several matrices of one shape below one another, such as q, k and v, has their number
+    as `stacked`; Muon updates each by itself.
     """
 
     config: ModelConfig

@@ -130,6 +130,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_attn.stacked = 3  # q, k and v
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
