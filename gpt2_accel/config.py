@@ -7,7 +7,8 @@ from the Accelerate config it is launched with.
 
 import argparse
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -15,7 +16,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from gpt2_accel.files import write_file
+from gpt2_accel.errors import first_line
+from gpt2_accel.files import not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule
 
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
@@ -33,15 +35,32 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
-def check_ranges(settings: object, *, positive: str = "", not_negative: str = "") -> None:
-    """Raises `ValueError` for a setting, of those named between spaces, that is below 1 or below 0; None passes."""
-    for names, least, rule in (
-        (positive, 1, "be at least 1"),
-        (not_negative, 0, "not be negative"),
-    ):
+# What a number may be, in words and as a condition.
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "positive": ("be at least 1", lambda x: x >= 1),
+    "not_negative": ("not be negative", lambda x: x >= 0),
+    "above_zero": ("be above 0", lambda x: x > 0),
+    "share": ("be between 0 and 1", lambda x: 0 <= x <= 1),
+    "below_one": ("be at least 0 and below 1", lambda x: 0 <= x < 1),
+}
+
+
+def check_ranges(settings: object, **names_of: str) -> None:
+    """Raises `ValueError` for a setting that is out of its range, not finite, or too large for 64 bits; None passes.
+
+    Each keyword is a range of `RANGES`, its value the names of the settings, between spaces, that have to be in it.
+    """
+    for range_name, names in names_of.items():
+        rule, holds = RANGES[range_name]
         for name in names.split():
             value = getattr(settings, name)
-            if value is not None and value < least:
+            if value is None:
+                continue
+            if not_finite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+            if isinstance(value, int) and value >= 2**63:
+                raise ValueError(f"{name} must be below 2^63, got {value}")
+            if not holds(value):
                 raise ValueError(f"{name} must {rule}, got {value}")
 
 
@@ -160,14 +179,17 @@ class TrainConfig:
             self.sequence_length = self.n_positions
         check_ranges(
             self,
-            positive="sequence_length total_batch_size max_steps log_every eval_tokens sample_tokens keep_last "
-            "max_bad_steps ramp_start",
-            not_negative="learning_rate warmup_steps min_lr_ratio weight_decay beta1 beta2 max_grad_norm eval_every "
-            "hellaswag_every sample_every save_every keep_every spike_z seed micro_batch_size patience ramp_tokens "
-            "decay_share profile",
+            positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
+            "eval_tokens sample_tokens keep_last max_bad_steps ramp_start",
+            not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every "
+            "sample_every save_every keep_every spike_z seed micro_batch_size patience ramp_tokens profile",
+            above_zero="max_hours",
+            share="min_lr_ratio decay_share",
+            below_one="beta1 beta2 dropout",
         )
-        if self.max_hours is not None and self.max_hours <= 0:
-            raise ValueError(f"max_hours must be above 0, got {self.max_hours}")
+        for name in ("data_dir", "output_dir"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: give the path of a folder")
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
         if self.patience and not self.eval_every:
@@ -229,27 +251,32 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
     parser = HfArgumentParser(config_class, parents=[file_option], allow_abbrev=False)
     parser.error = raise_value_error
-    for action in parser._actions:
-        if action.dest == "micro_batch_size":
-            action.type = batch_size
+    # Of a switch, which also has its opposite, the first takes a value.
+    options = {action.dest: action for action in reversed(parser._actions)}
+    if "micro_batch_size" in options:
+        options["micro_batch_size"].type = batch_size
     hints = get_type_hints(config_class)
     path = file_option.parse_known_args(args)[0].config
     if path is not None:
-        parser.set_defaults(**read_yaml(path, hints))
+        for name, value in read_yaml(path, hints, options).items():
+            parser.set_defaults(**{name: value})
+            options[name].required = False
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
         raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], hints)}")
     return config
 
 
-def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """The settings in a YAML file; `hints` are the types of those there are."""
+def read_yaml(
+    path: str, hints: dict[str, Any], options: dict[str, argparse.Action]
+) -> dict[str, Any]:
+    """The settings in a YAML file; `hints` are the types of those there are, `options` their command line's."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file")
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings as `name: value` lines")
     for name in values:
@@ -258,24 +285,44 @@ def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
                 f"{path} has the unknown setting {name!r}{suggestion(str(name), hints)}"
             )
     try:
-        return {name: as_option(name, value, hints[name]) for name, value in values.items()}
+        return {n: convert(n, value, hints[n], options[n]) for n, value in values.items()}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def as_option(name: str, value: Any, hint: Any) -> Any:
-    """A YAML value as the command line would give it, a string or a list of strings.
+def yaml_problem(error: Exception) -> str:
+    """What is wrong with a YAML file, and in which line: `yaml` says it in several lines, and quotes the file."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
+    return problem + (f" in line {mark.line + 1}" if mark else "")
 
-    argparse then converts and checks it; YAML itself reads 6e-4 as a string. Raises `ValueError`
-    where no string can stand for it.
-    """
+
+def convert(name: str, value: Any, hint: Any, option: argparse.Action) -> Any:
+    """A YAML value as a setting of the type `hint`, converted from a string as `option` converts it on the command line:
+    YAML itself reads 6e-4 as a string. Raises `ValueError` where that is not possible."""
     if value is None and type(None) in get_args(hint):
         return None
-    if isinstance(value, list) and get_origin(hint) is list:
-        return [str(item) for item in value]
-    if isinstance(value, (str, bool, int, float)) and get_origin(hint) is not list:
-        return str(value)
-    raise ValueError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")
+    several = get_origin(hint) is list
+    if isinstance(value, list) == several:
+        try:
+            found = [
+                (option.type or str)(plain_text(item)) for item in (value if several else [value])
+            ]
+            return found if several else found[0]
+        except (ValueError, TypeError, argparse.ArgumentTypeError):
+            pass
+    raise ValueError(f"{name} is {reprlib.repr(value)}, expected {getattr(hint, '__name__', hint)}")
+
+
+def plain_text(value: Any) -> str:
+    """A YAML value that a command line could give, as text. Raises `TypeError` for another."""
+    if not isinstance(value, (str, bool, int, float)) or "\0" in str(value):
+        raise TypeError
+    return str(value)
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -192,6 +192,12 @@ def free_memory(device: torch.device) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
+@overridable
+def total_memory() -> int:
+    """Bytes of the machine's memory."""
+    return psutil.virtual_memory().total
+
+
 def memory_gb(device_type: str) -> float:
     """Memory of this process in GB (1e9 bytes): the most that torch has reserved on the current CUDA device so
     far, elsewhere what the process holds of the machine's memory now."""

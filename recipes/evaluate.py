@@ -60,7 +60,7 @@ class Evaluate:
     update_card: bool = setting(False, "add the results to the model card of a local --model")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="limit eval_tokens")
+        check_ranges(self, positive="limit eval_tokens", not_negative="seed")
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")

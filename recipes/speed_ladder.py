@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import parse_config, setting
+from gpt2_accel.config import check_ranges, parse_config, setting
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -48,9 +48,10 @@ class SpeedLadder:
     def __post_init__(self) -> None:
         if self.size not in LADDER_SIZES:
             raise ValueError(f"there is no size {self.size!r}: choose of {', '.join(LADDER_SIZES)}")
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_ranges(
+            self,
+            positive="micro_batch_size large_micro_batch_size sequence_length accumulation steps warmup",
+        )
         if self.attention and (len(self.attention) != 4 or min(self.attention) < 1):
             raise ValueError(
                 f"attention has to be four numbers, B, H, T and D, not {self.attention}"

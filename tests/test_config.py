@@ -1,16 +1,25 @@
 from dataclasses import dataclass
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.config import TrainConfig, parse_config, required, setting
+from gpt2_accel.generation.sampling import Sampling
 
 
 @dataclass
 class Recipe(TrainConfig):
     learning_rate: float = 1e-3
     flavour: str = setting("plain", "a setting of the recipe's own")
+    sizes: list[int] = setting([], "numbers")
+
+
+@dataclass
+class Required:
+    model: str = required("a model")
+    sizes: list[int] = setting([], "numbers")
 
 
 def test_the_command_line_wins_over_yaml_and_yaml_over_the_recipe(tmp_path):
@@ -43,6 +52,14 @@ def test_the_sequence_is_as_long_as_the_positions_unless_set():
         (["--lr_schedule", "step"], "lr_schedule must be one of"),
         (["--max_steps", "0"], "max_steps must be at least 1"),
         (["--weight_decay", "-1"], "weight_decay must not be negative"),
+        (["--learning_rate", "nan"], "learning_rate must be a finite number, got nan"),
+        (["--learning_rate", "inf"], "learning_rate must be a finite number, got inf"),
+        (["--seed", "12345678901234567890123"], "seed must be below 2.63"),
+        (["--beta1", "1.5"], "beta1 must be at least 0 and below 1"),
+        (["--decay_share", "7"], "decay_share must be between 0 and 1"),
+        (["--min_lr_ratio", "5"], "min_lr_ratio must be between 0 and 1"),
+        (["--max_hours", "0"], "max_hours must be above 0"),
+        (["--output_dir", ""], "output_dir is empty"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )
@@ -57,14 +74,44 @@ def test_a_bad_option_is_one_sentence(args, message):
         ("learning_rat: 1", "'learning_rat': did you mean learning_rate"),
         ("n_layer: many", "n_layer.*'many'"),
         ("- a\n- b", "`name: value`"),
-        ("a: [", "not valid YAML"),
+        ("a: [", r"c.yaml is not valid YAML: expected the node content, but found .* in line 1$"),
+        ("a: b: c", "not valid YAML: mapping values are not allowed here in line 1$"),
+        ("a: \x00", "not valid YAML: special characters are not allowed$"),
+        ("[" * 5000, "not valid YAML: it is nested too deeply$"),
+        ("a: 2026-13-45", "not valid YAML: month must be in 1..12$"),
+        (b"\x89PNG\xff\xfe", "not valid YAML: it is not UTF-8 text$"),
+        ("max_steps: many", "c.yaml: max_steps is 'many', expected int$"),
+        ("max_steps: [1, 2]", r"c.yaml: max_steps is \[1, 2\], expected int$"),
+        ("sizes: [1, two]", r"c.yaml: sizes is \[1, 'two'\], expected list"),
+        ("learning_rate: .nan", "learning_rate must be a finite number"),
+        ('data_dir: "a\\0b"', "c.yaml: data_dir is"),
     ],
 )
 def test_a_bad_yaml_file_is_one_sentence(tmp_path, text, message):
     path = tmp_path / "c.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message) as raised:
         parse_config(Recipe, ["--config", str(path)])
+    assert "\n" not in str(raised.value)
+
+
+def test_yaml_gives_lists_of_numbers_and_what_is_required(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("sizes: [1, 2]\nmodel: a\n")
+    assert parse_config(Required, ["--config", str(path)]) == Required("a", [1, 2])
+    with pytest.raises(ValueError, match="required: --model"):
+        parse_config(Required, [])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e30"])
+@pytest.mark.parametrize("settings_class", [Recipe, Sampling])
+def test_every_number_has_a_range(settings_class, value):
+    for name, hint in get_type_hints(settings_class).items():
+        numbers = {int, float} & {hint, *get_args(hint)}
+        if numbers and get_origin(hint) is not list and (value, numbers) != ("1e30", {float}):
+            text = str(10**30) if value == "1e30" else value
+            with pytest.raises(ValueError, match=name):
+                parse_config(settings_class, [f"--{name}={text}"])
 
 
 @given(

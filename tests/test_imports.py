@@ -18,7 +18,7 @@ SIDE_BY_SIDE = [
     ("data", "kernels"),
     ("data", "models"),
 ]
-OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}}
+OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}, "cli": {"errors"}}
 # The package's face and former names of modules.
 ALIASES = {"__init__": {"hf", "models"}, "model": {"models"}, "generate": {"generation"}}
 KNOW_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate"}

@@ -3,7 +3,6 @@
 `load` finds the model and the tokenizer that they take.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,17 +64,11 @@ class Sampling:
     overflow: str = setting("slide", "past the model's positions: 'slide' on, or 'error'")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="max_new_tokens num_samples")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be 0, for the likeliest token, or above, got {self.temperature}"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 1, or 0 to keep all, got {self.top_k}")
+        check_ranges(
+            self, positive="max_new_tokens num_samples", not_negative="temperature top_k seed"
+        )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
         if "" in self.stop:
             raise ValueError("stop holds an empty string: leave it out")
         if self.overflow not in OVERFLOW:

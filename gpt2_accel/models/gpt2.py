@@ -55,14 +55,14 @@ class GPTConfig:
     gelu: str = "tanh"
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="vocab_size n_positions n_layer n_head n_embd")
+        check_ranges(
+            self, positive="vocab_size n_positions n_layer n_head n_embd", below_one="dropout"
+        )
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}): "
                 "choose n_embd as a multiple of n_head"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.gelu not in ("tanh", "none"):
             raise ValueError(f"gelu must be 'tanh' or 'none', got {self.gelu!r}")
 

@@ -20,6 +20,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     verify_data,
 )
+from gpt2_accel.device import total_memory
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import Evaluation, prepare_task
@@ -191,6 +192,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
     if config.init_from is None:
         shape = GPTConfig.from_settings(config, vocab_size)
         if source is None:
+            check_size(shape)
             model = shape.build()
         elif model.config != shape and not config.ignore_changes:
             raise ValueError(
@@ -216,6 +218,16 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             f"({model.config.n_positions}): lower the one or raise the other"
         )
     return model
+
+
+def check_size(shape: ModelConfig) -> None:
+    """Raises `ValueError` if the weights alone, in fp32, exceed the machine's memory, where they begin."""
+    needed, there = 4 * shape.parameter_count, total_memory()
+    if needed > there:
+        raise ValueError(
+            f"the weights of a model of {shape.parameter_count:,} parameters take {needed / 1e9:,.1f} GB, but "
+            f"this machine has {there / 1e9:,.1f} GB: lower --n_layer, --n_embd or --n_positions"
+        )
 
 
 def document_separator(data_dir: str) -> int:

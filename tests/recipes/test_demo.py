@@ -193,7 +193,7 @@ def test_the_stop_button_stops(visitor):
 def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
     good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0}
     for label, value, message in (
-        ("Top-k", -1, "top_k must be at least 1, or 0 to keep all, got -1"),
+        ("Top-k", -1, "top_k must not be negative, got -1"),
         ("Length", 0, "max_new_tokens must be at least 1"),
         ("Length", 100000, "at most 1000 tokens"),
         ("Seed", -5, "seed must be at least 0"),
