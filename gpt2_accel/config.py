@@ -18,7 +18,7 @@ from transformers import HfArgumentParser
 
 from gpt2_accel.errors import first_line
 from gpt2_accel.files import not_finite, write_file
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
@@ -205,18 +205,32 @@ class TrainConfig:
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
 
+    def fit_micro_batch(self, processes: int) -> str | None:
+        """Halves `micro_batch_size` until so many processes share an update evenly; returns a sentence that says
+        so, None if nothing changed. The order of the data does not depend on it.
+
+        Raises what `batch_schedule` raises.
+        """
+        given, each = self.micro_batch_size, self.batch_schedule(processes).full // processes
+        self.micro_batch_size = halved(given, each)
+        if self.micro_batch_size == given:
+            return None
+        return (
+            f"micro_batch_size {self.micro_batch_size} in place of {given}: {processes} process(es) take {each} "
+            f"sequences each of an update of {self.total_batch_size:,} tokens"
+        )
+
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
         """How many sequences each update has, from update `step` on, before which `seen` sequences were read.
 
-        Raises `ValueError` if an update is not a whole number of micro-batches on each of the `processes`.
+        Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`.
         """
-        tokens = self.micro_batch_size * self.sequence_length * processes
+        tokens = self.sequence_length * processes
         if self.total_batch_size % tokens:
             nearest = max(1, round(self.total_batch_size / tokens)) * tokens
             raise ValueError(
-                f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of "
-                f"micro_batch_size x sequence_length x processes = {self.micro_batch_size} x "
-                f"{self.sequence_length} x {processes} = {tokens}: try {nearest}"
+                f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of sequence_length x "
+                f"processes = {self.sequence_length} x {processes} = {tokens}: try {nearest}"
             )
         if self.ramp_tokens and self.ramp_start % processes:
             raise ValueError(

@@ -101,6 +101,13 @@ class BatchSchedule:
         return self.step + len(self.before) - 1 + -(-(wanted - self.before[-1]) // self.full)
 
 
+def halved(size: int, total: int) -> int:
+    """The micro-batch `size`, halved until it divides `total` sequences; by halves, compiled code sees few shapes."""
+    while total % size:
+        size = max(size // 2, 1)
+    return size
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Writes `value` into every parameter group."""
     for group in optimizer.param_groups:

@@ -15,7 +15,8 @@ from gpt2_accel.report.page import write_report
 from gpt2_accel.report.reader import read_run
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -24,7 +25,11 @@ def main() -> None:
         "--output_dir", help="where to write; default the folder report of the first"
     )
     parser.add_argument("--text", help="what to draw the attention for; default the newest sample")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     runs = [read_run(folder) for folder in options.runs]
     path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report", options.text)
     for run in runs:

@@ -174,7 +174,7 @@ def test_without_a_cpp_compiler_it_runs_uncompiled_and_says_so(
     [
         (
             {"total_batch_size": 100},
-            r"total_batch_size \(100 tokens\) is not a multiple .* 128: try 128",
+            r"total_batch_size \(100 tokens\) is not a multiple .* 32: try 96",
         ),
         (
             {"sequence_length": 64, "total_batch_size": 256},

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gpt2_accel.data.shards import TokenStream, mixture_parts
+from gpt2_accel.optim import halved
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -210,13 +211,11 @@ class TrainLoader:
     def micro_batches(self, sequences: int) -> tuple[int, int]:
         """How one rank's part of `sequences` falls into micro-batches: their size and number.
 
-        The size is `micro_batch_size`, halved until it fits, so that compiled code sees few shapes.
+        The size is `micro_batch_size`, halved until it fits.
         """
         own, rest = divmod(sequences, self.world_size)
         assert own and not rest, (sequences, self.world_size)
-        size = self.micro_batch_size
-        while own % size:
-            size = max(size // 2, 1)
+        size = halved(self.micro_batch_size, own)
         return size, own // size
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:

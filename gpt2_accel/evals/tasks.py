@@ -113,11 +113,12 @@ def prepare_loss(
             "model's tokenizer, in another --data_dir"
         )
     evaluations, notes = [], []
+    windows = min(LOGIT_VALUES // config.vocab_size, max_tokens) // config.n_positions
     for split in ("train", "val"):
         loader = EvalLoader(
             open_split(data_dir, split),
             sequence_length=config.n_positions,
-            batch_size=max(1, LOGIT_VALUES // (config.n_positions * config.vocab_size)),
+            batch_size=max(1, windows),
             max_tokens=max_tokens,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,

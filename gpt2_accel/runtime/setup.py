@@ -74,8 +74,8 @@ class TrainInputs:
 def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, TrainInputs]:
     """Builds the state and the inputs of a run; the state is that of the checkpoint if there is one to resume.
 
-    Sets an automatic `config.micro_batch_size`. Raises `ValueError` or an `OSError` for settings, data or a checkpoint
-    that cannot work together. Writes nothing.
+    Sets `config.micro_batch_size` where it is automatic or does not divide the batch. Raises `ValueError` or an
+    `OSError` for settings, data or a checkpoint that cannot work together. Writes nothing.
     """
     check_optimizer(config, accelerator)
     checkpoint = choose_checkpoint(config, accelerator)
@@ -99,6 +99,8 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     model, optimizer = prepare(accelerator, plain, optimizer)
     if config.micro_batch_size == AUTO:
         config.micro_batch_size = fitting_batch_size(config, accelerator, model)
+    if note := config.fit_micro_batch(accelerator.num_processes):
+        accelerator.print(note)
     with all_or_none(accelerator):
         loader, val_loader = build_loaders(config, accelerator)
     evaluations = build_evaluations(

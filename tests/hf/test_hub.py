@@ -8,13 +8,17 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from conftest import as_flags, losses, run, tiny_config
+from conftest import as_flags, hellaswag_items, losses, run, tiny_config
+from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
 from launching import python
+from test_commands import ON_HUB, prepare_folder, run_command
 
+from gpt2_accel.evals.table import BASELINES
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
+from gpt2_accel.hf.benchmarks import SOURCES
 from gpt2_accel.hf.uploads import Uploads
 
 SCRIPT = "tests/train_script.py"
@@ -43,8 +47,9 @@ def user(tmp_path_factory):
     address when they are imported."""
     at_import = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
 
-    def command(*arguments):
-        done = python(*arguments, at_import=at_import, HF_TOKEN=TOKEN, ACCELERATE_USE_CPU="true")
+    def command(*arguments, start=python, **options):
+        options |= {"at_import": at_import, "HF_TOKEN": TOKEN, "ACCELERATE_USE_CPU": "true"}
+        done = start(*arguments, **options)
         assert TOKEN not in done.stdout + done.stderr
         return done
 
@@ -116,6 +121,30 @@ def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
     done = command(*push[:-1], "not a name")
     assert done.returncode == 1 and "'not a name' is not a name for a Hub repository" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_readmes_commands_that_talk_to_the_hub_work(user, tmp_path):
+    server, command = user
+    prepare_folder(tmp_path)
+    prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
+    for folder in ("data/mine", "data/openwebtext"):  # the quickstart's data leads to the first
+        done = command(prepare, f"--data_dir {folder}", start=run_command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    text = Dataset.from_dict(
+        {"page": ["a cat"] * 2, "sentence": ["a cat", "no"], "text": ["a b"] * 2}
+    )
+    questions = Dataset.from_list([{**item, "label": "1"} for item in hellaswag_items(2)])
+    for task, source in SOURCES.items():
+        table = questions if "hellaswag" in task else text
+        table.to_parquet(tmp_path / "table.parquet")
+        repo = server.repos.setdefault(source.repo_id, {"commits": [("a" * 40, {})]})
+        repo["commits"][0][1][source.file] = (tmp_path / "table.parquet").read_bytes()
+    for line, flags in ON_HUB.items():
+        done = command(line, flags, start=run_command, cwd=tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        if "push_to_hub" in line:
+            pushed = server.repos["USER/NAME"]
+            server.repos |= dict.fromkeys(BASELINES, pushed)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpt2_accel.files import read_json_lines
 SCRIPT = "tests/train_script.py"
 
 
-@pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 2), (4, 8)])
 def test_processes_times_accumulation_gives_the_same_losses(
     data_dir, tmp_path, processes, micro_batch_size
 ):
@@ -35,6 +35,8 @@ def test_processes_times_accumulation_gives_the_same_losses(
     for name in evaluated:
         assert many[-1][name] == pytest.approx(alone[-1][name], rel=1e-4)
     assert f"{8 // 2 // processes} micro-batches x {processes} processes" in done.stdout
+    said = f"micro_batch_size 2 in place of 8: {processes} process(es) take 2 sequences each"
+    assert done.stdout.count(said) == (micro_batch_size == 8)
     assert done.stdout.count("tokens per update") == 1  # only the main process speaks
 
 

@@ -1,0 +1,187 @@
+"""The commands of README.md, docs/ and the recipes' headers: each works as it stands, made small by flags only."""
+
+import inspect
+import os
+import re
+import shlex
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import load_recipe, make_text
+from launching import ROOT, forked, free_port, launched
+
+from gpt2_accel.config import parse_config
+
+ASSIGNMENT = re.compile(r"\w+=")
+MODEL = "--n_layer 1 --n_head 2 --n_embd 16 --max_steps 2"
+LOG = "--eval_tokens 256 --sample_tokens 2"
+SMALL = f"{MODEL} {LOG} --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
+CORPUS = "--workers 1 --tokenizer runs/mine --shard_tokens 2000"
+# Command -> flags that make it small, in an order in which each finds what it needs.
+LOCAL = {
+    "python recipes/prepare_data.py text my_texts/ --tokenizer bpe --data_dir data/mine": (
+        "--workers 1 --vocab_size 300"
+    ),
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
+    "--data_dir data/mine --output_dir runs/mine --sample_prompts 'Once upon a time'": SMALL,
+    "python recipes/sample.py --model runs/mine --prompt 'Once upon a time'": "--max_new_tokens 3",
+    # The data sets are folders here.
+    "python recipes/prepare_data.py fineweb-edu --data_dir data/fineweb_edu": (
+        f"web --config default {CORPUS}"
+    ),
+    "python recipes/prepare_data.py openwebtext --data_dir data/openwebtext": f"web {CORPUS}",
+    "python recipes/prepare_data.py text crawl/ more.jsonl.zst --data_dir data/mine": (
+        f"--data_dir data/more {CORPUS}"
+    ),
+    "python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/stories": CORPUS,
+    "python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both": "",
+    "python recipes/prepare_data.py --verify --stats --data_dir data/mine": "",
+    "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/shakespeare_char.py "
+    "--config my_settings.yaml --learning_rate 5e-4 --optimizer muon": (
+        f"{SMALL} --input my_texts/0.txt"
+    ),
+    "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
+    "ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 "
+    "recipes/quickstart.py": f"{MODEL} {LOG}",  # the batch as it is: what the processes share
+    "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml --dynamo_backend inductor "
+    "recipes/pretrain_124m.py": f"{SMALL} --output_dir runs/bf16",
+    "python recipes/sample.py --model runs/quickstart --prompt 'def ' --stop return --num_samples 1": (
+        "--max_new_tokens 3"
+    ),
+    "python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib": (
+        "--eval_tokens 256"
+    ),
+}
+# These talk to the Hub; `tests/hf/test_hub.py` runs them with one on this machine.
+ON_HUB = {
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --push_to_hub "
+    "USER/NAME --hub_strategy checkpoint": SMALL,
+    "python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME": "",
+    "python recipes/evaluate.py --model USER/NAME --tasks hellaswag hellaswag_lm_eval lambada "
+    "wikitext2 wikitext103 ptb": "--limit 2",
+    "accelerate launch recipes/evaluate.py --baselines --tasks hellaswag --data_dir "
+    "data/openwebtext": "--limit 2 --eval_tokens 256",
+}
+NOT_RUN = {
+    "make quickstart": "installs, and trains for two minutes",
+    "make test": "runs these tests",
+    "pip install 'gpt2_accel[report]'": "installs",
+    "pip install 'gpt2_accel[demo]'": "installs",
+    "hf auth login": "asks for a token",
+    "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
+    "python recipes/demo.py --model runs/quickstart/checkpoint-500 runs/quickstart": (
+        "tests/recipes/test_demo.py does, with a browser"
+    ),
+}
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands in a Markdown file's `sh` blocks, one a line, without comments and the environment's folder."""
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return commands_in(blocks.replace("\\\n", " ").splitlines())
+
+
+def commands_in(lines: list[str]) -> list[str]:
+    """Lines of a shell, each with one space between its words."""
+    split = (shlex.split(line.replace(".venv/bin/", ""), comments=True) for line in lines)
+    return [" ".join(quoted(word) for word in words) for words in split if words]
+
+
+def quoted(word: str) -> str:
+    """A word as a shell takes it, without quotes where it needs none."""
+    return f"'{word}'" if set(word) & set(" []") else word
+
+
+def run_command(
+    command: str, flags: str, cwd: Path, at_import: dict[str, str] | None = None, **env: str
+):
+    """Runs a command of the README with more `flags`, uncompiled, on CPUs, with at most two processes."""
+    words = shlex.split(f"{command} {flags}")
+    while ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    environment = {**os.environ, **(at_import or {}), "ACCELERATE_USE_CPU": "true", **env}
+    if words[0] == "python":
+        return forked(words[1:], [environment], cwd, at_import)
+    launcher = words[2 : next(i for i, word in enumerate(words) if word.endswith(".py"))]
+    config = next((word for word in launcher if word.endswith(".yaml")), None)
+    added = ["--main_process_port", free_port()]
+    if config and yaml.safe_load((ROOT / config).read_text())["num_processes"] > 2:
+        added += ["--num_processes", "2"]
+    argv, environments = launched([*launcher, *added, *words[2 + len(launcher) :]], environment)
+    eager = [{**each, "ACCELERATE_DYNAMO_BACKEND": "NO"} for each in environments]
+    return forked(argv, eager, cwd, at_import)
+
+
+def prepare_folder(folder: Path) -> None:
+    """A folder like this checkout's root, with the texts and settings that the commands name."""
+    for name in ("recipes", "accelerate_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    texts = [make_text(800, seed) for seed in range(40)]
+    for name in ("my_texts", "crawl", "roneneldan/TinyStories", "web/plain_text/train", "data"):
+        (folder / name).mkdir(parents=True)
+    for number, text in enumerate(texts):
+        for name in ("my_texts", "crawl"):
+            (folder / name / f"{number}.txt").write_text(text)
+    lines = "".join(f'{{"text": "{text.strip()}"}}\n' for text in texts)
+    with pyarrow.output_stream(str(folder / "more.jsonl.zst"), compression="zstd") as file:
+        file.write(lines.encode())
+    for name in ("roneneldan/TinyStories", "web/plain_text/train"):
+        table = pyarrow.table({"text": [text[:200] for text in texts] * 60})
+        pyarrow.parquet.write_table(table, folder / name / "train.parquet")
+    (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
+    (folder / "data/python_stdlib").symlink_to("mine")
+
+
+def test_the_tables_here_have_every_command_of_the_readme_and_no_other():
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = [command for path in files for command in commands_of(path.read_text())]
+    assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}
+    extras = {re.findall(r"\[(\w+)\]", command)[0] for command in NOT_RUN if "[" in command}
+    described = (ROOT / "setup.cfg").read_text()
+    assert all(f"\n{extra} =\n" in described for extra in extras)
+
+
+def test_every_command_of_the_readme_works(tmp_path):
+    prepare_folder(tmp_path)
+    for command, flags in LOCAL.items():
+        done = run_command(command, flags, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def header_commands() -> list[str]:
+    """The commands that the headers of the recipes give."""
+    headers = (path.read_text().split('"""')[1] for path in (ROOT / "recipes").glob("*.py"))
+    lines = (re.sub(r"\\+\n", " ", header).splitlines() for header in headers)
+    command = re.compile(r"    (python recipes/|accelerate launch)")
+    return commands_in([line for found in lines for line in found if command.match(line)])
+
+
+@pytest.mark.parametrize("command", sorted({*header_commands()} - {*LOCAL, *ON_HUB, *NOT_RUN}))
+def test_every_command_of_a_recipes_header_is_read(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setitem(sys.modules, "gradio", None)  # takes seconds to import
+    words = shlex.split(command)
+    if words[0] == "accelerate":
+        parsed = launch_command_parser().parse_args(words[2:])
+        script, args = parsed.training_script, parsed.training_script_args
+    else:
+        script, args = words[1], words[2:]
+    recipe = load_recipe(Path(script).stem)
+    if hasattr(recipe, "parse_options"):
+        monkeypatch.setattr(sys, "argv", [script, *args])
+        assert recipe.parse_options()
+        return
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(recipe, is_dataclass)
+        if inspect.isclass(kind) and kind.__module__ == recipe.__name__
+    ]
+    assert parse_config(kinds[0], args)
