@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -209,7 +209,15 @@ def plain_name(name: object) -> bool:
     )
 
 
-# JSON lines
+# JSON
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError` if it is none, also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 class JsonLines:
@@ -256,7 +264,7 @@ def read_json_lines(path: str | Path) -> list[dict]:
 def read_json_line(line: str) -> dict | None:
     """One line of a `JsonLines` file, None if it is not a complete one."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

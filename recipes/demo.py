@@ -22,8 +22,12 @@ from transformers import PreTrainedTokenizerBase
 
 try:
     import gradio as gr
-except ImportError:  # said in `main`
-    gr = None
+
+    PROBLEM = None  # said in `main`
+except ImportError:
+    PROBLEM = "the page needs Gradio: pip install 'gpt2_accel[demo]'"
+except ValueError as error:
+    PROBLEM = f"Gradio takes GRADIO_SERVER_PORT and GRADIO_NUM_PORTS as numbers ({error})"
 
 import gpt2_accel
 from gpt2_accel import GPT, cli, save_pretrained
@@ -84,8 +88,8 @@ def main() -> None:
     settings = Path(__file__).with_name(SPACE_SETTINGS)
     in_space = len(sys.argv) == 1 and settings.exists()
     config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
-    if gr is None:
-        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'")
+    if PROBLEM is not None:
+        raise ValueError(PROBLEM)
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return

@@ -83,7 +83,7 @@ def parse_options() -> argparse.Namespace:
     common.add_argument("--data_dir", help="folder to make, or to look at")
     common.add_argument("--verify", action="store_true", help="check all shards' checksums")
     common.add_argument("--stats", action="store_true", help="print what is in the shards")
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         description=__doc__,
         parents=[common],
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -17,9 +17,7 @@ from gpt2_accel.report.reader import read_run
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, its --output_dir")
     parser.add_argument(
         "--output_dir", help="where to write; default the folder report of the first"

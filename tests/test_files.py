@@ -12,7 +12,14 @@ import time
 import pytest
 
 from gpt2_accel.checkpoint.find import point_to
-from gpt2_accel.files import lock_folder, remove_leftovers, scratch_path, write_file, write_json
+from gpt2_accel.files import (
+    lock_folder,
+    parse_json,
+    remove_leftovers,
+    scratch_path,
+    write_file,
+    write_json,
+)
 
 WRITE = """
 import sys
@@ -84,3 +91,8 @@ def test_links_are_a_convenience(tmp_path, monkeypatch):
     point_to(tmp_path / "best", tmp_path / "checkpoint-4")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
     write_json(tmp_path / "a.json", 1)
+
+
+def test_json_that_is_nested_too_deeply_is_a_value_error():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)

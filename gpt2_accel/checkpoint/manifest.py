@@ -5,7 +5,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt2_accel.files import digest, plain_name
+from gpt2_accel.files import digest, parse_json, plain_name
 
 STATE = "training_state"
 MANIFEST = f"{STATE}/manifest.json"
@@ -15,7 +15,7 @@ def find_corruption(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, None if each file is as its manifest says."""
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
-        files = json.loads(text)["files"]
+        files = parse_json(text)["files"]
         if text != manifest_text(files) or not all(map(plain_name, files)):
             return "its manifest is damaged"
         checks = [
@@ -66,7 +66,7 @@ def read_state(checkpoint: Path) -> dict:
         state = {
             "run_id": None,
             "position": None,
-            **json.loads(path.read_text(encoding="utf-8")),
+            **parse_json(path.read_text(encoding="utf-8")),
         }  # older: without
         wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -46,7 +46,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
-from gpt2_accel.files import atomic_directory, write_json
+from gpt2_accel.files import atomic_directory, parse_json, write_json
 from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
 VERSION = 1
@@ -153,7 +153,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             f"python recipes/prepare_data.py text FILE_OR_FOLDER --data_dir {data_dir}"
         )
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
         found = (manifest["format"], manifest["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a readable manifest: prepare the data again") from error

@@ -4,7 +4,6 @@ From the Hub each is read as the Parquet file that the Hub itself makes of a dat
 set's own script is run (`datasets` runs none any more).
 """
 
-import json
 import re
 from pathlib import Path
 from types import UnionType
@@ -12,6 +11,7 @@ from types import UnionType
 from huggingface_hub import hf_hub_download
 
 from gpt2_accel.errors import first_line
+from gpt2_accel.files import parse_json
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
 PARQUET_REVISION = "refs/convert/parquet"  # of every data set, made by the Hub
@@ -72,7 +72,7 @@ def parse_lines(text: str, name: str) -> list[dict]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{name}, line {number}, is not valid JSON: {error}") from error
         if not isinstance(item, dict):

@@ -8,14 +8,13 @@ stored.
 """
 
 import copy
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, GPT2Config, PreTrainedTokenizerBase
 
-from gpt2_accel.files import atomic_files
+from gpt2_accel.files import atomic_files, parse_json
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
@@ -244,7 +243,7 @@ def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
     model_type = values.get("model_type") if isinstance(values, dict) else None

@@ -13,6 +13,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 
+from gpt2_accel.files import parse_json
+
 WEIGHTS = "model.safetensors"
 OLD_WEIGHTS = "pytorch_model.bin"
 MAX_SHARD_SIZE = "50GB"  # that of transformers 5
@@ -82,7 +84,7 @@ def weight_files(directory: Path) -> list[Path]:
 def indexed_files(index: Path) -> list[Path]:
     """The files that an index of shards lists."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         assert all(Path(name).name == name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{index} is damaged: download or save it again") from error

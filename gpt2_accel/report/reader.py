@@ -128,7 +128,7 @@ def read_part(run: Run, name: str) -> dict:
         return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         values = None
     if not isinstance(values, dict):
         run.problems.append(f"{name} is damaged: left out")

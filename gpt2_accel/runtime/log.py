@@ -1,13 +1,12 @@
 """Logs of a run: the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_accel.device import memory_gb
-from gpt2_accel.files import JsonLines, read_json_lines, write_json
+from gpt2_accel.files import JsonLines, parse_json, read_json_lines, write_json
 from gpt2_accel.runtime.progress import Progress, duration
 
 TIMED_UPDATES = (
@@ -193,7 +192,7 @@ class RunLog:
 def read_status(run_dir: Path) -> dict:
     """A run's `status.json`, empty if it is missing or damaged."""
     try:
-        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+        status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}

@@ -196,7 +196,7 @@ def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
         ("Top-k", -1, "top_k must not be negative, got -1"),
         ("Length", 0, "max_new_tokens must be at least 1"),
         ("Length", 100000, "at most 1000 tokens"),
-        ("Seed", -5, "seed must be at least 0"),
+        ("Seed", -5, "seed must not be negative"),
         ("Seed", "", "a setting is empty"),
     ):
         visitor.write("x", **{**good, label: value})
