@@ -82,10 +82,11 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
     with scratch_directory(path) as scratch:
         yield scratch
         sync_tree(scratch)
-        if path.exists():
-            discard(path)
+        old = hide(path) if os.path.lexists(path) else None
         scratch.rename(path)
         sync(path.parent)
+        if old is not None:
+            remove(old)
 
 
 @contextmanager
@@ -100,10 +101,22 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder so that a kill on the way leaves no half of it under its name."""
-    hidden = scratch_path(folder)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
+    """Removes a folder so that a kill on the way leaves no half of it under its name; of a link to one, the link alone.
+
+    Raises `OSError` if that fails. What it leaves then has a hidden name, which `remove_leftovers` knows.
+    """
+    hidden = hide(folder)
+    if hidden.is_symlink():
+        hidden.unlink()
+    else:
+        shutil.rmtree(hidden)
+
+
+def hide(path: Path) -> Path:
+    """Gives a file or a folder a temporary name, and returns that."""
+    hidden = scratch_path(path)
+    path.rename(hidden)
+    return hidden
 
 
 def scratch_path(path: Path) -> Path:
@@ -124,11 +137,12 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder; does nothing if it is gone already."""
-    if path.is_dir():
+    """Removes a file, a link or a folder, as far as it can be removed; does nothing if it is gone already."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:

@@ -15,7 +15,7 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     found = {
         int(match[1]): path
         for path in Path(run_dir).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
     }
     return [found[step] for step in sorted(found)]
 

@@ -53,7 +53,7 @@ class CheckpointWriter:
     The link `latest` leads to the newest. The `keep_last` newest stay, every one whose step is a multiple of `keep_every`
     (0: none), and with `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called
     with each new one, in the background too. A write that fails is reported through `say` and leaves the older
-    checkpoints as they are.
+    checkpoints as they are. One that cannot be removed is reported once, and stays.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class CheckpointWriter:
         self.saved, self.say = saved, say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._kept: set[Path] = set()  # what could not be removed
 
     def save(
         self,
@@ -155,11 +156,12 @@ class CheckpointWriter:
                 write_json(folder / STATE / "state.json", snapshot.state)
                 write_manifest(folder)
             self._error = None
-            self.rotate(snapshot.step)
-            self.saved(path)
         except Exception as error:  # the run goes on: the next may succeed
             self._error = error
             self.say(f"{path.name} could not be written, training goes on: {error}")
+            return
+        self.rotate(snapshot.step)
+        self.saved(path)
 
     def rotate(self, step: int) -> None:
         """Removes what is not to be kept beside the whole checkpoint of `step`.
@@ -177,7 +179,15 @@ class CheckpointWriter:
             point_to(self.run_dir / "latest", checkpoints[-1])
         for path in checkpoints:
             if path not in keep:
-                discard(path)
+                self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            discard(path)
+        except OSError as error:
+            if path not in self._kept:
+                self.say(f"{path.name} could not be removed, training goes on: {error}")
+            self._kept.add(path)
 
 
 def load_training_state(

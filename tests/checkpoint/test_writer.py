@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 import threading
 import time
 
@@ -42,6 +43,42 @@ def test_the_best_and_every_nth_checkpoint_stay(data_dir, tmp_path):
     assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({6, 12, best})]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{best}"
     assert (tmp_path / "best/config.json").is_file()
+
+
+@pytest.fixture
+def undeletable(tmp_path):
+    """Makes a folder one that root cannot remove either: a mount point. Skips where mounting is not allowed."""
+    mounted = []
+
+    def mount(folder):
+        done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True)
+        if done.returncode:
+            pytest.skip("mounting takes root")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(
+    data_dir, tmp_path, capsys, undeletable
+):
+    settings = {"save_every": 2, "lr_schedule": "constant"}
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, keep_last=9, **settings))
+    undeletable(tmp_path / "run/checkpoint-2")
+    elsewhere = (tmp_path / "run/checkpoint-4").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/checkpoint-4").symlink_to(elsewhere)
+    resumed = tiny_config(data_dir, tmp_path / "run", keep_last=1, resume_from="latest", **settings)
+    assert len(run(resumed)) == 8
+    said = "".join(capsys.readouterr())
+    assert said.count("checkpoint-2 could not be removed, training goes on") == 1
+    assert "could not be written" not in said
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
+    assert (tmp_path / "run/model.safetensors").is_file()
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-8"]
+    assert find_corruption(elsewhere) is None  # of the link, the link alone is gone
+    assert not list((tmp_path / "run").glob(".checkpoint*"))
 
 
 def test_changed_data_is_refused_unless_told_otherwise(data_dir, tmp_path):
