@@ -14,14 +14,16 @@ from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.device import is_sharded
+from gpt2_accel.errors import first_line
 from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE, check_repo_id
+from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.optim import learning_rate, set_learning_rate
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
-from gpt2_accel.runtime.context import RunContext
+from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import closing
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
@@ -53,13 +55,15 @@ def train(config: TrainConfig) -> bool:
 
     if is_complete(config, state, inputs):
         accelerator.print(f"{config.output_dir} is complete: nothing left to train")
+        if config.push_to_hub and accelerator.is_main_process:
+            push_complete(config, accelerator, inputs)
         close(accelerator)
         return True
 
     model.train()
     with RunContext(config, accelerator, state, inputs) as run:
         interrupted = partial(should_stop, accelerator, run.stop)
-        stopping = diverged = False
+        stopping = diverged = put_off = False
         converged = state.early_stopping.ended  # in the run that this one continues
         while state.step < inputs.updates and not (stopping or diverged or converged):
             # Learning rate, data and dropout are functions of the step: nothing else to resume.
@@ -103,22 +107,25 @@ def train(config: TrainConfig) -> bool:
             if due(config.sample_every, step, inputs.updates) and not stopping:
                 write_samples(run, state)
             last = stopping or converged or step == inputs.updates
-            if (last or due(config.save_every, step, inputs.updates)) and not diverged:
+            # Not amid bad updates: if they do not end, the newest checkpoint is the one from before them.
+            put_off |= due(config.save_every, step, inputs.updates)
+            if (last or (put_off and problem is None)) and not diverged:
                 run.save(state, step)
+                put_off = False
             run.log.end_step()
             run.profile.step()
 
         if diverged:
             save_before_divergence(run, state, problem)
-        run.writer.wait()
+        run.wait_for_checkpoint()
         run.log.say(closing(run.log))
         if converged:
             run.log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
-        finished = converged or state.step == inputs.updates
+        finished = converged or state.step >= inputs.updates
         if finished:
             export_model(run, state)
         else:
-            run.log.stopped(run.stop.reason or "a signal to another process", run.stop.requeue)
+            run.log.stopped(run.stop.reason or "a signal to another process")
     close(accelerator)
     return finished
 
@@ -168,16 +175,14 @@ def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
 
 
 def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
-    """Whether the run in this folder finished at this step, its final model included: then nothing is written again.
-
-    A run with uploads is not: they may be what is missing.
-    """
+    """Whether the run in this folder finished at this step, its final model included: then nothing is written again."""
     ended = state.step >= inputs.updates or state.early_stopping.ended
-    if not ended or inputs.checkpoint is None or config.push_to_hub:
+    if not ended or inputs.checkpoint is None:
         return False
     run_dir = Path(config.output_dir).resolve()
     status = read_status(run_dir)
     finished = status.get("state") == "finished" and status.get("step") == state.step
+    finished &= any(run_dir.glob("model*.safetensors"))
     return finished and inputs.checkpoint.resolve().parent == run_dir
 
 
@@ -199,7 +204,7 @@ def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> 
     """Saves the weights, which are those from before the first of the bad updates, and raises `ValueError`."""
     bad = state.guard.bad_in_a_row
     run.save(state, state.step - bad)
-    run.writer.wait()
+    run.wait_for_checkpoint()
     raise ValueError(
         f"{bad} updates in a row were bad, the last since {problem}: checkpoint-{state.step - bad} is from "
         "before; lower --learning_rate or look at the samples that "
@@ -208,15 +213,46 @@ def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> 
 
 
 def export_model(run: RunContext, state: TrainState) -> None:
-    """Writes the final model into the run's folder, and pushes it if that is asked for."""
+    """Writes the final model into the run's folder, with which the run is complete, and then pushes it if that is
+    asked for.
+
+    Raises `OSError`, in one sentence, if it cannot be written.
+    """
     config, accelerator = run.config, run.accelerator
     plain = full_model(accelerator, state.model)
     if accelerator.is_main_process:
-        save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
-        if config.push_to_hub:
+        try:
+            save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
+        except Exception as error:
+            if not (isinstance(error, OSError) or "os error" in str(error)):  # that of tokenizers
+                raise
+            raise OSError(
+                f"the final model could not be written to {config.output_dir} ({first_line(error)}): make that "
+                "possible and go on with --resume_from latest, the last checkpoint is whole"
+            ) from error
+    run.log.finished()
+    if accelerator.is_main_process and config.push_to_hub:
+        try:
             draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
-        newest = (list_checkpoints(config.output_dir) or [run.inputs.checkpoint])[-1]
-        run.uploads.push(Path(config.output_dir), newest, final=True)
+        except OSError as error:
+            run.log.say(f"no picture of the loss: {first_line(error)}")
+        push_final(config, run.uploads, run.inputs)
+
+
+def push_final(config: TrainConfig, uploads: Uploads, inputs: TrainInputs) -> None:
+    """Starts to push the final model in the run's folder."""
+    newest = (list_checkpoints(config.output_dir) or [inputs.checkpoint])[-1]
+    uploads.push(Path(config.output_dir), newest, final=True)
+
+
+def push_complete(config: TrainConfig, accelerator: Accelerator, inputs: TrainInputs) -> None:
+    """Pushes what the Hub does not yet have of a complete run; the run's folder stays as it is."""
+    with (
+        lock_run_dir(Path(config.output_dir), accelerator),
+        StopRequest() as stop,
+        start_uploads(config, accelerator, accelerator.print, stop) as uploads,
+    ):
+        push_final(config, uploads, inputs)
 
 
 def due(every: int, step: int, max_steps: int) -> bool:

@@ -16,7 +16,8 @@ class Hub(ThreadingHTTPServer):
     """Repositories in memory. `url` is its address; a context manager.
 
     `faults` are (method, part of the path, what): the next matching request is answered by the status
-    `what`, or cut off in its body where that is `cut`. While `gate` is cleared, commits wait.
+    `what`, or cut off in its body where that is `cut`. While `gate` is cleared, commits wait. A request
+    such as `PUT /lfs/…` that contains `hangs` is never answered.
     """
 
     daemon_threads = True
@@ -28,6 +29,8 @@ class Hub(ThreadingHTTPServer):
         self.blobs: dict[str, bytes] = {}
         self.faults: list[tuple[str, str, int | str]] = []
         self.requests: list[str] = []
+        self.hangs: str | None = None
+        self.ended = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -37,6 +40,7 @@ class Hub(ThreadingHTTPServer):
 
     def __exit__(self, *_):
         self.gate.set()
+        self.ended.set()
         self.shutdown()
         self.server_close()
 
@@ -65,6 +69,10 @@ class Handler(BaseHTTPRequestHandler):
     def route(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
+        if self.server.hangs is not None and self.server.hangs in f"{self.command} {path}":
+            self.server.ended.wait()
+            self.close_connection = True
+            return
         if fault := self.take_fault(path):
             if fault == "cut":
                 self.rfile.read(int(self.headers["Content-Length"]) // 2)
@@ -124,14 +132,19 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"url": url})
 
     def preupload(self, body, repo_id, _revision):
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+        there = self.server.files(repo_id)
+        files = []
+        for path in (file["path"] for file in json.loads(body)["files"]):
+            is_lfs = path.endswith(".safetensors")
+            file = {
+                "path": path,
+                "uploadMode": "lfs" if is_lfs else "regular",
                 "shouldIgnore": False,
             }
-            for file in json.loads(body)["files"]
-        ]
+            if path in there:
+                data = there[path]
+                file["oid"] = hashlib.sha256(data).hexdigest() if is_lfs else blob_id(data)
+            files.append(file)
         self.answer(200, {"files": files})
 
     def lfs_batch(self, body, _repo_id):
@@ -191,7 +204,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def blob_id(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    """Git's name of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 REPO = r"([^/]+/[^/]+)"

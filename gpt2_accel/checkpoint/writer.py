@@ -97,7 +97,7 @@ class CheckpointWriter:
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return
-        self._join()
+        self.join()
         plain = full_model(accelerator, model)
         optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
         if not accelerator.is_main_process:
@@ -127,16 +127,17 @@ class CheckpointWriter:
     def __exit__(self, kind: type | None, *_) -> None:
         """Waits for the checkpoint that is being written, also after an error, but not after a second Ctrl-C."""
         if kind is None or not issubclass(kind, KeyboardInterrupt):
-            self._join()
+            self.join()
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
-        self._join()
+        self.join()
         if self._error is not None:
             message = f"the last checkpoint could not be written: {self._error}"
             raise OSError(message) from self._error
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Returns when no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
 

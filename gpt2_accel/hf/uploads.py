@@ -1,9 +1,12 @@
 """Uploads to the Hub in the background of a running training."""
 
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import thread as executors
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
@@ -20,7 +23,8 @@ class Uploads:
     Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of
     each checkpoint; `checkpoint` that and, in `last-checkpoint/`, what a resume needs. A checkpoint is
     held by hard links until it is sent. While one upload runs, only the newest checkpoint waits. What
-    fails is tried again, then reported through `say`; nothing here ends the run.
+    fails is tried again, then reported through `say`; nothing here ends the run. Leaving the context waits for the last
+    upload, for `LONGEST_WAIT` at most and while `seconds_left` is above 0.
 
     With `repo_id` None it does nothing. Raises `ValueError` for a `repo_id` that cannot be one.
     """
@@ -33,11 +37,12 @@ class Uploads:
         *,
         strategy: str = "every_save",
         private: bool = True,
+        seconds_left: Callable[[], float] = lambda: math.inf,
     ):
         if repo_id is not None:
             check_repo_id(repo_id)
         self.repo_id, self.run_dir, self.say = repo_id, Path(run_dir), say
-        self.strategy, self.private = strategy, private
+        self.strategy, self.private, self.seconds_left = strategy, private, seconds_left
         self.scratch = self.run_dir / ".uploads"
         self._lock = threading.Lock()
         self._waiting: Path | None = None
@@ -52,12 +57,26 @@ class Uploads:
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         worker = self._worker
         if kind is None and worker is not None:
-            self.say(f"waiting for the upload to {self.repo_id}; the model is in {self.run_dir}")
-            worker.join(LONGEST_WAIT)
-            if worker.is_alive():
-                self.say(f"the upload to {self.repo_id} does not end: left alone")
+            self._wait(worker)
+        if worker is not None and worker.is_alive():
+            self._waiting = None
+            release_executors()
         if self.repo_id is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _wait(self, worker: threading.Thread) -> None:
+        self.say(
+            f"waiting for the upload to {self.repo_id}, which Ctrl-C twice ends; all else is in {self.run_dir}"
+        )
+        ends = time.monotonic() + LONGEST_WAIT
+        with suppress(KeyboardInterrupt):
+            while worker.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
+                worker.join(0.1)
+        if worker.is_alive():
+            self.say(
+                f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
+                "recipes/push_to_hub.py"
+            )
 
     def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
         """Pushes the model in `directory` and, if the strategy says so, `checkpoint` for a resume.
@@ -71,7 +90,7 @@ class Uploads:
             stage(directory, folder, self.repo_id)
             if self.strategy == "checkpoint":
                 shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
-        except OSError as error:  # a full disk must not end the run
+        except (OSError, ValueError) as error:  # a full disk must not end the run
             self.say(f"no upload to {self.repo_id}: {first_line(error)}")
             return
         with self._lock:
@@ -99,3 +118,13 @@ class Uploads:
             except Exception as error:
                 self.say(f"could not upload to {self.repo_id}: {reason(error)}")
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def release_executors() -> None:
+    """Lets the interpreter end while daemon threads of executors go on.
+
+    It would join them, and those of an upload wait for the Hub for as long as that does not answer.
+    """
+    for thread in list(executors._threads_queues):
+        if thread.daemon:
+            executors._threads_queues.pop(thread, None)

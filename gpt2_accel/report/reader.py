@@ -11,6 +11,7 @@ from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
+from gpt2_accel.runtime.log import read_status
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 # What OpenAI's GPT-2 124M reaches: (metric, part of the data's source, value, source of the value).
@@ -107,7 +108,7 @@ def read_run(folder: str | Path) -> Run:
     run = Run(folder, folder.resolve().name)
     run.settings = read_part(run, "config.yaml")
     run.metadata = read_part(run, "run.json")
-    run.status = read_part(run, "status.json")
+    run.status = read_part(run, "status.json") and read_status(folder)
     for part, name in (("lines", "metrics.jsonl"), ("samples", "samples.jsonl")):
         entries = read_json_lines(folder / name)
         setattr(run, part, sorted(entries, key=lambda entry: entry["step"]))

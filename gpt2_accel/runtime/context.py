@@ -1,5 +1,6 @@
 """The context of a run's loop: lock, signals, log, trackers, uploads, checkpoint writer, profiler."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.metadata import describe_run, describe_training, opening
-from gpt2_accel.runtime.processes import all_or_none
+from gpt2_accel.runtime.processes import all_or_none, main_process_first
 from gpt2_accel.runtime.setup import ORDER_SETTINGS, TrainInputs, TrainState
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import Trackers
@@ -62,7 +63,9 @@ class RunContext:
         self.stop = stack.enter_context(StopRequest(config.max_hours))
         self.log = stack.enter_context(self._open_log())
         stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
-        self.uploads = stack.enter_context(self._start_uploads())
+        self.uploads = stack.enter_context(
+            start_uploads(config, self.accelerator, self.log.say, self.stop)
+        )
         self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
         self.writer = stack.enter_context(self._start_writer())
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
@@ -72,7 +75,9 @@ class RunContext:
         return self._stack.__exit__(*error)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Starts to write the checkpoint of `step` updates; all ranks call it."""
+        """Starts to write the checkpoint of `step` updates, once the one before is written; all ranks call it."""
+        with main_process_first():  # a slow disk would run into the time limit of a collective
+            self.writer.join()
         self.writer.save(
             step,
             self.accelerator,
@@ -88,6 +93,14 @@ class RunContext:
             val_loss=self.log.at_this_step("val/loss"),
             run_id=state.run_id,
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the last checkpoint is on disk, however long that takes; all ranks call it.
+
+        Raises `OSError` on all of them if it could not be written.
+        """
+        with main_process_first():
+            self.writer.wait()
 
     def training(self) -> Training:
         """What the model card says of the run so far."""
@@ -111,6 +124,7 @@ class RunContext:
             tokens_at=self._tokens_at,
             flops_per_token=metadata.flops_per_token,
             flops_per_second=peak and peak * accelerator.num_processes,
+            stop=self.stop,
             device_type=device.type,
             enabled=accelerator.is_main_process,
         )
@@ -132,16 +146,19 @@ class RunContext:
             say=self.log.say,
         )
 
-    def _start_uploads(self) -> Uploads:
-        """Uploads to the Hub, from the main process only."""
-        config = self.config
-        return Uploads(
-            config.push_to_hub if self.accelerator.is_main_process else None,
-            config.output_dir,
-            self.log.say,
-            strategy=config.hub_strategy,
-            private=config.hub_private_repo,
-        )
+
+def start_uploads(
+    config: TrainConfig, accelerator: Accelerator, say: Callable[[str], None], stop: StopRequest
+) -> Uploads:
+    """Uploads to the Hub, from the main process only."""
+    return Uploads(
+        config.push_to_hub if accelerator.is_main_process else None,
+        config.output_dir,
+        say,
+        strategy=config.hub_strategy,
+        private=config.hub_private_repo,
+        seconds_left=lambda: stop.seconds_left,
+    )
 
 
 def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:

@@ -1,25 +1,32 @@
 """Logs of a run: the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from gpt2_accel.device import memory_gb
 from gpt2_accel.files import JsonLines, parse_json, read_json_lines, write_json
+from gpt2_accel.runtime.processes import lost_another
 from gpt2_accel.runtime.progress import Progress, duration
+from gpt2_accel.runtime.signals import StopRequest
 
 TIMED_UPDATES = (
     5  # from which the time of a run is estimated; the first, which may compile, is not among them
 )
+HEARTBEAT = 30.0  # seconds between two writes of `status.json` while a run goes on
+SILENCE = timedelta(minutes=3)  # after which a run that says that it goes on was killed
 
 
 class RunLog:
     """What one run writes to its folder and to the terminal. As a context manager it keeps
-    `status.json`: `running`, then `finished`, `stopped` or `failed` with the reason, and whether the run
-    is to be started again.
+    `status.json`: `running`, with the time of the last sign of life, then `finished`, `stopped` or `failed`; the reason;
+    and by `requeue` whether the same command, started again, would go on.
 
-    `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates.
+    A run that is `running` is to be started again once its process is gone: it was killed. A failed one is if a signal
+    had come, or if another process was lost after some progress. `stop` knows of signals. `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates.
     `flops_per_second` is the peak of all devices together, None if unknown. On other ranks than the first, `enabled` is
     False and nothing happens.
 
@@ -39,38 +46,46 @@ class RunLog:
         tokens_at: Callable[[int], int],
         flops_per_token: float,
         flops_per_second: float | None,
+        stop: StopRequest,
         device_type: str = "cpu",
         enabled: bool = True,
     ):
         self.run_dir, self.enabled = Path(run_dir), enabled
         self.step = self._first_step = first_step
-        self.max_steps = max_steps
+        self.max_steps, self.stop = max_steps, stop
         self.tokens_at, self.flops_per_token = tokens_at, flops_per_token
         self.flops_per_second, self.device_type = flops_per_second, device_type
         self._entry: dict[str, float] = {}
         self._training_tokens, self._training_seconds = 0, 0.0
         self.results: dict[str, float] = {}
         self.seconds = 0.0
-        self._end: tuple = ("finished",)
+        self._status = {"state": "running", "reason": "", "requeue": True}
+        self._writing, self._ended = threading.Lock(), threading.Event()
         if enabled:
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl", first_step)
             self._recall(read_json_lines(self.run_dir / "metrics.jsonl"))
             self._samples = JsonLines(self.run_dir / "samples.jsonl", first_step)
 
     def __enter__(self) -> "RunLog":
-        self._write_status("running")
+        self._write_status()
+        if self.enabled:
+            threading.Thread(target=self._beat, daemon=True).start()
         self._progress = Progress(self.step, self.max_steps, enabled=self.enabled)
         self._clock = time.perf_counter()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         self._progress.close()
-        if kind is None:
-            self._write_status(*self._end)
-        elif issubclass(kind, KeyboardInterrupt):
-            self._write_status("stopped", "SIGINT, twice")
-        else:
-            self._write_status("failed", f"{kind.__name__}: {error}")
+        if (
+            kind is not None and not self._ended.is_set()
+        ):  # what comes after the end does not undo it
+            if issubclass(kind, KeyboardInterrupt):
+                self._end("stopped", "SIGINT, twice", requeue=True)
+            else:
+                lost = lost_another(error) and self.step > self._first_step
+                requeue = lost or self.stop.reason is not None
+                self._end("failed", f"{kind.__name__}: {error}", requeue=requeue)
+        self._ended.set()
         if self.enabled:
             self._metrics.close()
             self._samples.close()
@@ -110,10 +125,13 @@ class RunLog:
         shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
         self.say(f"skipped, since {problem}; samples {shown}")
 
-    def stopped(self, reason: str, requeue: bool) -> None:
+    def finished(self) -> None:
+        """Notes that the run is complete, its final model included."""
+        self._end("finished")
+
+    def stopped(self, reason: str) -> None:
         """Notes that the run ends here though it is not finished."""
-        self._end = ("stopped", reason, requeue)
-        self._write_status(*self._end)  # now: there may be little time left
+        self._end("stopped", reason, requeue=True)
         self.say(f"stopped ({reason}); continue with --resume_from latest")
 
     def at_this_step(self, name: str) -> float | None:
@@ -180,9 +198,22 @@ class RunLog:
         self._training_seconds += now - self._clock
         self._clock = now
 
-    def _write_status(self, state: str, reason: str = "", requeue: bool = False) -> None:
-        if self.enabled:
-            status = {"state": state, "step": self.step, "reason": reason, "requeue": requeue}
+    def _end(self, state: str, reason: str = "", *, requeue: bool = False) -> None:
+        """Writes how the run ended, at once: there may be little time left."""
+        self._ended.set()
+        self._status = {"state": state, "reason": reason, "requeue": requeue}
+        self._write_status()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT):
+            self._write_status()
+
+    def _write_status(self) -> None:
+        if not self.enabled:
+            return
+        with self._writing:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            status = {**self._status, "step": self.step, "time": now}
             try:
                 write_json(self.run_dir / "status.json", status)
             except OSError as failure:  # such as a full disk, which must not hide why a run ended
@@ -190,9 +221,18 @@ class RunLog:
 
 
 def read_status(run_dir: Path) -> dict:
-    """A run's `status.json`, empty if it is missing or damaged."""
+    """A run's `status.json`, empty if it is missing or damaged. The state of a run that says that it goes on, but has
+    written nothing for `SILENCE`, is `killed`."""
     try:
         status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return status if isinstance(status, dict) else {}
+    if not isinstance(status, dict):
+        return {}
+    try:
+        silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
+    except (KeyError, TypeError, ValueError):  # of an older release
+        return status
+    if status.get("state") == "running" and silent > SILENCE:
+        status |= {"state": "killed", "reason": f"no sign of life since {status['time']}"}
+    return status

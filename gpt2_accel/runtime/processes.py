@@ -9,9 +9,13 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from torch.distributed import DistError
 
 # For what the main process prepares; a process that dies ends the launch.
 LONGEST_WAIT = timedelta(days=2)
+
+# What gloo says where NCCL has an error of its own.
+GLOO = "gloo/transport"
 
 Result = TypeVar("Result")
 _numbers = itertools.count()
@@ -55,14 +59,15 @@ def main_process_first() -> Iterator[None]:
 def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
     """What `function` returns on the main process, which alone calls it, on all processes.
 
-    The `ValueError` or `OSError` that it raises is raised on all of them.
+    The others wait however long it takes. The `ValueError` or `OSError` that it raises is raised on all of them.
     """
     outcome: list = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = plain(error)
+    with main_process_first():
+        if accelerator.is_main_process:
+            try:
+                outcome[0] = function()
+            except (ValueError, OSError) as error:
+                outcome[1] = plain(error)
     result, error = broadcast_object_list(outcome)
     if error is not None:
         raise error
@@ -85,6 +90,11 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
         raise mine
     if error := next(filter(None, found), None):
         raise error
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an exchange failed because another process is gone."""
+    return isinstance(error, DistError) or GLOO in str(error)
 
 
 def plain(error: Exception) -> Exception:

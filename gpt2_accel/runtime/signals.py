@@ -1,6 +1,7 @@
 """When a run has to stop before its end: signals, and the hours it was given."""
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+GRACE = 20.0  # seconds after a signal in which the process ends; launchers and schedulers kill it after 30
+ECHO = 0.5  # seconds in which a second signal is the first: from the terminal to all, then from the launcher
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -16,13 +19,14 @@ class StopRequest:
     """Notes that the run is to stop; a context manager around its loop.
 
     `reason` is None, or the signal that came (SIGTERM, SIGINT, SIGUSR1), or `max_hours` once that many
-    hours have passed since the start. A second Ctrl-C raises `KeyboardInterrupt` at once. `requeue` says
-    whether the run should be started again: not if a person stopped it.
+    hours have passed since the start. A second Ctrl-C raises `KeyboardInterrupt` at once.
     """
 
     def __init__(self, max_hours: float | None = None):
         self._ends = None if max_hours is None else time.monotonic() + max_hours * 3600
         self._signal: str | None = None
+        self._came = math.inf  # when the signal came
+        self._insisted = False  # a second one came
         self._handlers: dict[int, object] = {}
 
     @property
@@ -32,8 +36,10 @@ class StopRequest:
         return self._signal
 
     @property
-    def requeue(self) -> bool:
-        return self.reason != "SIGINT"
+    def seconds_left(self) -> float:
+        """How long the run may wait for something that it can do without: `GRACE` from the signal on, not at all
+        after a second one."""
+        return 0.0 if self._insisted else max(0.0, self._came + GRACE - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -48,12 +54,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, _) -> None:
+        if self._signal is None:
+            self._signal, self._came = signal.Signals(number).name, time.monotonic()
+            return
+        if time.monotonic() < self._came + ECHO:
+            return
+        self._insisted = True
         if number == signal.SIGINT and self._signal == "SIGINT":
             signal.signal(
                 signal.SIGINT, signal.SIG_IGN
             )  # a third must not cut short what it ends with
             raise KeyboardInterrupt
-        self._signal = self._signal or signal.Signals(number).name
 
 
 def die_with_launcher() -> None:

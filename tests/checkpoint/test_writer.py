@@ -1,6 +1,7 @@
 """What a checkpoint keeps, refuses and rotates; faults have `reliability/`."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.anomalies import WINDOW, AnomalyGuard
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.signals import StopRequest
@@ -189,16 +191,19 @@ def test_a_signal_during_an_evaluation_ends_it(data_dir, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_second_ctrl_c_is_an_interrupt():
+def test_a_second_ctrl_c_is_an_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        assert stop.seconds_left == math.inf
         signal.raise_signal(signal.SIGINT)
-        assert stop.reason == "SIGINT" and not stop.requeue
+        signal.raise_signal(signal.SIGINT)  # the terminal's came first, then the launcher's own
+        assert stop.reason == "SIGINT" and 0 < stop.seconds_left <= signals.GRACE
+        monkeypatch.setattr(signals, "ECHO", 0.0)
         signal.raise_signal(signal.SIGTERM)  # what a dying launcher sends: the reason stays
-        assert stop.reason == "SIGINT"
+        assert stop.reason == "SIGINT" and stop.seconds_left == 0
         signal.raise_signal(signal.SIGINT)
     limited = StopRequest(max_hours=1e-9)
     time.sleep(0.01)
-    assert limited.reason == "max_hours" and limited.requeue
+    assert limited.reason == "max_hours" and limited.seconds_left == math.inf
 
 
 def test_the_guard_knows_fp16s_own_skips_from_bad_updates():

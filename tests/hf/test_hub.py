@@ -1,9 +1,16 @@
 """The real Hub client over HTTP, against the Hub of `hub_server.py`."""
 
 import importlib.util
+import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -20,6 +27,7 @@ from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
 from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.runtime import signals
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/name"
@@ -205,6 +213,123 @@ def test_uploads_do_not_hold_up_the_run_and_skip_what_is_overtaken(here, data_di
         here.gate.set()
     assert len(here.repos[REPO]["commits"]) == 3  # created, the first, the last
     assert sum("uploaded" in line for line in said) == 2
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def ended(folder):
+    return (folder / "status.json").exists() and status(folder)["state"] != "running"
+
+
+@contextmanager
+def signalled(when, *pauses):
+    """Sends SIGTERM to this process once `when()` holds, and again after each pause; yields a list of the times."""
+    times, left = [], threading.Event()
+
+    def send():
+        while not when():
+            if left.wait(0.01):
+                return
+        for pause in (0, *pauses):
+            time.sleep(pause)
+            times.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that comes late is not for pytest
+    sender.start()
+    try:
+        yield times
+    finally:
+        left.set()
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("pauses, grace", [([], 1.0), ([1.0], 60.0)])
+def test_a_hub_that_never_answers_does_not_undo_or_hold_a_complete_run(
+    here, data_dir, tmp_path, capsys, monkeypatch, pauses, grace
+):
+    monkeypatch.setattr(signals, "GRACE", grace)
+    here.hangs = "/api/"
+    config = tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end")
+    with signalled(lambda: ended(tmp_path / "run"), *pauses) as sent:
+        assert len(run(config)) == 8
+        assert time.monotonic() - sent[-1] < min(grace, 1) + 3
+    found = status(tmp_path / "run")
+    assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
+    assert (tmp_path / "run/model.safetensors").is_file()
+    assert not (tmp_path / "run/.uploads").exists()
+    assert "user/name did not end in time" in capsys.readouterr().out
+
+
+def test_a_hub_that_never_answers_does_not_hold_a_run_that_is_stopped(
+    here, data_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(signals, "GRACE", 1.0)
+    here.hangs = "/api/"
+    config = tiny_config(
+        data_dir, tmp_path / "run", push_to_hub=REPO, save_every=2, max_steps=10**5
+    )
+    with signalled(lambda: (tmp_path / "run/checkpoint-2").exists()) as sent:
+        run(config)
+        assert time.monotonic() - sent[0] < 4
+    found = status(tmp_path / "run")
+    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "SIGTERM", True)
+    assert (tmp_path / f"run/checkpoint-{found['step']}").is_dir()
+
+
+HELD = """
+import sys
+from pathlib import Path
+from gpt2_accel.hf.uploads import Uploads
+
+folder, enough = Path(sys.argv[1]), Path(sys.argv[2])
+left = lambda: 0.0 if enough.exists() else 1.0
+with Uploads("user/name", folder, print, strategy="checkpoint", seconds_left=left) as uploads:
+    uploads.push(folder / "checkpoint-1", folder / "checkpoint-2")
+"""
+
+
+def test_a_process_ends_beside_uploads_that_never_do(server, data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path / "run", save_every=1, max_steps=2))
+    server.hangs = (
+        "PUT /lfs/"  # in threads of the client's own, which the interpreter would wait for
+    )
+    env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, tmp_path / "run", tmp_path / "enough"], env=os.environ | env
+    )
+    try:
+        ends = time.monotonic() + 60
+        while len([r for r in server.requests if r.startswith("PUT /lfs/")]) < 2:
+            assert process.poll() is None and time.monotonic() < ends
+            time.sleep(0.05)
+        (tmp_path / "enough").touch()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
+def test_a_complete_run_is_pushed_again_only_as_far_as_the_hub_lacks_it(here, data_dir, tmp_path):
+    config = tiny_config(
+        data_dir, tmp_path, push_to_hub=REPO, hub_strategy="checkpoint", resume_from="latest"
+    )
+    run(config)
+    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    pushed = here.files(REPO)
+    commits = len(here.repos[REPO]["commits"])
+    here.requests.clear()
+    run(config)
+    assert len(here.repos[REPO]["commits"]) == commits
+    assert here.requests and not any("PUT" in r or "/commit/" in r for r in here.requests)
+    del here.repos[REPO]
+    run(config)
+    assert here.files(REPO) == pushed
+    found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert found == files
 
 
 def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):

@@ -21,11 +21,12 @@ from conftest import as_flags, losses, make_text, run, tiny_config
 from launching import ROOT, Started, launch_flags, python
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime.signals import ECHO
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = str(ROOT / "tests/train_script.py")
@@ -292,7 +293,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, pro
     took = time.time() - asked
     process.wait(30)
     found = status(tmp_path / "run")
-    assert found["state"] == "stopped" and found["requeue"] == (number != signal.SIGINT)
+    assert found["state"] == "stopped" and found["requeue"]
     step = found["step"]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"checkpoint-{step}"]
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in training), 30)
@@ -305,19 +306,39 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, pro
     report(f"{name} to {to} of {processes} process(es)", 1, 1, f"none; stopped in {took:.1f} s")
 
 
-def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=20_000, eval_every=1, save_every=5)
-    process = start(config)
-    wait_for(lambda: last_step(tmp_path / "run") > 20)
-    for _ in range(200):
-        if process.poll() is not None:
-            break
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.002)
-    process.wait(20)
-    assert status(tmp_path / "run")["state"] == "stopped"
-    assert not status(tmp_path / "run")["requeue"]
-    assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path / "run"))
+def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path, monkeypatch):
+    honest = train_module.accumulate_gradients
+
+    def endless(accelerator, model, loader, first, sequences):
+        if first // sequences == 7:
+            for pause in (ECHO + 0.1, 60):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(pause)
+        return honest(accelerator, model, loader, first, sequences)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", endless)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_config(data_dir, tmp_path, save_every=5))
+    found = status(tmp_path)
+    assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice") and found["requeue"]
+    [checkpoint] = list_checkpoints(tmp_path)
+    assert checkpoint.name == "checkpoint-5" and find_corruption(checkpoint) is None
+
+
+@pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
+def test_a_run_of_which_a_process_was_killed_asks_to_be_started_again(
+    data_dir, tmp_path, report, rank, state
+):
+    config = tiny_config(
+        data_dir, tmp_path / "run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant"
+    )
+    process = start(config, processes=2)
+    wait_for(lambda: last_step(tmp_path / "run") > 5)
+    os.kill(process.pids[rank], signal.SIGKILL)
+    process.wait(60)
+    found = status(tmp_path / "run")
+    assert found["state"] == state and found["requeue"], found
+    report(f"SIGKILL to rank {rank} of 2", 1, 1, "what came after the last save")
 
 
 def poison(monkeypatch, bad):
@@ -348,12 +369,15 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(
         poison(patch, {3, 4})
         history = run(tiny_config(data_dir, tmp_path / "some", **settings))
     skipped = [entry for entry in history if "skipped" in entry]
+    saved = [path.name for path in list_checkpoints(tmp_path / "some")]
+    assert saved == ["checkpoint-6", "checkpoint-12"]
     assert [entry["step"] for entry in skipped] == [4, 5]
     assert skipped[0]["skipped"] == "the loss is nan" and len(skipped[0]["samples"]) == 4
     assert all(entry["train/loss"] < 6 for entry in history if "skipped" not in entry)
     assert json.loads((tmp_path / "some/status.json").read_text())["state"] == "finished"
 
     before = run(tiny_config(data_dir, tmp_path / "before", **{**settings, "max_steps": 7}))
+    settings["save_every"] = 1
     with monkeypatch.context() as patch:
         poison(patch, range(7, 99))
         with pytest.raises(
@@ -364,7 +388,9 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(
     saved = tmp_path / "many/checkpoint-7/model.safetensors"
     assert saved.read_bytes() == weights(tmp_path / "before")
     assert len(read_json_lines(tmp_path / "many/metrics.jsonl")) == 12
-    # Once the cause is gone, it goes on from there.
+    # Once the cause is gone, it goes on from there, and not from amid the bad updates.
+    assert find_checkpoint("latest", tmp_path / "many").name == "checkpoint-7"
+    assert (tmp_path / "many/latest").resolve().name == "checkpoint-7"
     resumed = run(tiny_config(data_dir, tmp_path / "many", **settings))
     assert losses(resumed)[:7] == losses(before) and len(resumed) == 12
     report("NaN in the gradients, 2 and 5 updates in a row", 2, 2, "the poisoned updates")

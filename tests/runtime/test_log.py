@@ -1,7 +1,53 @@
-"""What the log of a run says."""
+"""What the log of a run says, while the run goes on and when it no longer does."""
 
+import json
+import time
+from datetime import UTC, datetime
+
+from conftest import run, tiny_config
+
+import gpt2_accel.train as train_module
+from gpt2_accel.report.page import state_of
+from gpt2_accel.report.reader import read_run
 from gpt2_accel.runtime import log
-from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.log import SILENCE, RunLog, read_status
+from gpt2_accel.runtime.signals import StopRequest
+
+
+def test_a_run_shows_signs_of_life_also_in_a_long_update(data_dir, tmp_path, monkeypatch):
+    honest, seen = train_module.accumulate_gradients, []
+
+    def slow(accelerator, model, loader, first, sequences):
+        if first // sequences == 3:
+            while not seen:
+                time.sleep(0.01)
+                seen.extend(found for found in [read_status(tmp_path)] if found["step"] == 3)
+        return honest(accelerator, model, loader, first, sequences)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", slow)
+    monkeypatch.setattr(log, "HEARTBEAT", 0.05)
+    run(tiny_config(data_dir, tmp_path))
+    assert seen[0]["state"] == "running" and seen[0]["requeue"]
+    found = read_status(tmp_path)
+    assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
+    time.sleep(0.1)
+    assert read_status(tmp_path) == found
+
+
+def test_a_reader_tells_a_killed_run_from_one_that_goes_on(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path))
+    written = json.loads((tmp_path / "status.json").read_text()) | {"state": "running"}
+
+    def said(silent):
+        changed = {"time": (datetime.now(UTC) - silent).isoformat(timespec="seconds")}
+        (tmp_path / "status.json").write_text(json.dumps(written | changed))
+        return state_of(read_run(tmp_path))
+
+    assert said(SILENCE / 2) == "running at update 8 of 8"
+    assert said(2 * SILENCE).startswith("killed at update 8 of 8: no sign of life since 2")
+    del written["time"]  # of an older release
+    (tmp_path / "status.json").write_text(json.dumps(written))
+    assert read_status(tmp_path)["state"] == "running"
 
 
 def test_the_time_left_is_measured_after_the_first_update(tmp_path, capsys, monkeypatch):
@@ -14,6 +60,7 @@ def test_the_time_left_is_measured_after_the_first_update(tmp_path, capsys, monk
         tokens_at=lambda step: 100 * step,
         flops_per_token=1,
         flops_per_second=None,
+        stop=StopRequest(),
     )
     with run:
         for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
