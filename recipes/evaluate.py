@@ -6,11 +6,12 @@
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
 `--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id; `--baselines` takes OpenAI's four.
-Prints a table with GPT-2's published figures beside it, and each convention. Items come from the Hub, or by
+Prints a table with each convention, and GPT-2's published figures beside those of the same items. Items come from the Hub, or by
 `--data TASK=FILE` from a JSONL or text file: HellaSwag's fields are `ctx`, `endings` and `label`, LAMBADA's
 and the corpora's `text`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install 'gpt2_accel[eval]'`).
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,24 @@ from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import check_ranges, parse_config, setting
+from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.harness import run_harness
+from gpt2_accel.evals.record import add_entry, read_record
 from gpt2_accel.evals.sources import SOURCES, read_items
 from gpt2_accel.evals.table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
-from gpt2_accel.files import write_json
+from gpt2_accel.files import digest, write_json
 from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
+from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.runtime.accelerator import build_accelerator
+from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.processes import main_process_first
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT, load_tokenizer
 
 
 @dataclass
@@ -114,7 +120,8 @@ def evaluate(
     results: dict[str, float] = {}
     notes = [note for part in prepared for note in part.notes]
     if config.limit:
-        notes.append(f"--limit {config.limit}: the figures are of the first items only")
+        limited = [*config.tasks, *(f"lm_eval:{task}" for task in config.lm_eval)]
+        notes += [f"{task}: the first {config.limit} items only" for task in limited]
     if config.lm_eval:
         options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
@@ -128,33 +135,56 @@ def evaluate(
     return results, notes
 
 
-def save(config: Evaluate, accelerator: Accelerator, found: dict[str, tuple]) -> None:
-    """Writes the results as JSON and, if asked for, into the model's card."""
+def comparable(config: Evaluate, files: dict[str, str]) -> set[str]:
+    """The tasks whose published figures compare: the Hub's items, all of them, and OpenWebText in GPT-2's tokens."""
+    tasks = set() if config.limit else {*config.tasks} - {*files}
+    if config.data_dir:
+        manifest = read_manifest(config.data_dir)
+        gpt2s = manifest["tokenizer"]["fingerprint"] == GPT2_FINGERPRINT
+        if gpt2s and "openwebtext" in str(manifest.get("source")).lower():
+            tasks |= {"train", "val"}
+    return tasks
+
+
+def output_file(config: Evaluate) -> Path | None:
+    """Where the results go, None if nowhere."""
+    if config.output is not None:
+        return Path(config.output)
     directory = Path(model_directory(config.model))
-    output = config.output
-    if output is None and not config.baselines and directory.is_dir():
-        output = directory / "evaluation.json"
-    if output is not None:
-        record = {
-            name: {
-                "precision": accelerator.mixed_precision,
-                "results": {key: x if math.isfinite(x) else None for key, x in results.items()},
-                "conventions": {key: convention(key) for key in results},
-                "notes": notes,
-            }
-            for name, (results, notes) in found.items()
+    return None if config.baselines or not directory.is_dir() else directory / "evaluation.json"
+
+
+def save(
+    output: Path, record: dict[str, dict], accelerator: Accelerator, found: dict[str, tuple]
+) -> None:
+    """Writes the results as JSON, added to those of earlier evaluations, `record`."""
+    for name, (results, notes) in found.items():
+        entry = {
+            **describe_weights(local_directory(model_directory(name))),
+            "precision": accelerator.mixed_precision,
+            "results": {key: x if math.isfinite(x) else None for key, x in results.items()},
+            "conventions": {key: convention(key) for key in results},
+            "notes": notes,
         }
-        write_json(output, record)
-        print(f"\nThe results are in {output}.")
-    if config.update_card:
-        add_results(directory, found[config.model][0], describe(read_config(directory)))
-        print(f"The card {directory / 'README.md'} has them too.")
+        add_entry(record, name, entry)
+    write_json(output, record)
+    print(f"\nThe results are in {output}.")
+
+
+def describe_weights(directory: Path) -> dict[str, str | int | None]:
+    """Which weights were evaluated: of which update, None where that is not known, and their checksum."""
+    trained = (directory / STATE).is_dir()
+    step = read_state(directory)["step"] if trained else read_status(directory).get("step")
+    files = hashlib.sha256("".join(map(digest, weight_files(directory))).encode())
+    return {"step": step, "weights": files.hexdigest()}
 
 
 def main() -> None:
     config = parse_config(Evaluate)
     files = local_files(config)
     accelerator = build_accelerator()
+    output = output_file(config)
+    record = {} if output is None else read_record(output)
     with main_process_first():
         items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
     found = {
@@ -164,8 +194,14 @@ def main() -> None:
     if accelerator.is_main_process:
         for name, (_, notes) in found.items():
             print("", *(f"{name}: {note}" for note in notes), sep="\n")
-        print("", markdown_table({name: results for name, (results, _) in found.items()}), sep="\n")
-        save(config, accelerator, found)
+        table = {name: results for name, (results, _) in found.items()}
+        print("", markdown_table(table, comparable(config, files)), sep="\n")
+        if output is not None:
+            save(output, record, accelerator, found)
+        if config.update_card:
+            directory = Path(model_directory(config.model))
+            add_results(directory, found[config.model][0], describe(read_config(directory)))
+            print(f"The card {directory / 'README.md'} has them too.")
     accelerator.end_training()
 
 

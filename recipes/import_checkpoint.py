@@ -4,10 +4,11 @@
     python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
     python recipes/import_checkpoint.py --input gpt2_124M.bin --output_dir models/gpt2
 
-The directory opens in transformers, in recipes/sample.py, and as `--init_from` of any training here.
+The directory, which must be new or empty, opens in transformers, in recipes/sample.py, and as `--init_from` of any training here.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.config import parse_config, required, setting
@@ -20,6 +21,13 @@ class ImportCheckpoint:
     input: str = required("checkpoint: a .pt of nanoGPT or build-nanogpt, a .bin of llm.c")
     output_dir: str = required("model directory to write")
     tokenizer: str = setting("gpt2", "gpt2, none, or an HF directory")
+
+    def __post_init__(self) -> None:
+        output = Path(self.output_dir)
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise FileExistsError(
+                f"{output} exists already, and an import replaces nothing: choose another --output_dir"
+            )
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The table of results, with what others published for GPT-2 beside it, and by which convention."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 # What OpenAI's four checkpoints are called on the Hub.
 BASELINES = tuple(
@@ -60,20 +60,30 @@ def convention(metric: str) -> str:
     return next((CONVENTIONS[key] for key in (metric, task, name) if key in CONVENTIONS), "")
 
 
-def markdown_table(results: Mapping[str, Mapping[str, float]]) -> str:
+def markdown_table(
+    results: Mapping[str, Mapping[str, float]], comparable: Collection[str] = ()
+) -> str:
     """Results, model -> metric -> value, as a table with a row a metric and its standard error after "±".
 
-    What was published for the four released models stands in columns of their own, or, where they are among
-    those evaluated, in brackets after the value.
+    `comparable` are the tasks that ran on what the published figures are of. What was published in them for the four
+    released models stands in columns of their own, or, where they are among those evaluated, in brackets after the
+    value.
     """
+    nothing = ("", (None,) * len(BASELINES))
     sizes = [name.rpartition("/")[2] for name in BASELINES]
+    metrics = {
+        metric: PUBLISHED.get(metric, nothing)
+        if metric.partition("/")[0] in comparable
+        else nothing
+        for found in results.values()
+        for metric in found
+        if not metric.endswith("_stderr")
+    }
     others = [size for size in sizes if size not in {name.rpartition("/")[2] for name in results}]
-    metrics = dict.fromkeys(
-        metric for found in results.values() for metric in found if not metric.endswith("_stderr")
-    )
+    if all(found == nothing for found in metrics.values()):
+        others = []
     rows = [["metric", *results, *(f"{size}, published" for size in others), "convention"]]
-    for metric in metrics:
-        publisher, figures = PUBLISHED.get(metric, ("", (None,) * len(sizes)))
+    for metric, (publisher, figures) in metrics.items():
         published = dict(zip(sizes, figures, strict=True))
         cells = [
             cell(metric, found, published.get(name.rpartition("/")[2]))

@@ -121,3 +121,15 @@ def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path):
     [line] = done.stderr.splitlines()
     assert done.returncode == 1 and "none.pt does not exist" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_an_import_replaces_nothing(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model.safetensors").write_text("trained for days")
+    flags = ["--input", str(tmp_path / "a.pt"), "--tokenizer", "none"]
+    for output in (run, run / "model.safetensors"):
+        done = python("recipes/import_checkpoint.py", *flags, "--output_dir", str(output))
+        [line] = done.stderr.splitlines()
+        assert done.returncode == 1 and f"{output} exists already" in line
+    assert [path.read_text() for path in run.iterdir()] == ["trained for days"]

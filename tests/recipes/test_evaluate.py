@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,11 @@ from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
 from launching import ROOT, launch, python
 
+from gpt2_accel import from_pretrained
 from gpt2_accel.evals.table import BASELINES, markdown_table
+from gpt2_accel.hf.convert import to_hf
+from gpt2_accel.hf.safetensors_files import write_safetensors
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 
@@ -93,7 +98,8 @@ def test_everything_on_one_process_and_the_same_on_two(
     assert name == str(model)
     assert {key.partition("/")[0] for key in one["results"]} == {*TASKS, "train", "val"}
     assert all(one["conventions"].values()), "each metric says how it is computed"
-    assert "| 0.2945" in said and f"{one['results']['hellaswag/acc']:.4f} ± " in said
+    assert "published" not in said  # the items are not the Hub's
+    assert f"{one['results']['hellaswag/acc']:.4f} ± " in said
     assert "of 30 contexts are too long for the model's 64 positions and were cut" in said
     assert "sample: the " in said
     logged = [json.loads(line) for line in (model / "metrics.jsonl").open()][-1]
@@ -119,6 +125,61 @@ def test_everything_on_one_process_and_the_same_on_two(
     assert ours == pytest.approx(one["results"], rel=1e-6)
     if HARNESS:
         assert_equal_to_harness(two["results"])
+
+
+def test_later_evaluations_are_added_and_those_of_other_weights_kept_apart(
+    model, items, tmp_path, monkeypatch
+):
+    copied, output = tmp_path / "run", tmp_path / "record.json"
+    shutil.copytree(model, copied)
+    text = ["--data", items / "ptb.txt"]
+
+    def record(*flags):
+        evaluate(monkeypatch, "--model", copied, "--output", output, *flags)
+        return json.loads(output.read_text())
+
+    first = record("--tasks", "ptb", *text)[str(copied)]
+    assert first["step"] == 100
+    second = record("--tasks", "text", *text, "--limit", "1")[str(copied)]
+    assert second["results"].items() > first["results"].items()
+    assert {note.partition(": ")[0] for note in second["notes"]} == {"ptb", "text"}
+    again = record("--tasks", "text", *text)[str(copied)]  # replaces
+    assert again["results"] == second["results"] and len(again["notes"]) < len(second["notes"])
+
+    shutil.copy(model / "checkpoint-100/model.safetensors", tmp_path / "weights")
+    plain = from_pretrained(copied)
+    plain.wte.weight.data[0] += 1
+    write_safetensors(copied / "model.safetensors", to_hf(plain))
+    both = record("--tasks", "text", *text)
+    assert {name: entry["results"].keys() for name, entry in both.items()} == {
+        str(copied): {name for name in second["results"] if name.startswith("text/")},
+        f"{copied} (step 100, weights {again['weights'][:12]}, no)": second["results"].keys(),
+    }
+    shutil.move(tmp_path / "weights", copied / "model.safetensors")
+    found = record("--tasks", "ptb", *text)  # each goes to its own
+    assert found[str(copied)]["results"] == second["results"] and len(found) == 2
+
+    for other in ('{"a": 1}', "[" * 100_000, "no JSON"):
+        output.write_text(other)
+        with pytest.raises(ValueError, match="something else than evaluations"):
+            record("--tasks", "text", *text)
+        assert output.read_text() == other
+
+
+def test_published_figures_stand_beside_the_same_data_only(data_dir, tmp_path):
+    recipe = load_recipe("evaluate")
+
+    def tasks(**settings):
+        config = recipe.Evaluate(**settings)
+        return recipe.comparable(config, recipe.local_files(config))
+
+    assert tasks(tasks=["ptb", "lambada"], data=["ptb=x.txt"]) == {"lambada"}
+    assert tasks(tasks=["ptb"], limit=5) == tasks(data_dir=str(data_dir)) == set()
+    manifest = json.loads((data_dir / "manifest.json").read_text())
+    manifest["tokenizer"] |= {"fingerprint": GPT2_FINGERPRINT}
+    for source, expected in (("Skylion007/openwebtext", {"train", "val"}), ("fineweb", set())):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "source": source}))
+        assert tasks(data_dir=str(tmp_path)) == expected
 
 
 def harness_tasks(items: Path, folder: Path) -> str:
@@ -262,7 +323,8 @@ def test_the_table_has_what_was_published_beside_what_was_found():
             "hellaswag/acc_norm_per_token_stderr": 0.01,
         }
     }
-    header, _, row = markdown_table(found).splitlines()
+    assert "published" not in markdown_table(found, {"val"})
+    header, _, row = markdown_table(found, {"hellaswag"}).splitlines()
     assert header.split("|")[2].strip() == "runs/mine" and "gpt2-xl, published" in header
     assert [cell.strip() for cell in row.split("|")][1:7] == [
         "hellaswag/acc_norm_per_token", "0.2500 ± 0.0100", "0.2945", "0.3752", "0.432", "0.4889",
@@ -270,6 +332,7 @@ def test_the_table_has_what_was_published_beside_what_was_found():
     baselines = {
         name: {"val/loss": 3.0 + i, "val/loss_stderr": 0.1} for i, name in enumerate(BASELINES)
     }
-    header, _, row = markdown_table(baselines).splitlines()
+    assert "2.84" not in markdown_table(baselines)
+    header, _, row = markdown_table(baselines, {"val"}).splitlines()
     assert "published" not in header
     assert "4.0000 ± 0.1000 (2.84)" in row and "nanoGPT, on OpenWebText" in row
