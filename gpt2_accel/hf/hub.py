@@ -18,10 +18,27 @@ from huggingface_hub.utils import validate_repo_id
 
 from gpt2_accel.errors import first_line
 from gpt2_accel.hf.model_card import named_card
+from gpt2_accel.hf.safetensors_files import weight_files
 
 LAST_CHECKPOINT = "last-checkpoint"
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # of a repository, to download
 PICTURE = "loss.png"  # shown in the card where it lies beside it
+# What is uploaded of a folder, beside the weights: what belongs to a model, and nothing else that lies there.
+UPLOADED = (
+    *("config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
+)
+# What a resume needs beside the model.
+TRAINING_STATE = ("optimizer.safetensors", "state.json", "manifest.json")
+# What earlier uploads may have left.
+REPLACED = (
+    "model*.safetensors*",
+    f"{LAST_CHECKPOINT}/*",
+    "run.json",
+    "status.json",
+    "trace-*.json",
+)
 ATTEMPTS = 4  # of an upload, beside the client's own
 PAUSE = 1.0  # seconds before the second attempt; doubles each time
 
@@ -59,8 +76,7 @@ def push(
 ) -> str:
     """Uploads a folder as one commit to `repo_id`, which is made if it is not there; returns its URL.
 
-    Weights and checkpoint files of an earlier upload that this one has not are removed in the same
-    commit; the client sends only files that changed. Raises what the Hub client raises.
+    What of `REPLACED` an earlier upload has left and this one has not is removed in the same commit; the client sends only files that changed. Raises what the Hub client raises.
     """
     api = HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -68,7 +84,7 @@ def push(
         repo_id=repo_id,
         folder_path=folder,
         commit_message=message,
-        delete_patterns=["model*.safetensors*", f"{LAST_CHECKPOINT}/*"],
+        delete_patterns=list(REPLACED),
     )
     return str(commit.repo_url)
 
@@ -78,11 +94,10 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
 
     Hard links where the disk has them, so that it takes no time or space and that the upload does not
     mind if `source` is removed. The card then names `repo_id` and shows the picture of the loss.
+
+    Raises `OSError` if the weights are not whole, or if one of the files is a symbolic link.
     """
-    target.mkdir(parents=True)
-    for pattern in (*MODEL_FILES, PICTURE):
-        for path in source.glob(pattern):
-            link(path, target / path.name)
+    lay_out(model_files(source), target)
     card = target / "README.md"
     if card.exists():
         text = card.read_text(encoding="utf-8")
@@ -93,12 +108,37 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
         card.write_text(named, encoding="utf-8")
 
 
-def link(source: str | Path, target: str | Path) -> None:
-    """A hard link, or a copy where the file system has none."""
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
+def stage_checkpoint(source: Path, target: Path) -> None:
+    """Lays out in `target` what of a checkpoint a resume needs, as `stage` does."""
+    state = source / "training_state"
+    refuse_links([state])
+    lay_out(model_files(source), target)
+    lay_out([state / name for name in TRAINING_STATE], target / state.name)
+
+
+def model_files(directory: Path) -> list[Path]:
+    """The files of a model directory that belong to the model. Raises `OSError` if its weights are not whole."""
+    found = [path for pattern in UPLOADED for path in sorted(directory.glob(pattern))]
+    return found + weight_files(directory)
+
+
+def lay_out(files: list[Path], target: Path) -> None:
+    """Hard links to `files` in the new folder `target`, or copies where the file system has none. Raises `OSError` if one
+    is a symbolic link."""
+    refuse_links(files)
+    target.mkdir(parents=True)
+    for path in files:
+        try:
+            os.link(path, target / path.name)
+        except OSError:
+            shutil.copyfile(path, target / path.name)
+
+
+def refuse_links(paths: list[Path]) -> None:
+    """Raises `OSError` if one of the paths is a symbolic link: what it leads to may be of another folder."""
+    for path in paths:
+        if path.is_symlink():
+            raise OSError(f"{path} is a link, which is not uploaded: put there what it leads to")
 
 
 def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:

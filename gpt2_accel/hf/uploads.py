@@ -12,7 +12,14 @@ from pathlib import Path
 from huggingface_hub.utils import disable_progress_bars
 
 from gpt2_accel.errors import first_line
-from gpt2_accel.hf.hub import LAST_CHECKPOINT, check_repo_id, link, push_patiently, reason, stage
+from gpt2_accel.hf.hub import (
+    LAST_CHECKPOINT,
+    check_repo_id,
+    push_patiently,
+    reason,
+    stage,
+    stage_checkpoint,
+)
 
 LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
 
@@ -89,7 +96,7 @@ class Uploads:
         try:
             stage(directory, folder, self.repo_id)
             if self.strategy == "checkpoint":
-                shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
+                stage_checkpoint(checkpoint, folder / LAST_CHECKPOINT)
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.say(f"no upload to {self.repo_id}: {first_line(error)}")
             return

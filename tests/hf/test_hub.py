@@ -15,7 +15,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from conftest import as_flags, hellaswag_items, losses, run, tiny_config
+from conftest import as_flags, hellaswag_items, losses, make_text, run, tiny_config
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
@@ -26,8 +26,12 @@ from gpt2_accel.evals.table import BASELINES
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
+from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.runtime import signals
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/name"
@@ -330,6 +334,54 @@ def test_a_complete_run_is_pushed_again_only_as_far_as_the_hub_lacks_it(here, da
     assert here.files(REPO) == pushed
     found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
     assert found == files
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])
+def test_what_belongs_to_a_model_is_uploaded_and_nothing_else(kind, tmp_path):
+    text = make_text(200, 0)
+    tokenizer = {
+        "bytes": byte_tokenizer,
+        "characters": lambda: char_tokenizer(text),
+        "bpe": lambda: train_bpe([text], 300),
+    }[kind]()
+    model = GPT(GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=64))
+    save_pretrained(model, tmp_path / "run", tokenizer, max_shard_size=10_000)
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "model.safetensors.index.json" in written
+    for name in ("run.json", "status.json", "notes.txt", "optimizer.safetensors"):
+        (tmp_path / "run" / name).write_text("mine")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "run/more.txt").symlink_to(tmp_path / "secret.txt")
+    stage(tmp_path / "run", tmp_path / "upload", REPO)
+    assert {path.name for path in (tmp_path / "upload").iterdir()} == written
+    (tmp_path / "run/LICENSE").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(OSError, match="run/LICENSE is a link, which is not uploaded"):
+        stage(tmp_path / "run", tmp_path / "again", REPO)
+    assert not (tmp_path / "again").exists()
+
+
+def test_what_a_resume_needs_is_uploaded_and_nothing_else(here, data_dir, tmp_path):
+    old = {"run.json": b"{}", "last-checkpoint/notes.txt": b"", "notes.md": b"mine"}
+    here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
+    config = tiny_config(data_dir, tmp_path / "run", save_every=4)
+    run(config)
+    checkpoint = tmp_path / "run/checkpoint-8"
+    needed = json.loads((checkpoint / "training_state/manifest.json").read_text())["files"]
+    (checkpoint / "notes.txt").symlink_to(tmp_path / "run/run.json")
+    (checkpoint / "training_state/events.log").write_text("mine")
+    said = []
+    with Uploads(REPO, tmp_path / "run", said.append, strategy="checkpoint") as uploads:
+        uploads.push(tmp_path / "run", checkpoint)
+    files = here.files(REPO)
+    folder = "last-checkpoint/"
+    sent = {name.removeprefix(folder) for name in files if name.startswith(folder)}
+    assert sent == {*needed, "training_state/manifest.json"}
+    assert "run.json" not in files and "status.json" not in files and "notes.md" in files
+    (checkpoint / "training_state").rename(tmp_path / "state")
+    (checkpoint / "training_state").symlink_to(tmp_path / "state")
+    with Uploads(REPO, tmp_path / "run", said.append, strategy="checkpoint") as uploads:
+        uploads.push(tmp_path / "run", checkpoint)
+    assert "no upload to user/name" in said[-1] and "training_state is a link" in said[-1]
 
 
 def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):
