@@ -170,11 +170,17 @@ def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -
 
     Removes what killed processes left there half-written. On a file system without locks (Lustre without `flock`) only
     a holder on this machine is noticed, by its name in the lock file. Raises `OSError` if another process holds the
-    lock; `hint` ends the sentence.
+    lock, or if nothing can be written there; `hint` ends the sentence.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+", encoding="utf-8")
+    except OSError as error:
+        raise OSError(
+            f"{folder} is no folder that can be written to ({error.strerror}): {hint}"
+        ) from error
+    with file:
         file.seek(0)
         holder = file.read()
         try:

@@ -81,7 +81,8 @@ def test_without_file_locks_only_a_holder_that_runs_here_is_refused(tmp_path, mo
 def test_links_are_a_convenience(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "latest").mkdir()  # of a copied run
-    point_to(tmp_path / "latest", tmp_path / "checkpoint-4")
+    with pytest.raises(IsADirectoryError):
+        point_to(tmp_path / "latest", tmp_path / "checkpoint-4")
     assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
 
     def refused(*_, **__):

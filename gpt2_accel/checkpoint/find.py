@@ -49,7 +49,7 @@ def find_checkpoint(
                 f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
             )
         return None
-    path = Path(resume_from)
+    path = fresh(Path(resume_from))
     if not path.exists() and hub.is_repo_id(resume_from):
         path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
     if not (path / STATE / "state.json").is_file():
@@ -69,9 +69,29 @@ def find_checkpoint(
 
 def model_directory(name: str | Path) -> str | Path:
     """Where the newest weights of a run's folder are: in the folder itself once training has ended, in
-    its last checkpoint before. Any other name is returned as it is."""
+    its last checkpoint before. For `latest` or `best` it is the checkpoint that they stand for. Any other name is
+    returned as it is."""
     checkpoints = list_checkpoints(name)
-    return checkpoints[-1] if checkpoints and not (Path(name) / "config.json").exists() else name
+    if checkpoints:
+        return name if (Path(name) / "config.json").exists() else checkpoints[-1]
+    found = fresh(Path(name))
+    return name if found == Path(name) else found
+
+
+def fresh(path: Path) -> Path:
+    """The checkpoint that a run's `latest` or `best` stands for, any other path as it is.
+
+    They are links, but in a copied run they may be folders, which no later save renews.
+    """
+    if path.name not in ("latest", "best") or path.is_symlink() or not path.is_dir():
+        return path
+    others = list_checkpoints(path.parent)
+    if path.name == "best":
+        return best_checkpoint([path, *others]) or path
+    try:
+        return others[-1] if others and step_of(others[-1]) > read_state(path)["step"] else path
+    except ValueError:  # a folder of the user's
+        return path
 
 
 def step_of(checkpoint: Path) -> int:
@@ -95,14 +115,16 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
 def point_to(link: Path, target: Path) -> None:
     """Makes `link` a symbolic link to its neighbour `target`, in one step.
 
-    Such links are a convenience: file systems without them (buckets, Colab's Drive) and folders that stand in their
-    place (copied runs) stay as they are.
+    Such links are a convenience: file systems without them (buckets, Colab's Drive) stay without. Raises
+    `IsADirectoryError` if a folder stands in its place, as in a copied run.
     """
+    if link.is_dir() and not link.is_symlink():
+        raise IsADirectoryError(f"{link} is a folder, not a link to {target.name}")
     new = scratch_path(link)
     with suppress(OSError):
         new.symlink_to(target.name)
         new.replace(link)
-    new.unlink(missing_ok=True)
+    remove(new)
 
 
 def clean_up(run_dir: str | Path) -> None:

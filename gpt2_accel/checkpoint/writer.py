@@ -53,7 +53,7 @@ class CheckpointWriter:
     The link `latest` leads to the newest. The `keep_last` newest stay, every one whose step is a multiple of `keep_every`
     (0: none), and with `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called
     with each new one, in the background too. A write that fails is reported through `say` and leaves the older
-    checkpoints as they are. One that cannot be removed is reported once, and stays.
+    checkpoints as they are. What cannot be removed, or replaced by a link, is reported once, and stays.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CheckpointWriter:
         self.saved, self.say = saved, say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._kept: set[Path] = set()  # what could not be removed
+        self._reported: set[Path] = set()
 
     def save(
         self,
@@ -175,9 +175,9 @@ class CheckpointWriter:
             keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]
         if self.keep_best and (best := best_checkpoint(checkpoints)):
             keep.append(best)
-            point_to(self.run_dir / "best", best)
+            self._point_to("best", best)
         if checkpoints:
-            point_to(self.run_dir / "latest", checkpoints[-1])
+            self._point_to("latest", checkpoints[-1])
         for path in checkpoints:
             if path not in keep:
                 self._discard(path)
@@ -186,9 +186,20 @@ class CheckpointWriter:
         try:
             discard(path)
         except OSError as error:
-            if path not in self._kept:
-                self.say(f"{path.name} could not be removed, training goes on: {error}")
-            self._kept.add(path)
+            self._say_once(path, f"{path.name} could not be removed, training goes on: {error}")
+
+    def _point_to(self, name: str, target: Path) -> None:
+        try:
+            point_to(self.run_dir / name, target)
+        except IsADirectoryError as error:
+            self._say_once(
+                self.run_dir / name, f"{error}, and goes out of date: remove it to get the link"
+            )
+
+    def _say_once(self, path: Path, text: str) -> None:
+        if path not in self._reported:
+            self._reported.add(path)
+            self.say(text)
 
 
 def load_training_state(

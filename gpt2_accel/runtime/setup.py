@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.checkpoint.find import find_checkpoint
+from gpt2_accel.checkpoint.find import find_checkpoint, model_directory
 from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.checkpoint.writer import load_training_state
@@ -189,7 +189,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
     """
     source = checkpoint or config.init_from
     if source is not None:
-        source = local_directory(source)
+        source = local_directory(model_directory(source))
         model = from_pretrained(source, config.dropout)
     if config.init_from is None:
         shape = GPTConfig.from_settings(config, vocab_size)

@@ -1,6 +1,7 @@
 """A resume goes on from the same position of the data, or says why it cannot."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import losses, run, tiny_config
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.checkpoint.state_dict import gather_to_host
 from gpt2_accel.data.loader import TrainLoader
@@ -82,6 +83,40 @@ def test_a_checkpoint_being_written_outlives_an_error_in_the_next_update(
     assert len(losses(run(tiny_config(data_dir, tmp_path, resume_from="latest")))) == 8
 
 
+def test_a_copied_run_goes_on_and_its_stale_copies_are_taken_for_nothing(
+    data_dir, tmp_path, capsys
+):
+    settings = {"lr_schedule": "constant", "save_every": 2, "eval_every": 2, "keep_best": True}
+    settings |= {"keep_last": 9, "resume_from": "latest"}
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, **settings))
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")  # links become folders
+    assert (
+        not (copy / "latest").is_symlink() and model_directory(copy / "latest") == copy / "latest"
+    )
+    (copy / "model.safetensors").unlink()
+    (copy / "config.json").unlink()
+    capsys.readouterr()
+    lines = run(tiny_config(data_dir, copy, **settings))
+    said = "".join(capsys.readouterr())
+    assert (
+        said.count("copy/latest is a folder, not a link to checkpoint-4, and goes out of date") == 1
+    )
+    assert said.count("copy/best is a folder") == 1
+    assert losses(lines) == losses(run(tiny_config(data_dir, tmp_path / "run", **settings)))
+    assert (copy / "latest/model.safetensors").read_bytes() == (
+        copy / "checkpoint-4/model.safetensors"
+    ).read_bytes()
+    assert model_directory(copy / "latest") == find_checkpoint(str(copy / "latest"), copy)
+    assert model_directory(copy / "latest") == copy / "checkpoint-8"
+    assert model_directory(copy / "best") == (copy / "checkpoint-8")  # of the lowest loss
+    tuned = tiny_config(data_dir, tmp_path / "tuned", init_from=str(copy / "latest"), max_steps=1)
+    other = tiny_config(data_dir, tmp_path / "other", init_from=str(copy), max_steps=1)
+    assert losses(run(tuned)) == losses(run(other))
+    shutil.rmtree(copy / "checkpoint-8")  # what the copy alone has is taken from there
+    shutil.copytree(tmp_path / "run/checkpoint-8", copy / "best", dirs_exist_ok=True)
+    assert model_directory(copy / "best") == copy / "best"
+
+
 @pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])
 def test_only_the_main_process_keeps_what_is_gathered(is_main, kept):
     accelerator = type("Accelerator", (), {"is_main_process": is_main})
@@ -123,6 +158,28 @@ def test_a_run_that_died_before_its_final_model_was_written_is_not_complete(
     )
     run(elsewhere)
     assert digest(tmp_path / "other/model.safetensors") == newest
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run", "/sys/kernel"])
+def test_a_folder_that_cannot_be_one_is_refused_in_a_sentence(place, data_dir, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    folder = tmp_path / place
+    with pytest.raises(
+        OSError, match=f"{folder} is no folder that can be written to .*--output_dir"
+    ):
+        run(tiny_config(data_dir, folder))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_stopped_run_ends_where_fewer_updates_are_asked_for(data_dir, tmp_path):
+    settings = {"lr_schedule": "constant", "resume_from": "latest"}
+    config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
+    step = run(config)[-1]["step"]
+    run(tiny_config(data_dir, tmp_path, max_steps=2, **settings))
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)
+    newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
+    assert digest(tmp_path / "model.safetensors") == newest
 
 
 def test_with_ignored_changes_the_position_stays_and_null_is_no_result(data_dir, tmp_path):

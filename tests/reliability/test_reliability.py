@@ -222,6 +222,42 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys,
     report("disk full in the middle of a save", 3, 3, "none while it runs; what did not fit, after")
 
 
+def test_a_disk_that_is_full_at_the_final_model_costs_a_restart(data_dir, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system takes root")
+    left = 0
+
+    def fill(_):
+        honest(_)
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(bytes(free - left))
+
+    honest = train_module.RunContext.wait_for_checkpoint
+    monkeypatch.setattr(train_module.RunContext, "wait_for_checkpoint", fill)
+    try:
+        config = tiny_config(data_dir, disk / "run", resume_from="latest")
+        failed = 0
+        while True:  # in the weights, in the config, in the card, in the tokenizer
+            try:
+                run(config)
+                break
+            except OSError as error:
+                assert "the final model could not be written to" in str(error)
+                assert "--resume_from latest" in str(error)
+            assert not (disk / "run/model.safetensors").exists()
+            assert find_corruption(disk / "run/checkpoint-8") is None
+            (disk / "filler").unlink()
+            left, failed = left + (128 << 10 if not left else 4096), failed + 1
+        assert failed > 5
+        assert weights(disk / "run") == weights(disk / "run/checkpoint-8")
+    finally:
+        gc.collect()
+        subprocess.run(["umount", disk], check=True)
+
+
 def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     data_dir, tmp_path, capsys, times, report
 ):
