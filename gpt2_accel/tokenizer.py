@@ -24,6 +24,7 @@ from gpt2_accel.errors import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB_SIZE = 50257
+LARGEST_BPE = 2**20  # tokens; the trainer asks for memory for all of them at once
 # `fingerprint` of GPT-2's own BPE, by which tiktoken is known to give the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
 
@@ -95,8 +96,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE with GPT-2's word splitting, trained on `texts`.
 
     `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer.
-    Raises `ValueError` if it leaves no room for a merge.
+    Raises `ValueError` if it leaves no room for a merge or is above `LARGEST_BPE`.
     """
+    if vocab_size > LARGEST_BPE:
+        raise ValueError(
+            f"a BPE vocabulary of {vocab_size:,} is more than the {LARGEST_BPE:,} that are trained here: "
+            "lower vocab_size"
+        )
     if vocab_size <= 257:
         raise ValueError(
             f"a BPE vocabulary of {vocab_size} has no room beside the 256 bytes and {END_OF_TEXT}: "

@@ -16,13 +16,10 @@ on OpenAI's weights here.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import MANIFEST
-from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
+from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.runtime.processes import main_process_first, processes
 from gpt2_accel.tokenizer import load_tokenizer
@@ -57,20 +54,14 @@ class FinetuneShakespeare(TrainConfig):
     keep_best: bool = True
 
 
-def prepare_text(config: FinetuneShakespeare) -> None:
-    """The text as token shards, in the tokens of the model."""
-    if (Path(config.data_dir) / MANIFEST).exists():
-        return
-    text = tiny_shakespeare(config.input)
-    tokenizer = load_tokenizer(local_directory(config.init_from))
-    source = text_source(text, config.input)
-    prepare(split_text(text), tokenizer, config.data_dir, source=source)
-
-
 def main() -> None:
     config = parse_config(FinetuneShakespeare)
     with main_process_first():
-        prepare_text(config)
+        prepare_text(
+            config.input,
+            config.data_dir,
+            lambda text: load_tokenizer(local_directory(config.init_from)),
+        )
     if train(config):
         processes().print(f"\nThe model of lowest validation loss is in {config.output_dir}/best")
 

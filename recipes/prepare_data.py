@@ -19,8 +19,8 @@ with any number of workers.
 - text: files and folders of .txt (each a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (each row).
 - hf: any data set that `datasets` can load.
 
-Of several documents one in 20 is held out for validation, by a hash of its name; of a single text file the last
-5%. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
+Of several documents one in 20 is held out for validation, by a hash of its name; of text files that are too few for
+that, the last 5% of each. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
 `--executor datatrove`, which is its local one, is).
 """
 
@@ -40,10 +40,8 @@ from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.prepare import carry_out
 from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
-    ROW_SUFFIXES,
     Texts,
     file_pieces,
-    one_text_pieces,
     split_text,
     text_files,
     text_source,
@@ -76,6 +74,24 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 
 
+def positive(text: str) -> int:
+    """A whole number above 0, of the command line."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def weighted(text: str) -> tuple[str, float]:
+    """A folder and its weight, of the command line."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        return folder or text, float(weight)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be DATA_DIR=WEIGHT, as in data/mine=0.3, got {text!r}"
+        ) from error
+
+
 def parse_options() -> argparse.Namespace:
     """The command line."""
     # What is not given leaves no attribute, so that these options may stand before or after the command.
@@ -89,8 +105,10 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     corpus = argparse.ArgumentParser(add_help=False, parents=[common])
-    corpus.add_argument("--workers", type=int, default=usable_cpus())
-    corpus.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard")
+    corpus.add_argument("--workers", type=positive, default=usable_cpus())
+    corpus.add_argument(
+        "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
+    )
     corpus.add_argument("--executor", choices=EXECUTORS, help="run it through datatrove")
     corpus.add_argument("--slurm_partition", help="for --executor slurm")
     corpus.add_argument("--slurm_time", default="20:00:00", help="for --executor slurm")
@@ -100,7 +118,7 @@ def parse_options() -> argparse.Namespace:
         default="gpt2",
         help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
     )
-    tokens.add_argument("--vocab_size", type=int, default=4096, help="tokens of a trained bpe")
+    tokens.add_argument("--vocab_size", type=positive, default=4096, help="tokens of a trained bpe")
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
     commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
@@ -117,7 +135,7 @@ def parse_options() -> argparse.Namespace:
         command.add_argument("--revision", help="a branch, tag or commit")
         command.add_argument("--data_files", help="which of its files")
     mix = commands.add_parser("mix", parents=[common])
-    mix.add_argument("parts", nargs="+", metavar="DATA_DIR=WEIGHT")
+    mix.add_argument("parts", nargs="+", type=weighted, metavar="DATA_DIR=WEIGHT")
     options = parser.parse_args()
     if "data_dir" not in options:
         parser.error("the following arguments are required: --data_dir")
@@ -135,14 +153,11 @@ def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None
     piece_bytes = min(PIECE_BYTES, 4 * options.shard_tokens)
     if options.command == "text":
         found = [(path, s) for s in options.sources for path in text_files(s, options.pattern)]
-        if len(found) == 1 and not found[0][0].name.endswith(ROW_SUFFIXES):
-            pieces = one_text_pieces(found[0][0], 0.05, piece_bytes)
-        else:
-            names = {
-                path: path.name if str(path) == source else path.relative_to(source).as_posix()
-                for path, source in found
-            }
-            pieces = file_pieces(names, options.column, piece_bytes)
+        names = {
+            path: path.name if str(path) == source else path.relative_to(source).as_posix()
+            for path, source in found
+        }
+        pieces = file_pieces(names, options.column, piece_bytes)
         return pieces, ", ".join(options.sources), None
     draws = {
         "openwebtext": partial(Drawn, share=OPENWEBTEXT_VAL, seed=OPENWEBTEXT_SEED),
@@ -213,9 +228,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def summarize(manifest: dict) -> None:
     """Prints what was made."""
+    total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
         print(
-            f"{split}: {entry['documents'] or 0:,} documents, {entry['tokens']:,} tokens, "
+            f"{split}: {entry['documents'] or 0:,} documents, {entry['tokens']:,} tokens "
+            f"({entry['tokens'] / total:.1%}), "
             f"{entry['bytes'] or 0:,} bytes, {len(entry['shards'])} shards"
         )
     counts = manifest.get("counts", {})
@@ -226,7 +243,8 @@ def summarize(manifest: dict) -> None:
     }
     for name, what in said.items():
         if counts.get(name):
-            print(f"{counts[name]:,} {what}")
+            first = manifest.get("first_not_utf8") if name == "not_utf8" else None
+            print(f"{counts[name]:,} {what}" + (f", the first: {first}" if first else ""))
     if counts:
         print(f"the longest document has {counts['longest']:,} bytes")
 
@@ -234,10 +252,9 @@ def summarize(manifest: dict) -> None:
 def main() -> None:
     options = parse_options()
     if options.command == "mix":
-        parts = (part.rpartition("=") for part in options.parts)
-        summarize(
-            write_mixture(options.data_dir, {folder: float(weight) for folder, _, weight in parts})
-        )
+        if len(dict(options.parts)) < len(options.parts):
+            raise ValueError("mix: a folder is named twice, give it one weight")
+        summarize(write_mixture(options.data_dir, dict(options.parts)))
     elif options.command:
         summarize(prepare_corpus(options))
     if options.verify:

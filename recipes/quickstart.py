@@ -21,13 +21,14 @@ from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import MANIFEST
+from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.runtime.processes import main_process_first, processes
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 from gpt2_accel.train import train
 
+VOCAB_SIZE = 4096
 TESTS = {"test", "tests", "idle_test"}
 OTHERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -37,7 +38,9 @@ class Quickstart(TrainConfig):
     data_dir: str = "data/python_stdlib"
     output_dir: str = "runs/quickstart"
     resume_from: str | None = "latest"
-    vocab_size: int = setting(4096, "tokens of the BPE trained on the corpus")
+    vocab_size: int | None = setting(
+        None, f"tokens of the BPE trained on the corpus, {VOCAB_SIZE} if not given"
+    )
 
     n_layer: int = 2
     n_head: int = 2
@@ -60,6 +63,16 @@ class Quickstart(TrainConfig):
     save_every: int = 250
 
 
+def check_prepared(config: Quickstart) -> None:
+    """Raises `ValueError` if the data at hand has another vocabulary than was asked for."""
+    found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
+    if config.vocab_size not in (None, found):
+        raise ValueError(
+            f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: leave out "
+            "--vocab_size, or choose another --data_dir"
+        )
+
+
 def prepare_corpus(config: Quickstart) -> None:
     """The standard library's source as token shards."""
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -72,14 +85,18 @@ def prepare_corpus(config: Quickstart) -> None:
     if config.init_from:
         tokenizer = load_tokenizer(local_directory(config.init_from))
     else:
-        tokenizer = train_bpe(texts["train"], config.vocab_size)
+        tokenizer = train_bpe(
+            texts["train"], VOCAB_SIZE if config.vocab_size is None else config.vocab_size
+        )
     prepare(texts, tokenizer, config.data_dir, source=f"the Python standard library, {library}")
 
 
 def main() -> None:
     config = parse_config(Quickstart)
     with main_process_first():
-        if not (Path(config.data_dir) / MANIFEST).exists():
+        if (Path(config.data_dir) / MANIFEST).exists():
+            check_prepared(config)
+        else:
             prepare_corpus(config)
     if not train(config):
         return

@@ -10,13 +10,10 @@ are for training, the rest for validation. By default nanoGPT's six-layer settin
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.data.sources import split_text, text_source, tiny_shakespeare
+from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
@@ -62,28 +59,12 @@ class ShakespeareCharOnCPU(ShakespeareChar):
     max_steps: int = 2000
 
 
-def prepare_text(config: ShakespeareChar) -> None:
-    """The text as token shards, one token a character."""
-    prepared = (Path(config.data_dir) / MANIFEST).exists()
-    if prepared and config.input is None:
-        return
-    text = tiny_shakespeare(config.input)
-    source = text_source(text, config.input)
-    if prepared:
-        if read_manifest(config.data_dir)["source"].split()[-1] != source.split()[-1]:
-            raise ValueError(
-                f"{config.data_dir} was made from another text: choose another --data_dir"
-            )
-        return
-    prepare(split_text(text), char_tokenizer(text), config.data_dir, source=source)
-
-
 def main() -> None:
     config = parse_config(ShakespeareChar)
     if config.cpu_settings:
         config = parse_config(ShakespeareCharOnCPU)
     with main_process_first():
-        prepare_text(config)
+        prepare_text(config.input, config.data_dir, char_tokenizer)
     train(config)
 
 

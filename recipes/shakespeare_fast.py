@@ -11,11 +11,13 @@ Expected: a loss of about 1.85 over the whole validation split, where nanoGPT's 
 
 from dataclasses import dataclass
 
-from shakespeare_char import ShakespeareChar, prepare_text
+from shakespeare_char import ShakespeareChar
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config
+from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.runtime.processes import main_process_first
+from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
 
@@ -48,7 +50,7 @@ class ShakespeareFast(ShakespeareChar):
 def main() -> None:
     config = parse_config(ShakespeareFast)
     with main_process_first():
-        prepare_text(config)
+        prepare_text(config.input, config.data_dir, char_tokenizer)
     train(config)
 
 

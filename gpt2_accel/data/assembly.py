@@ -69,6 +69,7 @@ def assemble(plan: Plan) -> dict:
         "command": plan.command,
         "plan": plan.mark,
         "counts": total_counts(records),
+        "first_not_utf8": next(filter(None, (r.get("first_not_utf8") for r in records)), None),
         "splits": write_shards(plan, records),
     }
 

@@ -62,7 +62,7 @@ class WritePiece(PipelineStep):
             for document in data:
                 split = document.metadata.get("split") or split_of(held_out(document.id))
                 begins = document.metadata.get("begins", True)
-                yield Document(split, chunks([document.text]), begins)
+                yield Document(split, chunks([document.text]), begins, document.id)
 
         if not record_path(self.work, rank).exists():
             writer = PieceWriter(self.work, load_tokenizer(self.work / "tokenizer"))

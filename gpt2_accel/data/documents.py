@@ -17,7 +17,7 @@ import numpy as np
 
 PIECE_BYTES = 128 * 2**20
 CHUNK = 2**20  # characters that are tokenized at once
-LONGEST_WORD = 2**23  # characters without a place to cut before one is made
+LONGEST_WORD = 2**20  # characters without a place to cut before one is made
 
 HeldOut = Callable[[str], bool]
 """Whether the document of that name is for validation."""
@@ -25,11 +25,13 @@ HeldOut = Callable[[str], bool]
 
 class Document(NamedTuple):
     """A text as chunks, to be tokenized one by one; `begins` is False where it goes on from the piece
-    before. A byte that is not UTF-8 stands there as a lone surrogate, as `surrogateescape` has it."""
+    before, `place` says where it is. A byte that is not UTF-8 stands there as a lone surrogate, as
+    `surrogateescape` has it."""
 
     split: str
     chunks: Iterable[str]
     begins: bool = True
+    place: str = "a document"
 
 
 class Piece(Protocol):
@@ -60,16 +62,6 @@ class ByHash:
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """Holds out one document."""
-
-    name: str
-
-    def __call__(self, name: str) -> bool:
-        return name == self.name
-
-
-@dataclass(frozen=True)
 class Drawn:
     """Holds out a share of `count` rows, named by their numbers: those that `datasets`' `train_test_split`
     draws with `seed`."""
@@ -87,14 +79,6 @@ def drawn_rows(count: int, share: float, seed: int) -> frozenset[int]:
     """The rows that `Drawn` holds out."""
     order = np.random.default_rng(seed).permutation(count)
     return frozenset(order[: int(np.ceil(share * count))].tolist())
-
-
-def hold_out_of(names: Iterable[str]) -> HeldOut:
-    """`ByHash`, or where that would hold out none of two or more names, one of them."""
-    names = list(names)
-    if len(names) < 2 or any(map(held_out, names)):
-        return ByHash()
-    return OneOf(min(names, key=lambda name: hashlib.sha256(name.encode()).digest()))
 
 
 def split_of(is_held_out: bool) -> str:

@@ -19,7 +19,7 @@ from gpt2_accel.data.documents import (
     chunks,
     split_of,
 )
-from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces
+from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces, reading
 from gpt2_accel.errors import first_line
 
 SECONDS_TO_ANSWER = 8
@@ -39,14 +39,19 @@ class StreamPiece:
     size: int = 0
 
     def documents(self) -> Iterator[Document]:
+        for number, row in enumerate(self.rows()):
+            place = f"the data set {self.name}, row {number:,} of its file {self.number + 1}"
+            text = column_of(row, self.column, place)
+            split = split_of(self.is_held_out(f"{self.number}:{number}"))
+            yield Document(split, chunks([text]), place=place)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of the file."""
         from datasets import load_dataset
 
-        stream = load_dataset(self.name, streaming=True, **dict(self.options))
-        part = stream.shard(num_shards=self.count, index=self.number)
-        for row_number, row in enumerate(part):
-            text = column_of(row, self.column, f"the data set {self.name}")
-            split = split_of(self.is_held_out(f"{self.number}:{row_number}"))
-            yield Document(split, chunks([text]))
+        with reading(self.name if os.path.exists(self.name) else f"hf://{self.name}"):
+            stream = load_dataset(self.name, streaming=True, **dict(self.options))
+            yield from stream.shard(num_shards=self.count, index=self.number)
 
 
 def hub_pieces(
@@ -121,11 +126,13 @@ def open_builder(name: str, options: dict[str, Any]):
 
     try:
         return load_dataset_builder(name, **options)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        reason = first_line(error)
-        if "script" in reason:
-            reason += "; try --revision refs/convert/parquet"
-        raise ValueError(f"the data set {name} cannot be opened: {reason}") from error
+    except (ValueError, RuntimeError, OSError) as error:
+        fix = "check its name, --config and --data_files, and the network"
+        if "script" in str(error):
+            fix = "try --revision refs/convert/parquet"
+        raise ValueError(
+            f"the data set {name} cannot be opened ({first_line(error)}): {fix}"
+        ) from error
 
 
 def pinned_revision(name: str, revision: str | None) -> str | None:

@@ -36,6 +36,10 @@ class Plan:
     splits: tuple[str, ...] = ("train", "val")
     restartable: bool = True
 
+    def __post_init__(self) -> None:
+        if self.shard_tokens < 1:
+            raise ValueError(f"shard_tokens must be above 0, got {self.shard_tokens}")
+
     @property
     def work(self) -> Path:
         """Where the pieces' files are made, and then the shards."""

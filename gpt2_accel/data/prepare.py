@@ -9,7 +9,7 @@ folder to be made; starting again goes on there.
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from gpt2_accel.data.assembly import finish
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.data.sources import Texts
+from gpt2_accel.data.sources import Texts, split_text, text_source, tiny_shakespeare
 from gpt2_accel.data.tokenizing import tokenize
 from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
 
@@ -47,6 +47,30 @@ def prepare(
             restartable=False,
         )
     )
+
+
+def prepare_text(
+    path: str | Path | None,
+    data_dir: str | Path,
+    tokenizer_of: Callable[[str], PreTrainedTokenizerBase],
+) -> None:
+    """Prepares one text, that of `path` or tiny Shakespeare, unless that is done; `tokenizer_of` the text is
+    its tokenizer.
+
+    Raises `ValueError` if `data_dir` was made from another text than that of `path`, and what
+    `tiny_shakespeare` raises.
+    """
+    prepared = (Path(data_dir) / MANIFEST).exists()
+    if prepared and path is None:
+        return
+    text = tiny_shakespeare(path)
+    source = text_source(text, path)
+    if not prepared:
+        prepare(split_text(text), tokenizer_of(text), data_dir, source=source)
+    elif read_manifest(data_dir)["source"].split()[-1] != source.split()[-1]:  # SHA-256
+        raise ValueError(
+            f"{data_dir} was made from another text than {path}: choose another --data_dir"
+        )
 
 
 def carry_out(plan: Plan, workers: int = 1) -> dict:

@@ -17,7 +17,8 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
      "dtype": "uint16",
      "source": what the text was, "revision": of a data set, "command": that made it,
-     "counts": {"empty": …, "not_utf8": …, "literal_separator": …, "longest": …},   see prepare.COUNTS
+     "counts": {"empty": …, "not_utf8": …, "literal_separator": …, "longest": …},   see tokenizing.COUNTS
+     "first_not_utf8": where the first document with bytes that are not UTF-8 is, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
@@ -250,15 +251,21 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Makes a folder that is a mixture of others, given with their weights; returns its manifest.
 
     Of every thousand training sequences so many are from each as its weight says, whatever its size:
-    one that ends begins again. Raises `ValueError` if a weight is not above 0 or the folders' tokenizers
-    differ, `FileExistsError` if `data_dir` is there.
+    one that ends begins again. Raises `ValueError` if a weight is not above 0, a folder is there twice or the
+    folders' tokenizers differ, `FileExistsError` if `data_dir` is there.
     """
-    manifests = {folder: read_manifest(folder) for folder in weights}
+    total = sum(weights.values())
     for folder, weight in weights.items():
-        if not weight >= sum(weights.values()) / 1000:
+        if not 0 < total / 1000 <= weight < math.inf:
             raise ValueError(
-                f"the weight of {folder} must be at least a thousandth of all, got {weight}"
+                f"the weight of {folder} must be at least a thousandth of all, got {weight:g}"
             )
+    if len({Path(folder).resolve() for folder in (data_dir, *weights)}) <= len(weights):
+        raise ValueError(
+            f"a mixture is of different folders, and none of them is {data_dir}, where it will be: name each once"
+        )
+    manifests = {folder: read_manifest(folder) for folder in weights}
+    for folder in weights:
         if "mixture" in manifests[folder]:
             raise ValueError(f"{folder} is a mixture itself: name the folders that it is of")
     first, *others = manifests.values()

@@ -5,14 +5,19 @@ Each kind of file has its kind of piece, and a function that cuts a file into su
 
 import codecs
 import hashlib
+import http.client
 import io
 import itertools
 import json
+import re
+import sys
+import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gpt2_accel.data.documents import (
     CHUNK,
@@ -22,10 +27,11 @@ from gpt2_accel.data.documents import (
     HeldOut,
     Piece,
     chunks,
-    hold_out_of,
+    held_out,
     next_cut,
     split_of,
 )
+from gpt2_accel.errors import first_line
 
 ROW_SUFFIXES = (
     ".jsonl",
@@ -34,6 +40,44 @@ ROW_SUFFIXES = (
     ".parquet",
 )  # files of many documents, one a row
 SUFFIXES = (".txt", *ROW_SUFFIXES)
+LONGEST_LINE = 2**26  # bytes of a line of JSON
+VAL_SHARE = 0.05  # of a corpus for validation
+FEWEST, MOST = (
+    0.01,
+    0.15,
+)  # the share of whole text files for validation, if it is to be whole files
+PAUSES = (0.5, 1, 3)  # seconds before a download that failed is tried again
+
+Result = TypeVar("Result")
+
+# What can go wrong with a source
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns what a library raises while it reads `source` into one sentence: `ConnectionError` for a file
+    elsewhere, which `persistently` tries again, else `ValueError`."""
+    try:
+        yield
+    except Exception as error:
+        reason = first_line(error)
+        if "://" in source:
+            raise ConnectionError(
+                f"{source} cannot be read ({reason}): start again later, what is done is kept"
+            ) from error
+        raise ValueError(
+            f"{source} cannot be read ({reason}): it is damaged or of another kind, fetch it again or leave it out"
+        ) from error
+
+
+def persistently(read: Callable[[], Result]) -> Result:
+    """What `read` returns; it is tried a few times as long as it raises `ConnectionError`."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except ConnectionError:
+            time.sleep(pause)
+    return read()
 
 
 # Files
@@ -65,12 +109,31 @@ def read_text(path: str | Path) -> str:
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist: give a text file")
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it to UTF-8") from error
     if not text:
         raise ValueError(f"{path} is empty: there is nothing to train on")
     return text
+
+
+def check_text(path: Path) -> None:
+    """Raises `ValueError` if a file does not begin as UTF-8 text. A stray byte among characters that are
+    UTF-8 is let through."""
+    with open(path, "rb") as file:
+        start = file.read(CHUNK)
+    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
+    wrong = re.findall("[\udc80-\udcff]", text)
+    if start.startswith(b"%PDF-"):
+        found = "a PDF file"
+    elif b"\0" in start:
+        found = "binary or UTF-16 (it holds zero bytes)"
+    elif 2 * len(wrong) > len(text) - len(text.encode("ascii", "ignore")):
+        at = len(text[: text.index(wrong[0])].encode())
+        found = f"not UTF-8 (its byte {at:,} is 0x{start[at]:02x}), perhaps Latin-1"
+    else:
+        return
+    raise ValueError(f"{path} is {found}: convert it to UTF-8 text, or leave it out")
 
 
 class Span(NamedTuple):
@@ -86,7 +149,8 @@ class Span(NamedTuple):
     def read(self) -> Iterator[str]:
         with open(self.path, "rb") as file:
             file.seek(self.start)
-            decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+            encoding = "utf-8" if self.start else "utf-8-sig"  # Windows writes a mark in front
+            decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
             left = self.end - self.start
             while left and (data := file.read(min(left, CHUNK))):
                 left -= len(data)
@@ -102,7 +166,7 @@ class TextPiece:
 
     def documents(self) -> Iterator[Document]:
         for span in self.spans:
-            yield Document(span.split, chunks(span.read()), span.begins)
+            yield Document(span.split, chunks(span.read()), span.begins, span.path)
 
 
 @dataclass(frozen=True)
@@ -124,15 +188,9 @@ class JsonLinesPiece:
             if not line.strip():
                 continue
             place = f"{self.path}, at byte {offset:,}"
-            try:
-                row = json.loads(line.decode("utf-8", "surrogateescape"))
-            except ValueError as error:
-                raise ValueError(
-                    f"{place}, holds a line that is not JSON ({error}): correct or remove it"
-                ) from error
-            text = column_of(row, self.column, place)
+            text = column_of(parse_line(line, place), self.column, place)
             split = split_of(self.is_held_out(f"{self.name}:{offset}"))
-            yield Document(split, chunks([text]))
+            yield Document(split, chunks([text]), place=place)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The lines with their offsets in the (uncompressed) file."""
@@ -140,13 +198,24 @@ class JsonLinesPiece:
             offset = self.start
             if self.start:
                 file.seek(self.start - 1)
-                offset += len(file.readline()) - 1
+                offset += len(self.read_line(file, offset)) - 1
             while self.end is None or offset < self.end:
-                line = file.readline()
+                line = self.read_line(file, offset)
                 if not line:
                     return
                 yield offset, line
                 offset += len(line)
+
+    def read_line(self, file: io.BufferedReader, offset: int) -> bytes:
+        """The next line. Raises `ValueError` if it is too long or the file is damaged."""
+        with reading(self.path):
+            line = file.readline(LONGEST_LINE + 1)
+        if len(line) > LONGEST_LINE:
+            raise ValueError(
+                f"{self.path}, at byte {offset:,}, holds a line of more than {LONGEST_LINE:,} bytes, the "
+                "longest that is read: cut it into several documents"
+            )
+        return line
 
 
 def open_binary(path: str) -> io.BufferedReader:
@@ -158,12 +227,41 @@ def open_binary(path: str) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(path, compression="detect"), CHUNK)
 
 
+def parse_line(line: bytes, place: str) -> Any:
+    """A line of JSON. Raises `ValueError` if it is none or is nested too deeply."""
+    try:
+        return json.loads(line.decode("utf-8-sig", "surrogateescape"))
+    except RecursionError as error:
+        raise ValueError(
+            f"{place}, holds JSON of more than {sys.getrecursionlimit():,} levels, the most that are read: "
+            "flatten or remove the line"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{place}, holds a line that is not JSON ({error}): correct or remove it"
+        ) from error
+
+
 def column_of(row: Any, column: str, place: str) -> str:
-    """The text of a row, empty where it has none. Raises `ValueError` if there is no such column."""
-    if not isinstance(row, dict) or column not in row:
-        there = ", ".join(row) if isinstance(row, dict) else f"it is a {type(row).__name__}"
-        raise ValueError(f"{place}, has no column {column!r}: choose one of {there} by --column")
-    return row[column] if isinstance(row[column], str) else ""
+    """The text of a row, empty where it is null. Raises `ValueError` if there is none."""
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place}, holds {kind_of(row)}, not an object: write {{{column!r}: …}}, one a line"
+        )
+    if column not in row:
+        raise ValueError(
+            f"{place}, has no column {column!r}: choose one of {', '.join(row)} by --column"
+        )
+    if not isinstance(row[column] or "", str):
+        raise ValueError(
+            f"{place}, has {kind_of(row[column])} in {column!r}, not a text: choose another by --column, or correct it"
+        )
+    return row[column] or ""
+
+
+def kind_of(value: object) -> str:
+    """How a message names the type of a value."""
+    return f"a value of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -181,25 +279,30 @@ class ParquetPiece:
     size: int
 
     def documents(self) -> Iterator[Document]:
-        row = itertools.count(self.first_row)
-        with open_parquet(self.url) as file:
+        for number, text in enumerate(self.texts(), start=self.first_row):
+            place = f"{self.url}, row {number:,}"
+            text = column_of({self.column: text}, self.column, place)
+            split = split_of(self.is_held_out(f"{self.name}{number}"))
+            yield Document(split, chunks([text]), place=place)
+
+    def texts(self) -> Iterator[Any]:
+        """The values of the column."""
+        with open_parquet(self.url) as file, reading(self.url):
             for batch in file.iter_batches(256, row_groups=self.groups, columns=[self.column]):
-                for text in batch.column(0).to_pylist():
-                    split = split_of(self.is_held_out(f"{self.name}{next(row)}"))
-                    yield Document(split, chunks([text if isinstance(text, str) else ""]))
+                yield from batch.column(0).to_pylist()
 
 
 def open_parquet(url: str):
     """A `pyarrow.parquet.ParquetFile`. Raises `ValueError` if it cannot be read as one."""
     import fsspec
-    import pyarrow
     import pyarrow.parquet
 
-    file_system, path = fsspec.core.url_to_fs(url)
-    try:
-        return pyarrow.parquet.ParquetFile(file_system.open(path, "rb"))
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{url} is not a whole Parquet file ({error}): fetch it again") from error
+    def open_it():
+        with reading(url):
+            file_system, path = fsspec.core.url_to_fs(url)
+            return pyarrow.parquet.ParquetFile(file_system.open(path, "rb"))
+
+    return persistently(open_it)
 
 
 def parquet_pieces(
@@ -238,32 +341,45 @@ def file_pieces(
 ) -> list[Piece]:
     """Files, with the names by which their documents are held out, as pieces.
 
-    A row's name is its file's and its place there. Where all documents are text files, at least one of
-    several is held out.
+    A row's name is its file's and its place there. Where all are text files and those held out would be
+    too small or too large a part, the last of each is held out. Raises `ValueError` for a file that does
+    not begin as its kind does.
     """
     pieces: list[Piece] = []
-    rows = [name for path, name in files.items() if path.name.endswith(ROW_SUFFIXES)]
-    text_is_held_out = ByHash() if rows else hold_out_of(files.values())
+    texts = {path: path.stat().st_size for path in files if not path.name.endswith(ROW_SUFFIXES)}
+    share = sum(size for path, size in texts.items() if held_out(files[path])) / (
+        sum(texts.values()) or 1
+    )
+    whole = len(texts) < len(files) or FEWEST <= share <= MOST
     for path, name in files.items():
         if path.suffix == ".parquet":
             pieces += parquet_pieces(str(path), column, f"{name}:", ByHash(), piece_bytes)
-        elif name in rows:
+        elif path not in texts:
             pieces += json_pieces(path, column, name, ByHash(), piece_bytes)
+        elif whole:
+            check_text(path)
+            spans = text_spans(path, 0, texts[path], split_of(held_out(name)), piece_bytes)
+            pieces += text_pieces(spans)
         else:
-            end = path.stat().st_size
-            spans = text_spans(path, 0, end, split_of(text_is_held_out(name)), piece_bytes)
-            pieces += [TextPiece((span,), span.end - span.start) for span in spans]
+            pieces += one_text_pieces(path, VAL_SHARE, piece_bytes)
     return join_texts(pieces, piece_bytes)
 
 
 def json_pieces(
     path: Path, column: str, name: str, is_held_out: HeldOut, piece_bytes: int
 ) -> list[JsonLinesPiece]:
-    """A file of JSON lines as pieces; a compressed one, which can be read from its start only, as one."""
+    """A file of JSON lines as pieces; a compressed one, which can be read from its start only, as one.
+
+    Raises `ValueError` if its first line is none.
+    """
     info = path.stat()
     rest = (column, name, is_held_out, info.st_mtime_ns)
+    whole = JsonLinesPiece(str(path), 0, None, *rest, size=3 * info.st_size)
+    if path.suffix == ".jsonl":
+        check_text(path)
+    next(whole.documents(), None)
     if path.suffix != ".jsonl":
-        return [JsonLinesPiece(str(path), 0, None, *rest, size=3 * info.st_size)]
+        return [whole]
     return [
         JsonLinesPiece(str(path), start, end, *rest, size=end - start)
         for start in range(0, info.st_size, piece_bytes)
@@ -283,11 +399,16 @@ def text_spans(path: Path, start: int, end: int, split: str, piece_bytes: int) -
 
 
 def one_text_pieces(path: Path, val_share: float, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """A single text file as pieces, the last `val_share` of it for validation."""
+    """A text file as pieces, the last `val_share` of it for validation. Raises what `check_text` raises."""
+    check_text(path)
     end = path.stat().st_size
     cut = next_cut(path, int(end * (1 - val_share))) or end
     spans = text_spans(path, 0, cut, "train", piece_bytes)
-    spans += text_spans(path, cut, end, "val", piece_bytes)
+    return text_pieces(spans + text_spans(path, cut, end, "val", piece_bytes))
+
+
+def text_pieces(spans: list[Span]) -> list[Piece]:
+    """A piece for each span."""
     return [TextPiece((span,), span.end - span.start) for span in spans]
 
 
@@ -320,13 +441,17 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
     Raises `OSError` if it cannot be had."""
     if path is not None:
         return read_text(path)
-    try:
-        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
-            return response.read().decode()
-    except OSError as error:
-        raise OSError(
-            f"{TINY_SHAKESPEARE} cannot be read ({error}): give the text by --input FILE"
-        ) from error
+
+    def download() -> str:
+        try:
+            with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
+                return response.read().decode()
+        except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+            raise ConnectionError(
+                f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): give the text by --input FILE"
+            ) from error
+
+    return persistently(download)
 
 
 def split_text(text: str) -> dict[str, list[str]]:

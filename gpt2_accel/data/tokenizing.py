@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
+from gpt2_accel.data.sources import persistently
 from gpt2_accel.files import atomic_file, write_file
 from gpt2_accel.tokenizer import END_OF_TEXT, load_tokenizer, token_encoder
 
@@ -50,8 +51,9 @@ def tokenize(plan: Plan, workers: int) -> None:
     ) as bar:
         if min(workers, len(todo)) <= 1:
             writer = PieceWriter(plan.work, plan.tokenizer)
+            progress = Bar(bar).add
             for number in todo:
-                writer.write(number, plan.pieces[number].documents(), Bar(bar).add)
+                write_piece(writer, number, plan.pieces[number], progress)
         else:
             tokenize_in_parallel(plan, todo, min(workers, len(todo)), Bar(bar))
 
@@ -107,7 +109,8 @@ def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) ->
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
                 bar.set(list(totals)[:3])
                 for future in done:
-                    future.result()
+                    if error := future.exception():
+                        raise error  # as if it were of this process: without what the other one's calls were
         except BrokenProcessPool as error:
             raise OSError(
                 "a worker process was killed, perhaps for lack of memory: start again, with fewer --workers"
@@ -117,7 +120,12 @@ def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) ->
             pool.shutdown(cancel_futures=True)
 
 
-worker_writes: Callable[[int, Iterable[Document]], None]  # in a worker process
+def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Progress) -> None:
+    """Makes one piece, again from its start where the network fails."""
+    persistently(lambda: writer.write(number, piece.documents(), progress))
+
+
+worker_writes: Callable[[int, Piece], None]  # in a worker process
 
 
 def start_worker(work: Path, totals) -> None:
@@ -134,7 +142,7 @@ def start_worker(work: Path, totals) -> None:
 
     global worker_writes
     writer = PieceWriter(work, load_tokenizer(work / "tokenizer"))
-    worker_writes = functools.partial(writer.write, progress=progress)
+    worker_writes = functools.partial(write_piece, writer, progress=progress)
 
 
 def end_with_parent() -> None:
@@ -145,7 +153,7 @@ def end_with_parent() -> None:
 
 def make_piece(number: int, piece: Piece) -> None:
     """Makes one piece, in a worker process."""
-    worker_writes(number, piece.documents())
+    worker_writes(number, piece)
 
 
 def record_path(work: Path, number: int) -> Path:
@@ -186,6 +194,7 @@ class PieceWriter:
         """Makes piece `number`; leaves nothing half-made if that fails."""
         splits: dict[str, Counter] = {}
         counts = Counter(dict.fromkeys(COUNTS, 0))
+        first_odd = None
         with ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
             for document in documents:
@@ -197,7 +206,9 @@ class PieceWriter:
                 for more in self.write_document(document, files[split], counts):
                     splits[split].update(more)
                     progress(more["documents"], more["tokens"], more["bytes"])
-        record = {"splits": splits, "counts": counts}
+                if counts["not_utf8"] and first_odd is None:
+                    first_odd = document.place
+        record = {"splits": splits, "counts": counts, "first_not_utf8": first_odd}
         write_file(record_path(self.work, number), json.dumps(record))
 
     def write_document(
@@ -208,7 +219,10 @@ class PieceWriter:
         for i, chunk in enumerate(document.chunks):
             text, replaced = clean(chunk)
             separator = self.separator if document.begins and i == 0 else []
-            tokens = self.encode(text)
+            try:
+                tokens = self.encode(text)
+            except ValueError as error:
+                raise ValueError(f"{document.place}: {error}") from error
             file.write(np.array(separator, self.dtype).tobytes())
             file.write(tokens.astype(self.dtype, copy=False).tobytes())
             more = {

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import psutil
@@ -21,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, Started, python
 
-from gpt2_accel.data import assembly, documents, tokenizing
+from gpt2_accel.data import assembly, documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
-from gpt2_accel.data.documents import Drawn, chunks, held_out, hold_out_of
+from gpt2_accel.data.documents import Drawn, chunks, held_out
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.prepare import carry_out, prepare
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
-from gpt2_accel.data.sources import file_pieces, one_text_pieces, text_files
+from gpt2_accel.data.sources import Texts, file_pieces, one_text_pieces, text_files
 from gpt2_accel.files import lock_folder
 from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
 
@@ -160,15 +162,15 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
     lines = [
         b'{"text": ""}',
         b'{"text": null}',
-        b'{"text": "caf\xe9"}',
+        '{"text": "é caf'.encode() + b'\xe9"}',
         b'{"text": "\\ud800!"}',
         b'{"text": "a <|endoftext|> b"}',
         b"",
         b'{"text": "' + b"long " * 1000 + b'"}',
     ]
     (folder / "a.jsonl").write_bytes(b"\n".join(lines))
-    (folder / "b.txt").write_bytes(b"Z\xfcrich")
-    monkeypatch.setattr(documents, "held_out", lambda name: name == "b.txt")
+    (folder / "b.txt").write_bytes("ü Z".encode() + b"\xfcrich")
+    monkeypatch.setattr(sources, "held_out", lambda name: name == "b.txt")
     pieces = file_pieces(names_of(folder))
     manifest = carry_out(plan(pieces, tmp_path / "d"))
     assert manifest["counts"] == {
@@ -177,30 +179,206 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
         "literal_separator": 1,
         "longest": 5000,
     }
+    assert manifest["first_not_utf8"] == f"{folder / 'a.jsonl'}, at byte 28"
     assert documents_in(tmp_path / "d", "train") == [
-        "caf\ufffd",
+        "é caf\ufffd",
         "\ufffd!",
         "a <|endoftext|> b",
         "long " * 1000,
     ]
-    assert documents_in(tmp_path / "d", "val") == ["Z\ufffdrich"]
+    assert documents_in(tmp_path / "d", "val") == ["ü Z\ufffdrich"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('{"body": "x"}', "no column 'text'.*body"), ("{", "not JSON"), ('["x"]', "it is a list")],
+    [
+        ('{"body": "x"}', "no column 'text'.*body"),
+        ("{", "not JSON"),
+        ('["x"]', "a value of type list, not an object"),
+        ('{"text": 5}', "a value of type int in 'text', not a text"),
+        ("[" * 10**5, "JSON of more than 1,000 levels"),
+        ('{"text": "' + "x" * 500 + '"}', "a line of more than 400 bytes"),
+    ],
 )
-def test_a_wrong_line_is_named(tmp_path, line, message):
+def test_a_wrong_line_is_named(tmp_path, monkeypatch, line, message):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 400 if "400" in message else 10**6)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     pieces = file_pieces(names_of(tmp_path))
     with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
         carry_out(plan(pieces, tmp_path / "d"))
 
 
-def test_some_document_is_held_out_of_a_few():
-    names = [name for i in range(40) if not held_out(name := f"{i}.txt")][:3]
-    assert not any(map(held_out, names))
-    assert sum(map(hold_out_of(names), names)) == 1
+def test_a_wrong_line_is_said_by_a_worker_as_by_this_process(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
+    pieces = file_pieces(names_of(tmp_path), piece_bytes=10)
+    with pytest.raises(ValueError, match="a.jsonl, at byte 17, has no column") as caught:
+        carry_out(plan(pieces, tmp_path / "d"), workers=2)
+    assert "gpt2_accel" in str(caught.traceback[-1].path)  # so it is said in one sentence
+
+
+WRONG = {
+    "gzip.jsonl.gz": (b'{"text": "fine"}\n', "cannot be read .*incorrect header"),
+    "cut.jsonl.gz": (gzip.compress(random.Random(0).randbytes(9**5))[:9999], "cannot be read"),
+    "zstd.jsonl.zst": (b'{"text": "fine"}\n', "cannot be read .*ZSTD"),
+    "flipped.parquet": (b"PAR1" + bytes(99) + b"PAR1", "cannot be read"),
+    "latin1.txt": ("Äpfel und Öl".encode("latin1"), r"not UTF-8 \(its byte 0 is 0xc4\)"),
+    "latin1.jsonl": ('{"text": "Äpfel"}'.encode("latin1"), r"not UTF-8 \(its byte 10 is 0xc4\)"),
+    "utf16.txt": ("text".encode("utf-16"), "binary or UTF-16"),
+    "utf16.jsonl": ('{"text": "fine"}'.encode("utf-16"), "binary or UTF-16"),
+    "binary.txt": (bytes(range(256)), "binary or UTF-16"),
+    "paper.pdf": (b"%PDF-1.4\n1 0 obj", "a PDF file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_is_not_what_its_name_says_is_named_before_anything_is_made(tmp_path, name):
+    content, message = WRONG[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} .*{message}") as caught:
+        file_pieces({tmp_path / name: name})
+    assert "\n" not in str(caught.value)
+
+
+def test_flipped_bits_in_parquet_are_said_in_a_sentence(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = [make_text(50, seed) for seed in range(400)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    whole, refused = path.read_bytes(), 0
+    for place in range(100, len(whole) - 5000, len(whole) // 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            for piece in file_pieces({path: "a.parquet"}):
+                list(piece.documents())
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"{path} cannot be read (")
+    assert refused
+
+
+def test_a_column_that_is_no_text_is_named(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    [piece] = file_pieces(names_of(tmp_path))
+    with pytest.raises(ValueError, match="a.parquet, row 0, has a value of type int in 'text'"):
+        list(piece.documents())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_the_mark_that_windows_writes_in_front_is_no_text(tmp_path, name):
+    text = "text of it" if name == "a.txt" else '{"text": "text of it"}\n'
+    write = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(write(text.encode("utf-8-sig")))
+    [piece, *_] = file_pieces({tmp_path / name: name})
+    document = next(piece.documents())
+    assert "text of it".startswith("".join(document.chunks))
+    (tmp_path / "b.txt").write_bytes("text".encode("utf-8-sig"))
+    assert sources.read_text(tmp_path / "b.txt") == "text"
+
+
+class Resets(BaseHTTPRequestHandler):
+    """Breaks off the first two answers."""
+
+    asked = 0
+
+    def do_GET(self):
+        type(self).asked += 1
+        self.send_response(200)
+        self.send_header("Content-Length", "12")
+        self.end_headers()
+        self.wfile.write(b"all of it :)" if self.asked > 2 else b"all")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_download_that_breaks_off_is_tried_again(monkeypatch):
+    monkeypatch.setattr(sources, "PAUSES", (0, 0))
+    with HTTPServer(("127.0.0.1", 0), Resets) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/text"
+        monkeypatch.setattr(sources, "TINY_SHAKESPEARE", url)
+        assert sources.tiny_shakespeare() == "all of it :)"
+        Resets.asked = -9
+        with pytest.raises(ConnectionError, match=r"IncompleteRead.*: give the text by --input"):
+            sources.tiny_shakespeare()
+        server.shutdown()
+
+
+def test_a_piece_is_read_again_when_the_network_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PAUSES", (0, 0))
+    tried = []
+
+    def fails(number):
+        tried.append(number)
+        yield "half a document"
+        with sources.reading("https://example.org/file"):
+            if len(tried) < 3:
+                raise RuntimeError("reset by peer")
+
+    pieces = [Texts("train", Again(lambda: fails(0))), Texts("val", ["text"])]
+    carry_out(plan(pieces, tmp_path / "d"))
+    assert documents_in(tmp_path / "d", "train") == ["half a document"] and tried == [0, 0, 0]
+    tried[:] = [-9]
+    pieces[0] = Texts("train", Again(lambda: fails(0) if tried.clear() is None else ()))
+    with pytest.raises(ConnectionError, match="https://example.org/file cannot be read .reset by"):
+        carry_out(plan(pieces, tmp_path / "e"))
+
+
+class Again:
+    """An iterable that begins anew each time."""
+
+    def __init__(self, begin):
+        self.begin = begin
+
+    def __iter__(self):
+        return self.begin()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("text {0}/a.txt --workers 0", "--workers: must be a whole number above 0, got '0'"),
+        ("text {0}/a.txt --workers -2", "--workers: must be a whole number above 0, got '-2'"),
+        ("text {0}/a.txt --shard_tokens 0", "--shard_tokens: must be a whole number above 0"),
+        ("text {0}/a.txt --vocab_size -1", "--vocab_size: must be a whole number above 0"),
+        (
+            "text {0}/a.txt --tokenizer bpe --vocab_size 99999999999",
+            "vocabulary of 99,999,999,999 is more than the 1,048,576",
+        ),
+        ("hf nobody/none", "the data set nobody/none cannot be opened"),
+        ("mix {0}/one=abc", "must be DATA_DIR=WEIGHT, as in data/mine=0.3, got"),
+        ("mix {0}/one=0 {0}/two=0", "the weight of {0}/one must be at least a thousandth of all"),
+        ("mix {0}/one=0 {0}/two=1", "the weight of {0}/one must be at least a thousandth of all"),
+        ("mix {0}/one=inf", "the weight of {0}/one must be at least a thousandth of all"),
+        ("mix {0}/one=1 {0}/one=2", "is named twice"),
+        ("mix {0}/one=1 {0}/x/../one=2", "different folders"),
+        ("mix {0}/one=1 {0}/d=2", "different folders, and none of them is {0}/d"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path, command, message):
+    (tmp_path / "a.txt").write_text(make_text(100, 0))
+    for name in ("one", "two"):
+        prepare({"train": ["text"]}, byte_tokenizer(), tmp_path / name, source="made up")
+    args = command.format(tmp_path).split()
+    done = recipe(*args, "--data_dir", tmp_path / "d")
+    [line] = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 1 and message.format(tmp_path) in line
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "one", "two"}
+
+
+HELD_OUT = next(i for i in range(100) if held_out(f"{i}.txt"))
+
+
+@pytest.mark.parametrize("words", [[400], [300] * 3, [20] * HELD_OUT + [3000]])
+def test_of_texts_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, words):
+    for i, count in enumerate(words):
+        (tmp_path / f"{i}.txt").write_text(make_text(count, i))
+    pieces = file_pieces(names_of(tmp_path))
+    manifest = carry_out(plan(pieces, tmp_path / "d"))
+    train, val = (manifest["splits"][split] for split in ("train", "val"))
+    assert train["documents"] == len(words)
+    assert 0.02 < val["tokens"] / (train["tokens"] + val["tokens"]) < 0.08
+    for document in documents_in(tmp_path / "d", "val"):
+        assert any(path.read_text().endswith(document) for path in tmp_path.glob("*.txt"))
 
 
 def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):

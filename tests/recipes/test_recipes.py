@@ -14,7 +14,9 @@ from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.data import sources
+from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.files import read_json_lines
+from gpt2_accel.tokenizer import char_tokenizer
 
 
 def one_sentence(done):
@@ -152,8 +154,29 @@ def test_a_mistake_ends_in_one_sentence_and_leaves_nothing(tmp_path, flags, mess
 
 def test_a_text_that_cannot_be_fetched_says_where_it_looked(monkeypatch):
     monkeypatch.setattr(sources, "TINY_SHAKESPEARE", "http://127.0.0.1:9/t.txt")
+    monkeypatch.setattr(sources, "PAUSES", ())
     with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
         sources.tiny_shakespeare()
+
+
+@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "shakespeare_char", "shakespeare_fast"])
+def test_data_of_another_text_is_not_used_for_the_one_that_is_given(tmp_path, recipe):
+    for seed, name in enumerate(("a.txt", "b.txt")):
+        (tmp_path / name).write_text(make_text(300, seed))
+    data = tmp_path / "data"
+    prepare_text(tmp_path / "a.txt", data, char_tokenizer)
+    places = ("--data_dir", data, "--output_dir", tmp_path / "run")
+    done = python(f"recipes/{recipe}.py", "--input", tmp_path / "b.txt", *places)
+    assert done.returncode == 1 and "was made from another text than" in done.stderr
+    assert not (tmp_path / "run").exists()
+    prepare_text(tmp_path / "a.txt", data, char_tokenizer)  # as it is
+    prepare_text(None, data, char_tokenizer)
+
+
+def test_the_quickstart_does_not_ignore_a_vocabulary(data_dir, tmp_path):
+    args = ("--data_dir", data_dir, "--output_dir", tmp_path / "run", "--vocab_size", -1)
+    done = python("recipes/quickstart.py", *args)
+    assert done.returncode == 1 and "with a vocabulary of 257, not -1" in done.stderr
 
 
 @pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])
