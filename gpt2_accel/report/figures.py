@@ -77,22 +77,35 @@ def set_title(ax: "Axes", text: str) -> None:
     ax.set_title(text, loc="left", fontsize=9, color=INK)
 
 
+def same_tokens(runs: list[Run]) -> bool:
+    """Whether the runs read the same tokens, so that a loss in nats per token compares."""
+    return len({run.tokenizer for run in runs}) <= 1
+
+
 def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
-    """Training loss, thin, and validation loss, bold, of several runs over one of `AXES`."""
+    """Training loss, thin, and validation loss, bold, of several runs over one of `AXES`: in nats per token, or in bits
+    per byte where the runs' tokenizers differ. The training loss is then by the bytes per token of the validation data.
+    """
+    nats = same_tokens(runs)
+    validation = "val/loss" if nats else "val/bits_per_byte"
     figure, [[ax]] = new_figure(8, 4.2)
     highest = []
     for run, colour in zip(runs, cycle(len(runs)), strict=True):
         x, y = thinned(*run.curve("train/loss", axis))
+        if not nats:
+            unit = run.bits_per_byte
+            x, y = (x, [value * unit for value in y]) if unit else ([], [])
         ax.plot(x, y, color=colour, linewidth=0.7, alpha=0.35)
         ax.plot(x, smoothed(y), color=colour, linewidth=1, gid=f"{run.name}, training")
         highest += y[len(y) // 20 :]
-        x, y = run.curve("val/loss", axis)
+        x, y = run.curve(validation, axis)
         marker = "o" if len(x) <= 60 else None
         style = {"linewidth": 2.2, "marker": marker, "markersize": 4, "label": run.name}
         ax.plot(x, y, color=colour, gid=f"{run.name}, validation", **style)
         highest += y
-    draw_gpt2_line(ax, runs, "val/loss")
-    finish_axes(ax, axis, "loss in nats per token: training thin, validation bold")
+    draw_gpt2_line(ax, runs, validation)
+    unit = "nats per token" if nats else "bits per byte, as the tokenizers differ"
+    finish_axes(ax, axis, f"loss in {unit}: training thin, validation bold")
     finite = [value for value in highest if math.isfinite(value)]
     if finite:  # the first updates' fall would flatten all else
         ax.set_ylim(top=max(finite) * 1.02)
@@ -142,9 +155,9 @@ def finish_axes(ax: "Axes", axis: str, title: str) -> None:
 
 
 def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> None:
-    """GPT-2's value of a metric, where it applies to one of the runs."""
-    lines = {line for run in runs if (line := run.gpt2_line(name)) and run.last(name) is not None}
-    for value, source in sorted(lines):
+    """GPT-2's value of a metric, where it applies to all the runs that have the metric."""
+    lines = {run.gpt2_line(name) for run in runs if run.last(name) is not None}
+    for value, source in [line for line in lines if line and len(lines) == 1]:
         ax.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         text = f"GPT-2 124M: {value:.4g} ({source})"
         ax.annotate(

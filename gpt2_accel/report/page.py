@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpt2_accel.report.reader import Run, has_model
 from gpt2_accel.runtime.progress import duration
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
+PER_TOKEN = ("val/loss", "val/loss_stderr", "val/perplexity")
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
 MOST_TOKENS = 32  # of the text whose attention is drawn
 MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
@@ -95,7 +97,7 @@ def table_of_runs(runs: list[Run]) -> str:
         "hardware": lambda run: run.metadata.get("hardware"),
         "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
     }
-    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+    for name in compared_metrics(runs):
         rows[name] = lambda run, name=name: decimals(run.last(name))
     head = "".join(
         f'<th scope="col"><i style="background:{colour}"></i>{html.escape(run.name)}</th>'
@@ -108,6 +110,13 @@ def table_of_runs(runs: list[Run]) -> str:
         for title, value in rows.items()
     )
     return f'<div class="wide"><table><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def compared_metrics(runs: list[Run]) -> list[str]:
+    """The names of the runs' evaluations, without those per token where the runs' tokenizers differ."""
+    names = dict.fromkeys(name for run in runs for name in run.evaluations)
+    same = figures.same_tokens(runs)
+    return [name for name in names if same or name not in PER_TOKEN]
 
 
 def state_of(run: Run) -> str:
@@ -152,11 +161,17 @@ def add_curves(page: Page, runs: list[Run]) -> None:
     drawn = [run for run in runs if run.lines]
     if not drawn:
         return
-    others = [name for run in drawn for name in run.evaluations]
-    others = [name for name in dict.fromkeys(others) if name not in ("val/loss", "val/perplexity")]
+    others = [
+        name for name in compared_metrics(drawn) if name not in ("val/loss", "val/perplexity")
+    ]
+    if not figures.same_tokens(drawn):  # these are in the picture of the loss
+        others = [name for name in others if name != "val/bits_per_byte"]
+        for run in drawn:
+            if run.bits_per_byte is None:
+                run.problems.append("its bits per byte are not known: no loss beside other tokens")
     training = [f"train/{name}" for name in TRAINING]
     training = [name for name in training if any(run.last(name) is not None for run in drawn)]
-    page.section("Loss", tabs(page, "loss", drawn, figures.loss_figure))
+    page.section("Loss", caution(drawn), tabs(page, "loss", drawn, figures.loss_figure))
     if others:
 
         def draw(runs: list[Run], axis: str) -> object:
@@ -166,6 +181,14 @@ def add_curves(page: Page, runs: list[Run]) -> None:
     if training:
         figure = figures.metrics_figure(drawn, training, "tokens")
         page.section("Training", page.picture("training", figure))
+
+
+def caution(runs: list[Run]) -> str:
+    """What to know before the losses of several runs are compared."""
+    sizes = re.compile(r" \([\d,]+ tokens\)$")  # which depend on the tokenizer
+    if len({sizes.sub("", str(run.metadata.get("data"))) for run in runs}) <= 1:
+        return ""
+    return "<p>The runs have different data: a lower loss may come from easier text.</p>"
 
 
 def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str], object]) -> str:

@@ -60,13 +60,25 @@ class Run:
         """The newest value of a metric, None if it has none."""
         return next((line[name] for line in reversed(self.lines) if name in line), None)
 
+    @property
+    def tokenizer(self) -> str | int | None:
+        """What tells the run's tokens from those of others: the tokenizer's fingerprint, or else the vocabulary's size."""
+        return self.metadata.get("tokenizer") or self.metadata.get("vocab_size")
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The bits per byte that one nat per token is, in the validation data; None where its bytes are not known."""
+        loss, bits = self.last("val/loss"), self.last("val/bits_per_byte")
+        return bits / loss if loss and bits else None
+
     def gpt2_line(self, name: str) -> tuple[float, str] | None:
         """What GPT-2 124M has in the metric `name` and where that is from, None where it does not apply:
-        losses are comparable on the same text in the same tokens only."""
+        losses compare on the same text in the same tokens only, accuracies on the same items."""
         source = str(self.metadata.get("data", "")).lower()
+        local = self.settings.get("hellaswag_data")  # items of the user's own
         for metric, part, value, where in GPT2_LINES:
-            same_tokens = self.metadata.get("vocab_size") == GPT2_VOCAB_SIZE or not part
-            if metric == name and part in source and same_tokens:
+            same = self.metadata.get("vocab_size") == GPT2_VOCAB_SIZE if part else not local
+            if metric == name and part in source and same:
                 return value, where
         return None
 
@@ -113,7 +125,8 @@ def read_run(folder: str | Path) -> Run:
         entries = read_json_lines(folder / name)
         setattr(run, part, sorted(entries, key=lambda entry: entry["step"]))
         note_lost_lines(run, name, len(entries))
-    if not (run.settings or run.lines or list_checkpoints(folder) or has_model(folder)):
+    known = {"output_dir", "max_steps"} <= run.settings.keys() or "run_id" in run.metadata
+    if not (known or run.lines or list_checkpoints(folder)):
         raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")
     complete_metadata(run)
     if not run.lines:
@@ -161,11 +174,14 @@ def complete_metadata(run: Run) -> None:
             run.problems.append("its model's config.json is damaged: no curves over FLOPs")
     if "flops_per_token" not in run.metadata:
         run.problems.append("neither run.json nor a checkpoint is there: no curves over FLOPs")
-    if "data" not in run.metadata and run.settings.get("data_dir"):
+    if not {"data", "tokenizer"} <= run.metadata.keys() and run.settings.get("data_dir"):
         try:
-            run.metadata["data"] = read_manifest(run.settings["data_dir"])["source"]
+            manifest = read_manifest(run.settings["data_dir"])
+            found = {"data": manifest["source"], "tokenizer": manifest["tokenizer"]["fingerprint"]}
+            run.metadata = found | run.metadata
         except (OSError, ValueError):
-            run.problems.append(f"its data, {run.settings['data_dir']}, is not there any more")
+            if "data" not in run.metadata:
+                run.problems.append(f"its data, {run.settings['data_dir']}, is not there any more")
 
 
 def has_model(folder: Path) -> bool:

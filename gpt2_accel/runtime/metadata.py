@@ -24,13 +24,14 @@ class RunMetadata:
     """What is known of a run beside its settings, as `run.json` and the trackers have it.
 
     `flops` and `tokens` are those of the whole run of `updates` updates; `batch` says how the tokens of a full update
-    are divided; `expected_gb` is the memory per device, without torch itself; `git_commit` is that of the working
+    are divided; `tokenizer` is the fingerprint of the data's; `expected_gb` is the memory per device, without torch itself; `git_commit` is that of the working
     directory, with `-dirty` if files in it were changed, None outside a repository.
     """
 
     run_id: str
     parameters: int
     vocab_size: int
+    tokenizer: str
     flops_per_token: int
     flops: float
     updates: int
@@ -62,6 +63,7 @@ def describe_run(
         run_id=run_id,
         parameters=shape.parameter_count,
         vocab_size=shape.vocab_size,
+        tokenizer=read_manifest(config.data_dir)["tokenizer"]["fingerprint"],
         flops_per_token=flops,
         flops=float(flops) * tokens,
         updates=updates,

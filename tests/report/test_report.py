@@ -134,6 +134,53 @@ def test_gpt2s_lines_are_drawn_only_where_they_apply(runs):
     first.metadata["vocab_size"] = 4096  # other tokens, another loss
     assert first.gpt2_line("val/loss") is None
     assert first.gpt2_line("hellaswag/acc_norm_per_token") == (0.2945, "build-nanogpt")
+    first.settings["hellaswag_data"] = "my.jsonl"
+    assert first.gpt2_line("hellaswag/acc_norm_per_token") is None
+
+
+@needs_matplotlib
+def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
+    from gpt2_accel.report.figures import loss_figure, themed_svg
+    from gpt2_accel.report.page import Page, add_curves, table_of_runs
+
+    def written():
+        page = Page()
+        add_curves(page, [first, second])
+        return table_of_runs([first, second]) + "".join(page.sections)
+
+    def drawn(figure):
+        [axes] = figure.axes
+        return {
+            line.get_gid(): list(line.get_ydata()) for line in axes.get_lines() if line.get_gid()
+        }
+
+    first, second = read_run(runs / "first"), read_run(runs / "second")
+    gpt2s = {"data": "fineweb-edu (9 tokens)", "vocab_size": 50257}
+    first.metadata |= gpt2s
+    assert first.tokenizer == second.tokenizer
+    both = loss_figure([first, second])
+    assert "nats per token" in themed_svg(both) and "GPT-2 124M" not in themed_svg(both)
+    assert drawn(both)["first, validation"] == first.curve("val/loss", "tokens")[1]
+
+    second.metadata["tokenizer"] = "another"
+    first.metadata["data"] = "made up (17 tokens)"
+    page = written()
+    assert "bits per byte, as the tokenizers differ" in page and "nats per token" not in page
+    assert "val/bits_per_byte" in page and "val/perplexity" not in page
+    assert "different data" not in page
+    curves = drawn(loss_figure([first, second]))
+    expected = first.curve("val/bits_per_byte", "tokens")[1]
+    assert curves["first, validation"] == expected
+    unit = expected[-1] / first.last("val/loss")
+    training = smoothed([loss * unit for loss in first.curve("train/loss", "tokens")[1]])
+    assert curves["first, training"] == pytest.approx(training)
+
+    for line in second.lines:  # as of data whose bytes are not known
+        line.pop("val/bits_per_byte", None)
+    second.metadata["data"] = "another"
+    page = written()
+    assert "different data" in page and "not known" in second.problems[-1]
+    assert drawn(loss_figure([first, second]))["second, validation"] == []
 
 
 @needs_matplotlib
@@ -206,6 +253,13 @@ def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
     done = report(tmp_path / "empty")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "empty holds nothing of a run: give the --output_dir of one" in done.stderr
+    for name, content in (("config.yaml", "debug: true\n"), ("config.json", "{}")):
+        other = tmp_path / name.replace(".", "-")
+        other.mkdir()
+        (other / name).write_text(content)
+        with pytest.raises(ValueError, match="holds nothing of a run"):
+            read_run(other)
+        assert [path.name for path in other.iterdir()] == [name]
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
