@@ -64,6 +64,18 @@ def check_ranges(settings: object, **names_of: str) -> None:
                 raise ValueError(f"{name} must {rule}, got {value}")
 
 
+# The sections of `--help`, by the first setting of each; a recipe's own settings come before them.
+SECTIONS = {
+    "data_dir": "data and output",
+    "n_layer": "model",
+    "sequence_length": "batch",
+    "optimizer": "optimizer and schedule",
+    "eval_every": "evaluation and samples",
+    "resume_from": "checkpoints and resume",
+    "log_every": "logging",
+    "push_to_hub": "Hub",
+    "seed": "reproducing and debugging",
+}
 AUTO = 0
 
 
@@ -84,10 +96,10 @@ class TrainConfig:
     init_from: str | None = setting(
         None, "HF GPT-2 directory or Hub id (USER/NAME@REVISION) whose weights to start from"
     )
-    resume_from: str | None = setting(
-        None,
-        "checkpoint to continue: 'latest' of output_dir (afresh if there is none), a path, a Hub id",
+    document_mask: bool = setting(
+        False, "attention does not cross from one document to the next; GPT-2's does"
     )
+    verify_data: bool = setting(False, "check all data against its checksums first")
 
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
@@ -106,6 +118,12 @@ class TrainConfig:
         0, "tokens over which the batch grows to its full size, as in the GPT-3 paper; 0 for none"
     )
     ramp_start: int = setting(32, "sequences of the first update of the ramp; it grows by as many")
+    checkpoint_activations: bool = setting(
+        False, "recompute each block in the backward pass: far less memory, a third more work"
+    )
+    gather_fp32: bool = setting(
+        False, "FSDP2 gathers weights in fp32: as exact as DDP, for twice the traffic"
+    )
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
     learning_rate: float = setting(6e-4, "peak learning rate")
@@ -119,45 +137,41 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW's decay of the mean")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 turns it off")
-
-    log_every: int = setting(10, "updates between lines of metrics.jsonl")
-    eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
-    eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
-    hellaswag_every: int = setting(0, "updates between HellaSwag evaluations; 0 for none at all")
-    hellaswag_data: str | None = setting(
-        None, "JSONL file of HellaSwag items; by default the Hub's validation split"
-    )
-    report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
-    sample_every: int = setting(250, "updates between samples; 0 for none at all")
-    sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
-    sample_tokens: int = setting(100, "new tokens per sample")
-    save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
-    keep_last: int = setting(2, "newest checkpoints to keep")
-    keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
-    keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
-    patience: int = setting(
-        0, "end after so many evaluations in a row without a lower validation loss; 0 for never"
-    )
-    max_hours: float | None = setting(None, "stop with a checkpoint after so many hours")
     max_bad_steps: int = setting(5, "stop after so many updates in a row that were not finite")
     spike_z: float = setting(
         0.0,
         "skip an update whose loss or gradient norm is so many standard deviations above the mean of "
         "the last 100; 0 for never",
     )
-    checkpoint_activations: bool = setting(
-        False, "recompute each block in the backward pass: far less memory, a third more work"
+
+    eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
+    eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
+    hellaswag_every: int = setting(0, "updates between HellaSwag evaluations; 0 for none at all")
+    hellaswag_data: str | None = setting(
+        None, "JSONL file of HellaSwag items; by default the Hub's validation split"
     )
-    gather_fp32: bool = setting(
-        False, "FSDP2 gathers weights in fp32: as exact as DDP, for twice the traffic"
+    patience: int = setting(
+        0, "end after so many evaluations in a row without a lower validation loss; 0 for never"
     )
-    document_mask: bool = setting(
-        False, "attention does not cross from one document to the next; GPT-2's does"
+    sample_every: int = setting(250, "updates between samples; 0 for none at all")
+    sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
+    sample_tokens: int = setting(100, "new tokens per sample")
+
+    resume_from: str | None = setting(
+        None,
+        "checkpoint to continue: 'latest' of output_dir (afresh if there is none), a path, a Hub id",
     )
-    verify_data: bool = setting(False, "check all data against its checksums first")
+    save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
+    keep_last: int = setting(2, "newest checkpoints to keep")
+    keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
+    keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
+    max_hours: float | None = setting(None, "stop with a checkpoint after so many hours")
     ignore_changes: bool = setting(
         False, "resume although the data, the tokenizer or the model's settings changed"
     )
+
+    log_every: int = setting(10, "updates between lines of metrics.jsonl")
+    report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
 
     push_to_hub: str | None = setting(None, "Hub repository, USER/NAME, to push to while training")
     hub_strategy: str = setting(
@@ -169,10 +183,10 @@ class TrainConfig:
     license: str | None = setting(None, "the model's licence in its card, such as 'mit'")
 
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
+    deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
     dry_run: bool = setting(False, "print the memory and FLOPs estimate, then exit")
     eval_only: bool = setting(False, "evaluate the model on the validation data, and end")
     profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
-    deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
 
     def __post_init__(self) -> None:
         if self.sequence_length is None:
@@ -263,12 +277,18 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     """
     file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
-    parser = HfArgumentParser(config_class, parents=[file_option], allow_abbrev=False)
+    parser = HfArgumentParser(
+        config_class,
+        parents=[file_option],
+        allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
+    )
     parser.error = raise_value_error
     # Of a switch, which also has its opposite, the first takes a value.
     options = {action.dest: action for action in reversed(parser._actions)}
     if "micro_batch_size" in options:
         options["micro_batch_size"].type = batch_size
+    explain(parser, config_class)
     hints = get_type_hints(config_class)
     path = file_option.parse_known_args(args)[0].config
     if path is not None:
@@ -279,6 +299,43 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     if unknown:
         raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], hints)}")
     return config
+
+
+def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
+    """Makes `--help` readable: sections, one spelling of each option, its text and its default.
+
+    A recipe that gives a setting another default keeps the text that the setting has in `TrainConfig`.
+    """
+    parser.usage = "%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]"
+    names = get_type_hints(config_class)
+    trains = issubclass(config_class, TrainConfig)
+    inherited = list(get_type_hints(TrainConfig)) if trains else []
+    own = [name for name in names if name not in inherited]
+    kinds = {int: "N", batch_size: "N", float: "X", str: "TEXT"}
+    section = parser.add_argument_group("this recipe") if own else None
+    for name in own + inherited:
+        if trains and name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[name])
+        option, *opposite = (action for action in parser._actions if action.dest == name)
+        parser._optionals._group_actions.remove(option)
+        section._group_actions.append(option)
+        option.option_strings = option.option_strings[:1]
+        option.metavar = kinds.get(option.type, "true|false")
+        option.help = help_text(config_class, name)
+        if option.default not in (None, []) and option.default is not False:
+            option.help += " (default: %(default)s)"
+        if option.required:
+            option.help += " (required)"
+        for switch in opposite:  # --no_…
+            option.help += f"; {switch.option_strings[0]} turns it off"
+            switch.help = argparse.SUPPRESS
+
+
+def help_text(config_class: type, name: str) -> str:
+    """The text of a setting, from the class nearest to `config_class` that gives one."""
+    fields = (vars(base).get("__dataclass_fields__", {}) for base in config_class.__mro__)
+    texts = (of[name].metadata.get("help") for of in fields if name in of)
+    return next(text for text in texts if text)
 
 
 def read_yaml(

@@ -1,3 +1,5 @@
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import get_args, get_origin, get_type_hints
 
@@ -5,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.config import TrainConfig, parse_config, required, setting
+from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
 from gpt2_accel.generation.sampling import Sampling
 
 
@@ -140,3 +142,31 @@ def test_any_yaml_gives_a_config_or_a_valueerror(tmp_path_factory, values):
     assert isinstance(config.n_layer, int) and isinstance(config.learning_rate, float)
     assert isinstance(config.bias, bool) and isinstance(config.data_dir, str)
     assert all(isinstance(prompt, str) for prompt in config.sample_prompts)
+
+
+def test_help_has_every_setting_once_with_its_text_and_the_recipes_default(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(Recipe, ["--help"])
+    text = capsys.readouterr().out
+    sections = re.split(r"^(\S.*):$", text, flags=re.MULTILINE)
+    titles = sections[1::2]
+    assert titles == ["options", "this recipe", *SECTIONS.values()]
+    by_title = {
+        title: " ".join(body.split()) for title, body in zip(titles, sections[2::2], strict=True)
+    }
+    for field in dataclasses.fields(Recipe):
+        assert text.count(f"\n  --{field.name} ") == 1, field.name
+    for field in dataclasses.fields(TrainConfig):
+        assert " ".join(field.metadata["help"].split()) in " ".join(text.split()), field.name
+    assert (
+        "--learning_rate X peak learning rate (default: 0.001)"
+        in by_title["optimizer and schedule"]
+    )
+    assert (
+        "--dropout X dropout of embeddings, attention and residuals (default: 0.0)"
+        in by_title["model"]
+    )
+    assert (
+        "--flavour TEXT a setting of the recipe's own (default: plain)" in by_title["this recipe"]
+    )
+    assert text.count("--no_bias") == 1
