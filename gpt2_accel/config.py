@@ -185,6 +185,11 @@ class TrainConfig:
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
     dry_run: bool = setting(False, "print the memory and FLOPs estimate, then exit")
+    accelerate_config: str | None = setting(
+        None,
+        "Accelerate config whose processes and precision --dry_run plans for; default the launch's",
+    )
+    device: str | None = setting(None, "GPU that --dry_run plans for, such as 'A100'")
     eval_only: bool = setting(False, "evaluate the model on the validation data, and end")
     profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
 
@@ -208,6 +213,10 @@ class TrainConfig:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
         if self.patience and not self.eval_every:
             raise ValueError("patience needs evaluations: set eval_every above 0")
+        if (self.accelerate_config or self.device) and not self.dry_run:
+            raise ValueError(
+                "accelerate_config and device are for --dry_run: a run takes what accelerate launch gives it"
+            )
         choice_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
@@ -342,14 +351,7 @@ def read_yaml(
     path: str, hints: dict[str, Any], options: dict[str, argparse.Action]
 ) -> dict[str, Any]:
     """The settings in a YAML file; `hints` are the types of those there are, `options` their command line's."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold settings as `name: value` lines")
+    values = load_yaml(path, "--config")
     for name in values:
         if name not in hints:
             raise ValueError(
@@ -359,6 +361,19 @@ def read_yaml(
         return {n: convert(n, value, hints[n], options[n]) for n, value in values.items()}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def load_yaml(path: str, option: str) -> dict:
+    """The content of a YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{option} {path}: there is no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings as `name: value` lines")
+    return values
 
 
 def yaml_problem(error: Exception) -> str:

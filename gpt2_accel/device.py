@@ -27,6 +27,7 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "A100 40GB": 312e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L40": 181e12,
@@ -36,6 +37,23 @@ PEAK_FLOPS = {
     "T4": 65e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+}
+# Memory in bytes of the same, of the largest version where the name does not say it.
+MEMORY = {
+    "B200": 180e9,
+    "H200": 141e9,
+    "H100 PCIe": 80e9,
+    "H100": 80e9,
+    "A100 40GB": 40e9,
+    "A100": 80e9,
+    "L40S": 48e9,
+    "L40": 48e9,
+    "L4": 24e9,
+    "A10": 24e9,
+    "V100": 32e9,
+    "T4": 16e9,
+    "RTX 4090": 24e9,
+    "RTX 3090": 24e9,
 }
 # The dtypes of mixed precision, by Accelerate's names.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

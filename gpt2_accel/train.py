@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,11 +41,12 @@ def train(config: TrainConfig) -> bool:
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
+    if config.dry_run:  # without an Accelerator: the hardware may not be here
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(dry_run(config))
+        return False
     check_trackers(config.report_to)
     accelerator = build_accelerator(config.deterministic, config.gather_fp32)
-    if config.dry_run:
-        accelerator.print(dry_run(config, accelerator))
-        return False
     state, inputs = setup(config, accelerator)
     model, optimizer, schedule = state.model, state.optimizer, inputs.schedule
     if config.eval_only:

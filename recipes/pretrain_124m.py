@@ -11,7 +11,9 @@ learning rate 6e-4, 715 updates (375M tokens) of warmup, cosine to a tenth, weig
 and embeddings, clipping at 1. Its batch ramp is `--ramp_tokens 4000000000`.
 Expected: to end below OpenAI's 124M on the same validation data, 3.2924, and to beat its HellaSwag of .2945
 (both measured by build-nanogpt). Not run in full here: 10B tokens are 8.6e18 FLOPs, 2.4 hours at 40% of
-the peak of eight A100s. `--dry_run` computes that for your launch.
+the peak of eight A100s. `--dry_run` computes that for your launch, also where its GPUs are not:
+
+    python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml --device A100
 
 nanoGPT's settings for OpenWebText (`bias=False`, 600,000 updates of 491,520 tokens; 2.85 reported):
 

@@ -47,6 +47,8 @@ LOCAL = {
         f"{SMALL} --input my_texts/0.txt"
     ),
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
+    "python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml "
+    "--device A100": "",
     "ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 "
     "recipes/quickstart.py": f"{MODEL} {LOG}",  # the batch as it is: what the processes share
     "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml --dynamo_backend inductor "

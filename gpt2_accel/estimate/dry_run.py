@@ -1,46 +1,94 @@
-"""The summary that `--dry_run` prints: parameters, tokens, FLOPs, memory, days."""
+"""The summary that `--dry_run` prints: parameters, tokens, FLOPs, memory, days. The hardware need not be here."""
 
+import os
 from pathlib import Path
 
-from accelerate import Accelerator
-
-from gpt2_accel.config import AUTO, TrainConfig
+from gpt2_accel.config import AUTO, TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import PEAK_FLOPS
+from gpt2_accel.device import MEMORY, PEAK_FLOPS
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
-from gpt2_accel.estimate.memory import memory_by_part
+from gpt2_accel.estimate.memory import Launch, memory_by_part
+from gpt2_accel.hf import hub
+from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
-DEVICES = ("A100", "H100", "H200")
+DEVICES = ("A100", "H100", "H200")  # where none is named
 
 
-def dry_run(config: TrainConfig, accelerator: Accelerator) -> str:
-    """The memory and FLOPs estimate of a run, in words. Reads nothing but the data's manifest, if there is one."""
+def dry_run(config: TrainConfig) -> str:
+    """The memory and FLOPs estimate of a run, in words, for the launch that started this process or the config file
+    `accelerate_config`. Reads no data but its manifest, if there is one.
+
+    Raises `ValueError` for an unknown `device` or a batch that the processes cannot share.
+    """
+    if config.device not in (None, *PEAK_FLOPS):
+        raise ValueError(f"device must be one of {', '.join(PEAK_FLOPS)}, got {config.device!r}")
+    launch = read_launch(config.accelerate_config) if config.accelerate_config else this_launch()
     vocab_size, data = GPT2_VOCAB_SIZE, "not there yet, so GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
         data = f"{manifest['splits']['train']['tokens']:,} tokens"
-    shape = GPTConfig.from_settings(config, vocab_size)
+    shape = model_shape(config, vocab_size)
     if config.micro_batch_size == AUTO:
         config.micro_batch_size = 1
-    devices = accelerator.num_processes
+    devices = launch.num_processes
+    note = config.fit_micro_batch(devices)
     updates = config.batch_schedule(devices).updates(config.max_steps)
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, config.sequence_length)
     days = ", ".join(
         f"{flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices) / 86400:.2f} on {name}"
-        for name in DEVICES
+        for name in ([config.device] if config.device else DEVICES)
     )
-    memory = memory_by_part(config, shape, accelerator)
+    memory = memory_by_part(config, shape, launch)
     parts = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in memory.items())
-    return (
-        f"model         {shape.parameter_count:,} parameters\n"
-        f"data          {config.data_dir}: {data}\n"
-        f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs\n"
-        f"processes     {devices}, precision {accelerator.mixed_precision}\n"
-        f"memory (GB)   {sum(memory.values()) / 1e9:.2f} per device: {parts}; "
-        f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation\n"
-        f"days          {days}, {devices} of them, at {TYPICAL_MFU:.0%} of their peak"
+    needed, there = sum(memory.values()), MEMORY.get(config.device or "")
+    sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
+    lines = [
+        f"model         {shape.parameter_count:,} parameters",
+        f"data          {config.data_dir}: {data}",
+        f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
+        f"processes     {devices}, precision {launch.mixed_precision}{sharded}",
+        f"memory (GB)   {needed / 1e9:.2f} per device{f' of {there / 1e9:.0f}' if there else ''}: {parts}; "
+        f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation",
+        f"days          {days}, {devices} of them, at {TYPICAL_MFU:.0%} of their peak in half precision",
+        note,
+    ]
+    if there and needed > there:
+        lines.append(
+            "it does not fit: lower --micro_batch_size, set --checkpoint_activations true, or shard the model"
+        )
+    return "\n".join(filter(None, lines))
+
+
+def this_launch() -> Launch:
+    """The launch that started this process, as Accelerate's launcher says it in the environment."""
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    return Launch(
+        int(os.environ.get("WORLD_SIZE", 1)),
+        os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        sharded and os.environ.get("FSDP_VERSION") == "2",
+    )
+
+
+def read_launch(path: str) -> Launch:
+    """The launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` if it is none."""
+    values = load_yaml(path, "--accelerate_config")
+    processes = values.get("num_processes")
+    if type(processes) is not int or processes < 1:
+        raise ValueError(f"{path} is not an Accelerate config: it has no num_processes")
+    sharding = values.get("fsdp_config") if values.get("distributed_type") == "FSDP" else None
+    version = sharding.get("fsdp_version") if isinstance(sharding, dict) else None
+    return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
+
+
+def model_shape(config: TrainConfig, vocab_size: int) -> GPTConfig:
+    """The shape of the model that would be trained: that of `init_from`, or the settings'."""
+    if config.init_from is None:
+        return GPTConfig.from_settings(config, vocab_size)
+    local = Path(config.init_from)
+    return read_config(
+        local if local.is_dir() else hub.download(config.init_from, ("config.json",))
     )

@@ -1,6 +1,6 @@
 """Memory of a training run per device: weights, gradients, optimizer state, activations."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +13,17 @@ from gpt2_accel.models import ModelConfig
 from gpt2_accel.optim import hidden_matrices
 
 
+@dataclass
+class Launch:
+    """What an estimate needs to know of a launch, by Accelerate's names; an `Accelerator` knows it too."""
+
+    num_processes: int = 1
+    mixed_precision: str = "no"
+    is_fsdp2: bool = False
+
+
 def memory_by_part(
-    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator
+    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch
 ) -> dict[str, int]:
     """Bytes per device, at the peak: weights and gradients in fp32, two moments of the optimizer (one where
     Muon keeps one), activations. FSDP2 spreads all but the activations over the devices."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import BatchSchedule, learning_rate
 from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.train import train
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 SMALL = [
@@ -370,6 +372,43 @@ def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
     assert "weights 0.50, gradients 0.50, optimizer 1.00, activations" in said
     assert "0.79 on A100" in said  # 8.55e18 / (312e12 * 0.4) seconds
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_plans_for_hardware_that_is_not_here(data_dir, tmp_path, capsys):
+    flags = ("--dry_run", "--data_dir", tmp_path / "none", "--device", "A100")
+    here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
+    launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("processes     2, precision bf16") == 1
+    assert "0.40 on A100, 2 of them" in launched.stdout
+    config = tiny_config(data_dir, tmp_path / "run", dry_run=True, device="A100")
+    config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
+
+    def said(name, **changes):
+        config.accelerate_config = str(ROOT / f"accelerate_configs/{name}.yaml")
+        train(replace(config, **changes))
+        return capsys.readouterr().out
+
+    whole, sharded = said("8xa100"), said("8xa100_fsdp2")
+    assert "processes     8, precision bf16\n" in whole and "per device of 80:" in whole
+    assert "micro_batch_size 2 in place of 4: 8 process(es)" in whole
+    assert "processes     8, precision bf16, sharded by FSDP2\n" in sharded
+    assert "processes     16, precision bf16\n" in said("2x8xa100")
+    assert "does not fit" not in whole
+    assert "does not fit" in said("1xt4_fp16", device="T4", n_embd=4096, n_layer=24)
+    torch.manual_seed(0)
+    save_pretrained(GPT(GPTConfig(257, 32, 1, 2, 64)), tmp_path / "start", byte_tokenizer())
+    shape = GPTConfig(257, 32, 1, 2, 64)
+    assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
+    with pytest.raises(ValueError, match="device must be one of B200, .*got 'a100'"):
+        train(replace(config, device="a100"))
+    with pytest.raises(FileNotFoundError, match="--accelerate_config no.yaml: there is no such"):
+        train(replace(config, accelerate_config="no.yaml"))
+    with pytest.raises(ValueError, match="has no num_processes"):
+        train(replace(config, accelerate_config=str(ROOT / "recipes/nanogpt_openwebtext.yaml")))
+    with pytest.raises(ValueError, match="are for --dry_run"):
+        replace(config, dry_run=False)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
