@@ -1,7 +1,7 @@
-"""Questions about the machine: bf16 units, a compiler, peak FLOP/s, memory, whether a model is sharded.
+"""Device capabilities: bf16 units, a compiler, peak FLOP/s, memory, whether a model is sharded.
 
-`GPT2_ACCEL_DEVICE` in the environment overrides answers, for tests and for a machine that reports itself wrongly: a
-JSON object of function names and answers, such as `{"has_bf16": false, "free_memory": 1000000000}`.
+The environment variable `GPT2_ACCEL_DEVICE` overrides them, for tests and for machines that report wrong values. It is
+a JSON object of function names and return values, such as `{"has_bf16": false, "free_memory": 1000000000}`.
 """
 
 import functools
@@ -64,7 +64,7 @@ Answer = TypeVar("Answer")
 
 
 def overridable(question: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """Lets `GPT2_ACCEL_DEVICE` answer in place of the function."""
+    """Decorates a function whose return value `GPT2_ACCEL_DEVICE` can override."""
 
     @functools.wraps(question)
     def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -78,7 +78,7 @@ def overridable(question: Callable[Arguments, Answer]) -> Callable[Arguments, An
 
 @functools.cache
 def read_overrides(text: str) -> dict:
-    """The answers in `GPT2_ACCEL_DEVICE`; raises `ValueError` if they are not a JSON object of known questions."""
+    """Parses `GPT2_ACCEL_DEVICE`. Raises `ValueError` if it is not a JSON object of known function names."""
     try:
         overrides = json.loads(text)
     except ValueError as error:
@@ -96,7 +96,7 @@ def read_overrides(text: str) -> dict:
 def has_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bf16 matrices in hardware.
 
-    A CPU needs AVX512-BF16 or AMX; one that `ATEN_CPU_CAPABILITY` holds to AVX2 has neither.
+    A CPU needs AVX512-BF16 or AMX. `ATEN_CPU_CAPABILITY=avx2` turns both off.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -107,7 +107,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def precision_problem(device: torch.device, precision: str) -> str | None:
-    """What to say of a precision (no, fp16 or bf16) that the device only emulates, None if it is fast."""
+    """Returns a warning if the device only emulates a precision ("no", "fp16" or "bf16"), else None."""
     if precision == "bf16" and not has_bf16(device):
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -119,7 +119,7 @@ def precision_problem(device: torch.device, precision: str) -> str | None:
 
 
 def cpu_instructions() -> str:
-    """What the CPU, or `ATEN_CPU_CAPABILITY`, offers to compiled code, such as `AVX512 bf16 amx`."""
+    """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
     units = {
         "bf16": torch.cpu._is_avx512_bf16_supported(),
         "amx": torch.cpu._is_amx_tile_supported(),
@@ -130,13 +130,13 @@ def cpu_instructions() -> str:
 
 @overridable
 def has_cpp_compiler() -> bool:
-    """Whether inductor can compile for the CPU: it takes `CXX`, else g++ or clang++."""
+    """Whether inductor finds a C++ compiler: `CXX`, else g++ or clang++."""
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     return any(shutil.which(name) for name in names)
 
 
 def inductor_problem(device: torch.device) -> str | None:
-    """Why inductor cannot compile for the device, None if it can."""
+    """Returns why inductor cannot compile for the device, or None if it can."""
     if device.type == "cpu" and not has_cpp_compiler():
         return "no C++ compiler found (install g++ or set CXX)"
     if device.type == "cuda" and torch.version.hip is None:
@@ -153,7 +153,7 @@ def inductor_problem(device: torch.device) -> str | None:
 
 @overridable
 def peak_flops(device_name: str) -> float | None:
-    """The published peak of one device in FLOP/s, None if it is unknown.
+    """Returns the published peak of one device in FLOP/s, or None if it is unknown.
 
     `device_name` is what `torch.cuda.get_device_name` returns.
     """
@@ -165,10 +165,10 @@ def peak_flops(device_name: str) -> float | None:
 def matmul_flops(
     device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 3
 ) -> float:
-    """FLOP/s of the product of two square matrices on the device, measured: the best of `repeats`.
+    """Measures the FLOP/s of a product of two square matrices on the device: the best of `repeats`.
 
-    `size` is their width, by default 4096, on a CPU 1024. A product counts 2·size³ operations. In fp32 a GPU does what
-    `torch.get_float32_matmul_precision` says: "highest" is true fp32, "high" TF32.
+    `size` is the width of the matrices, by default 4096 and 1024 on a CPU. A product counts 2·size³ operations. On a
+    GPU fp32 follows `torch.get_float32_matmul_precision`: "highest" is true fp32, "high" is TF32.
     """
     size = size or (1024 if device.type == "cpu" else 4096)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -182,7 +182,7 @@ def matmul_flops(
 
 
 def usable_cpus() -> int:
-    """The CPU cores that this process may run on."""
+    """Returns the number of CPU cores that this process may run on."""
     return (
         len(psutil.Process().cpu_affinity())
         if hasattr(psutil.Process, "cpu_affinity")
@@ -195,9 +195,9 @@ def usable_cpus() -> int:
 
 @overridable
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a CUDA device, elsewhere on the machine.
+    """Returns the free bytes of a CUDA device, or of the machine for other devices.
 
-    Raises `ValueError` where the system does not report it.
+    Raises `ValueError` if the system does not report them.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -212,13 +212,13 @@ def free_memory(device: torch.device) -> int:
 
 @overridable
 def total_memory() -> int:
-    """Bytes of the machine's memory."""
+    """Returns the bytes of the machine's memory."""
     return psutil.virtual_memory().total
 
 
 def memory_gb(device_type: str) -> float:
-    """Memory of this process in GB (1e9 bytes): the most that torch has reserved on the current CUDA device so
-    far, elsewhere what the process holds of the machine's memory now."""
+    """Returns this process's memory in GB (1e9 bytes): torch's peak reservation on the current CUDA device, or the
+    resident set size on other devices."""
     if device_type == "cuda":
         return torch.cuda.max_memory_reserved() / 1e9
     return psutil.Process().memory_info().rss / 1e9
@@ -228,5 +228,5 @@ def memory_gb(device_type: str) -> float:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the model's parameters are spread over the processes (FSDP2)."""
+    """Whether the model's parameters are sharded over the processes (FSDP2)."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())

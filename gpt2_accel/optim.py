@@ -1,8 +1,7 @@
-"""Optimizers, and the schedules of the learning rate and of the batch size.
+"""AdamW, Muon, and the schedules of the learning rate and the batch size.
 
-Both schedules are pure functions, of the step and of the tokens before it; the loop writes the learning
-rate into the optimizer. So a resume needs nothing but the step, and no scheduler object has to be prepared
-or saved.
+Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer, so a resume needs
+only the step, and there is no scheduler object to prepare or to save.
 """
 
 import bisect
@@ -27,13 +26,16 @@ def learning_rate(
     min_ratio: float = 0.1,
     decay_share: float = 0.2,
 ) -> float:
-    """The learning rate of update `step` (the first is 0), counted in updates of the full batch: where the
-    batch is still smaller `step` is a fraction, and the rate a function of the tokens.
+    """Returns the learning rate of update `step`; the first update is 0.
 
-    Linear warmup over `warmup_steps`, in which update 0 already moves; then `cosine` or `linear` from
-    `peak` down to `min_ratio * peak` at `max_steps`, or `constant`, or `wsd` (warmup, stable, decay:
-    Hägele et al., 2024, arXiv:2405.18392), which stays at the peak and falls, by their 1 - sqrt, in the last
-    `decay_share` of all steps.
+    `step` counts updates of the full batch. During a batch-size ramp it is a fraction, so that the rate is a
+    function of the tokens.
+
+    Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
+    - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
+    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their 1 - sqrt decay over the
+      last `decay_share` of all steps;
+    - `constant`.
 
     Raises `ValueError` for an unknown `schedule`.
     """
@@ -54,13 +56,13 @@ def learning_rate(
 
 
 class BatchSchedule:
-    """How many sequences each update has: `full`, or at first fewer.
+    """The batch size of each update, in sequences: `full`, optionally ramped up.
 
-    With `ramp_sequences` the batch grows linearly with the sequences seen, from `start` to `full` over so
-    many of them, in multiples of `start` (the GPT-3 paper, Brown et al., 2020, appendix B: from 32k tokens
-    over the first 4 to 12 billion). The same on any number of processes.
+    The ramp grows linearly with the sequences seen, from `start` to `full` over the first `ramp_sequences`, in
+    multiples of `start` (the GPT-3 paper, Brown et al., 2020, appendix B, ramps from 32k tokens over the first 4 to 12
+    billion). It does not depend on the number of processes.
 
-    A run that goes on with another batch begins at update `step`, before which `seen` sequences were read.
+    A resume with another batch size starts a schedule at update `step`, after `seen` sequences.
 
     Raises `ValueError` if `full` is not a multiple of `start`.
     """
@@ -81,7 +83,7 @@ class BatchSchedule:
             self.before.append(seen + size // start * start)
 
     def first(self, step: int) -> int:
-        """The number of sequences before update `step`, which is not before the schedule's own."""
+        """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
         number, ramp = step - self.step, len(self.before) - 1
         assert number >= 0, (step, self.step)
         if number <= ramp:
@@ -89,12 +91,11 @@ class BatchSchedule:
         return self.before[-1] + (number - ramp) * self.full
 
     def sequences(self, step: int) -> int:
-        """The number of sequences of update `step`."""
+        """Returns the batch size of update `step`, in sequences."""
         return self.first(step + 1) - self.first(step)
 
     def updates(self, full_updates: int) -> int:
-        """How many updates, those before the schedule's own included, see at least as many sequences as so many full
-        ones."""
+        """Returns the updates, from the start of the run, that see at least `full_updates` x `full` sequences."""
         wanted = full_updates * self.full
         if wanted <= self.before[-1]:
             return self.step + bisect.bisect_left(self.before, wanted)
@@ -102,7 +103,8 @@ class BatchSchedule:
 
 
 def halved(size: int, total: int) -> int:
-    """The micro-batch `size`, halved until it divides `total` sequences; by halves, compiled code sees few shapes."""
+    """Halves the micro-batch `size` until it divides `total` sequences. Halving keeps the number of compiled shapes
+    small."""
     while total % size:
         size = max(size // 2, 1)
     return size
@@ -123,10 +125,11 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """`adamw`: fused AdamW. `muon`: Muon for the matrices of the blocks, AdamW for all else.
+    """Builds the optimizer. `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the
+    other parameters.
 
-    Weight decay is on matrices and embeddings only, not on biases and LayerNorm gains (the GPT-3
-    paper's and nanoGPT's choice). One learning rate serves both optimizers, see `Muon`.
+    Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains (as in the GPT-3 paper and
+    nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
 
     Raises `ValueError` for an unknown `name`.
     """
@@ -153,7 +156,7 @@ def build_optimizer(
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The matrices of the blocks, which Muon takes: all with two dimensions but the embeddings."""
+    """Returns the parameters that Muon updates: all matrices except the embeddings."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = model.named_parameters()
     return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in embeddings]
@@ -164,12 +167,12 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
     by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is scaled by
-    0.2·sqrt(max(rows, columns)), which gives it the size of an AdamW update, so that one learning
-    rate and weight decay serve both (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). It does
-    what `torch.optim.Muon` does, but takes all matrices of one shape through the iteration together.
+    0.2·sqrt(max(rows, columns)), the size of an AdamW update, so that Muon and AdamW share one learning rate and
+    weight decay (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). The result equals `torch.optim.Muon`;
+    matrices of one shape go through the iteration in one batch.
 
-    `stacked` gives the number of matrices in a parameter that holds several of one shape below one another, as that
-    of queries, keys and values does. Each is updated by itself, with the scale of its own shape.
+    `stacked` gives the number of equal matrices that a parameter stacks along its rows, such as 3 for queries, keys
+    and values. Muon updates each of them separately, with the scale of its own shape.
     """
 
     momentum = 0.95
@@ -179,17 +182,16 @@ class Muon(torch.optim.AdamW):
         self.stacked = stacked or {}
         for group in self.param_groups:
             group.setdefault("muon", False)
-        # Only the fused kernel of AdamW can look at a GradScaler's flag by itself; let the scaler
-        # decide for both.
+        # Only AdamW's fused kernel can read a GradScaler's overflow flag; the scaler decides for both optimizers.
         self._step_supports_amp_scaling = False
 
     def __setstate__(self, state: dict) -> None:
-        # AdamW's own brings the state of old releases up to date, and stumbles over Muon's.
+        # AdamW's own method updates the state of old torch releases and fails on Muon's state.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update. `closure`, if given, recomputes the loss, which is returned."""
+        """Makes one update. Returns the loss of `closure`, if there is one."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -202,7 +204,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def muon_step(self, group: dict) -> None:
-        """Updates the matrices of `group`, those of one shape together."""
+        """Updates the matrices of `group`, batched by shape."""
         by_shape: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:
@@ -225,13 +227,13 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix of each matrix, roughly.
+    """Approximates the nearest semi-orthogonal matrix of each matrix.
 
-    Singular values above 0.2% of the matrix's Frobenius norm end between 0.5 and 1.5; smaller ones, which a random
-    square matrix has, grow by a factor of up to 485 and may stay below.
+    Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024. Singular values above 0.2% of the
+    matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random square matrices have, grow by a factor
+    of up to 485 and may stay below 0.5.
 
-    matrices: (N, rows, columns), any float dtype -> the same shape, in bf16 (fp32 on a CPU without
-    bf16 units). Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024.
+    matrices: (N, rows, columns), any float dtype -> the same shape, in bf16 (fp32 on a CPU without bf16 units).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices.to(iteration_dtype(matrices.device))
@@ -246,6 +248,6 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """bf16, as Muon's authors use, unless the CPU would have to emulate it."""
+    """Returns bf16, as Muon's authors use, or fp32 on a CPU that only emulates bf16."""
     emulated = device.type == "cpu" and not has_bf16(device)
     return torch.float32 if emulated else torch.bfloat16

@@ -1,7 +1,7 @@
-"""Faster ways to compute what plain PyTorch computes, each for some device.
+"""Optional kernels that are faster than plain PyTorch on some devices.
 
-`models/` calls a kernel by the name of what it computes, where that module's `applies` says so, and plain PyTorch
-everywhere else. `GPT2_ACCEL_KERNELS=off` in the environment, or `kernels.enabled = False`, turns all of them off.
+The model calls a kernel if its module's `applies` returns True, and plain PyTorch otherwise. The environment variable
+`GPT2_ACCEL_KERNELS=off`, or `kernels.enabled = False`, turns all kernels off.
 """
 
 import os

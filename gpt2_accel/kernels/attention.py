@@ -1,8 +1,8 @@
-"""Causal attention over short sequences in bf16 on a CPU, where the backward of torch's own is slow.
+"""Causal attention over short sequences in bf16 on a CPU, with a faster backward than torch's.
 
-The forward is torch's own. The backward holds all probabilities at once and takes bf16 products, which add up in fp32
-but round their results. From rounded scores the gradients would be several times less exact than torch's: a second
-product finds what the first one's rounding takes off.
+The forward is torch's flash attention. The backward keeps all probabilities in memory and uses bf16 products, which
+accumulate in fp32 but round their results. Gradients from rounded scores would be several times less exact than
+torch's, so a second product computes the rounding error of the first.
 
 Shape letters as in `models/gpt2.py`, and N = B·H.
 """
@@ -18,8 +18,8 @@ SHORT = 128
 
 
 def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
-    """Whether `causal_attention` is the faster way for such queries, (B, H, T, D): in training in bf16 on a CPU, over a
-    short sequence, without a mask or dropout."""
+    """Whether to use `causal_attention` for queries of shape (B, H, T, D): in training, in bf16, on a CPU, for a short
+    sequence, without a mask or dropout."""
     trains = torch.is_grad_enabled() and q.requires_grad
     if not (kernels.enabled and trains and mask is None and not dropout):
         return False
@@ -27,15 +27,12 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q · k / sqrt(D)) · v, in which each position sees itself and those before it.
-
-    q, k, v, and the result: (B, H, T, D) bf16.
-    """
+    """Returns softmax(q · k / sqrt(D)) · v under a causal mask. q, k, v and the result: (B, H, T, D) bf16."""
     return CausalAttention.apply(q, k, v)
 
 
 class CausalAttention(torch.autograd.Function):
-    """torch's forward and the backward below."""
+    """Combines torch's forward with `attention_backward`."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -47,12 +44,12 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients of q, k and v from that of the result, (B, H, T, D) each."""
+        """grad: (B, H, T, D) -> the gradients of q, k and v, (B, H, T, D) each."""
         return attention_backward(grad, *ctx.saved_tensors)
 
 
-# A custom operator, opaque to Dynamo: the compiler would leave out the rounding between two products, which the second
-# one has to see.
+# A custom operator, opaque to Dynamo. Otherwise the compiler would drop the rounding between the two products, which
+# the second one corrects.
 @torch.library.custom_op("gpt2_accel::attention_backward", mutates_args=())
 def attention_backward(
     grad: torch.Tensor,
@@ -62,20 +59,21 @@ def attention_backward(
     y: torch.Tensor,
     log_sums: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v from that of y, (B, H, T, D) bf16 each, after FlashAttention (Dao et al., 2022,
-    arXiv:2205.14135, algorithm 4) with a single block. `log_sums`, (B, H, T) fp32, are the log-sum-exp of each query's
-    scores."""
+    """Returns the gradients of q, k and v from `grad`, the gradient of y; all are (B, H, T, D) bf16.
+
+    FlashAttention's backward (Dao et al., 2022, arXiv:2205.14135, algorithm 4) with a single block. `log_sums`,
+    (B, H, T) fp32, holds the log-sum-exp of each query's scores."""
     shape = q.shape
     T, D = shape[2:]
     scale = 1 / math.sqrt(D)
-    # The gradient of a probability is grad · v. Its mean, nearly grad · y, is taken off inside the product, where it
-    # meets a column of -1, and the rest of the mean below.
+    # The gradient of a probability is grad · v minus its mean. The mean is nearly grad · y, which the product subtracts
+    # through an added column of -1; the remainder is subtracted below.
     mean = (grad * y).sum(dim=-1, keepdim=True)
     grad_mean = torch.cat([grad, mean], dim=-1).reshape(-1, T, D + 1)
     v_ones = torch.cat([v, v.new_full((*shape[:3], 1), -1)], dim=-1).reshape(-1, T, D + 1)
     grad, q, k = (part.reshape(-1, T, D) for part in (grad, q, k))
     scores = q @ k.mT
-    rest = torch.baddbmm(scores, q, k.mT, beta=-1)  # what rounding takes off the scores
+    rest = torch.baddbmm(scores, q, k.mT, beta=-1)  # the rounding error of the scores
     probabilities = scores.float().add_(rest).mul_(scale).sub_(log_sums.reshape(-1, T, 1))
     probabilities = probabilities.add_(future_mask(T, probabilities)).exp_()
     grad_v = probabilities.to(q.dtype).mT @ grad
@@ -91,5 +89,5 @@ def _(grad, q, k, v, y, log_sums):
 
 
 def future_mask(T: int, like: torch.Tensor) -> torch.Tensor:
-    """(T, T) in the dtype and on the device of `like`: -inf where the key is later than the query, else 0."""
+    """Returns a (T, T) mask in the dtype and on the device of `like`: -inf where the key follows the query, else 0."""
     return like.new_full((T, T), -math.inf).triu(1)

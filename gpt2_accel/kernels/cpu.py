@@ -9,12 +9,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def tune_memory() -> None:
-    """Sets glibc's and the compiler's memory policy for training on a CPU, for this process.
+    """Sets the memory policy of glibc and the compiler for training on a CPU, for this process.
 
-    glibc returns each large block to the system as soon as torch frees it, and every update then waits for the
-    system to clear the pages again: a tenth of its time at 124M. So it keeps blocks of up to 1 GiB. The compiler
-    recomputes what is cheap, such as GELU, instead of keeping it for the backward pass: 0.8 GiB less at 124M and
-    4 x 1,024 tokens, in the same time.
+    By default glibc returns each large block to the system when torch frees it, and each update waits for the system
+    to clear new pages: a tenth of its time at 124M. Here glibc keeps blocks of up to 1 GiB. The compiler recomputes
+    cheap activations such as GELU in the backward pass instead of storing them: 0.8 GiB less at 124M and 4 x 1,024
+    tokens, in the same time.
     """
     functorch.activation_memory_budget = 0.8
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

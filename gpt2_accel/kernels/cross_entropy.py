@@ -1,10 +1,10 @@
-"""Output head and cross-entropy in one, in chunks, so that the logits of all positions never exist at once.
+"""Chunked linear cross-entropy: the output head and the loss in one, without the logits of all positions in memory.
 
-At GPT-2's vocabulary the logits are the largest tensor in training: 6.6 GB in bf16 for 64 sequences of 1,024 tokens,
-and the plain loss makes copies of them in fp32. Here each chunk of rows is computed, turned in place into its own
-gradient, multiplied into the gradients of the input and the weight, and freed.
+With GPT-2's vocabulary the logits are the largest tensor in training: 6.6 GB in bf16 for 64 sequences of 1,024 tokens,
+and the plain loss copies them to fp32. Here a chunk of rows is computed, turned in place into its gradient, multiplied
+into the gradients of the input and the weight, and freed.
 
-Shape letters as in `models/gpt2.py`, and N rows, one for each position of each sequence.
+Shape letters as in `models/gpt2.py`; N = B·T rows.
 """
 
 import functools
@@ -24,12 +24,12 @@ FP16_SCALE = 4.0
 
 
 def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether x: (N, C) and weight: (V, C) give more logits than are computed at once."""
+    """Whether the logits of x: (N, C) and weight: (V, C) need more than one chunk."""
     return kernels.enabled and chunk_count(x, weight) > 1
 
 
 def chunk_count(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """The number of chunks of rows, none with more than about `LOGITS_AT_ONCE` logits."""
+    """Returns the number of chunks; each has about `LOGITS_AT_ONCE` logits at most."""
     return -(-len(x) * len(weight) // LOGITS_AT_ONCE)
 
 
@@ -41,11 +41,11 @@ def linear_cross_entropy(
     vocab_size: int,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Cross-entropy in nats of the logits `x @ weight.T`, without those from `vocab_size` on.
+    """Returns the cross-entropy in nats of the logits `x @ weight.T`, without the padding columns from `vocab_size` on.
 
-    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, -100 where there is nothing
-    to predict. Returns the mean over the other targets, a scalar, or with `reduction` "none" that of each, (N,), 0 at
-    -100. Under autocast the products are in its dtype. There is no second derivative of a mean.
+    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to ignore a row.
+    The result is the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of each
+    row, (N,), 0 for ignored rows. Under autocast the products are in its dtype. The mean has no second derivative.
     """
     rows = -(-len(x) // chunk_count(x, weight))
     if reduction == "mean" and torch.is_grad_enabled():
@@ -65,13 +65,14 @@ def linear_cross_entropy(
 
 
 def mean_of(total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over the targets that are not -100. Without any it is NaN, and its gradient 0, as in torch."""
+    """Returns `total` divided by the number of targets that are not -100. Without any the mean is NaN and its gradient
+    0, as in torch."""
     count = (targets != -100).sum()
     return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
-# A custom operator, opaque to Dynamo: the compiler would move what only the gradients need to the backward pass, and
-# keep the logits of all rows until then.
+# A custom operator, opaque to Dynamo. Otherwise the compiler would move the gradients to the backward pass, and store
+# the logits of all rows until then.
 @torch.library.custom_op("gpt2_accel::linear_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
     x: torch.Tensor,
@@ -81,11 +82,11 @@ def chunked_cross_entropy(
     rows: int,
     compiled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the rows' cross-entropies, and its gradients, from the logits of so many `rows` at a time.
+    """Computes the summed cross-entropy and its gradients, with `rows` rows of logits at a time.
 
-    x: (N, C), whose dtype is that of the products; weight: (V, C); targets: (N,). Returns the sum, a scalar, the
-    gradient of x, (N, C), and that of the weight, (V, C), all in fp32, or in fp64 if x is. `compiled` fuses
-    the elementwise part.
+    x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,). Returns the sum, a scalar, the gradient of
+    x, (N, C), and the gradient of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the elementwise
+    operations.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
@@ -94,7 +95,7 @@ def chunked_cross_entropy(
         fused(function) if compiled else function
         for function in (scaled_softmax_, add_transposed, transpose)
     )
-    # A CPU goes over a row several times: while few rows are in its cache.
+    # The CPU reads each row several times: few rows at once stay in its cache.
     at_once = ROWS_IN_CACHE if x.device.type == "cpu" else rows
     total = x.new_zeros((), dtype=wide)
     grad_x = torch.empty_like(x, dtype=wide)
@@ -113,10 +114,10 @@ def chunked_cross_entropy(
             gradient = logits  # by now
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
-            # Softmax less one at the target, where most of the gradient is: exact also when both are close.
+            # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
             gradient[row, t] = (log_probability.expm1() * scale).to(gradient.dtype)
             grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
-            # To transpose the small factor takes less than a product along the rows of the large one.
+            # Transposing the small factor is faster than a product along the rows of the large one.
             add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
     return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
 
@@ -129,7 +130,7 @@ def _(x, weight, targets, vocab_size, rows, compiled):
 
 
 def keep_gradients(ctx, inputs, output) -> None:
-    """Saves for the backward pass what the forward has found."""
+    """Saves the gradients for the backward pass."""
     x, weight, *_ = inputs
     _, grad_x, grad_w = output
     ctx.dtypes = x.dtype, weight.dtype
@@ -137,7 +138,7 @@ def keep_gradients(ctx, inputs, output) -> None:
 
 
 def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
-    """The gradients by the chain rule: `grad_total` is a scalar."""
+    """Scales the saved gradients by `grad_total`, a scalar."""
     grads = [
         (grad * grad_total).to(dtype)
         for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -149,8 +150,8 @@ chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_grad
 
 
 def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
-    """Turns logits, (rows, V), into their softmax times `scale`, in place. Returns the logarithm of the sum of
-    each row's exponentials, (rows, 1) in fp32 or fp64."""
+    """Replaces logits, (rows, V), by their softmax times `scale`. Returns the log-sum-exp of each row, (rows, 1) in fp32
+    or fp64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_sum = wide.logsumexp(dim=1, keepdim=True)
     logits.copy_((wide - log_sum).exp() * scale)
@@ -158,10 +159,10 @@ def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:
-    """(rows, C) -> (C, rows), in memory too."""
+    """(rows, C) -> (C, rows), contiguous."""
     return x.t().contiguous()
 
 
 def add_transposed(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Adds to `total`, (V, C), the transposed of `more`, (C, V)."""
+    """Adds the transpose of `more`, (C, V), to `total`, (V, C)."""
     total.add_(more.t())

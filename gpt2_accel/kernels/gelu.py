@@ -1,4 +1,4 @@
-"""Tanh-approximated GELU for compiled models on a CPU, where the hyperbolic tangent is what takes the time."""
+"""Tanh-approximated GELU for compiled models on a CPU, without the slow hyperbolic tangent."""
 
 import math
 
@@ -8,16 +8,16 @@ from gpt2_accel import kernels
 
 
 def applies(x: torch.Tensor, approximate: str) -> bool:
-    """Whether `tanh_gelu` is the faster way to compute `F.gelu(x, approximate=approximate)`."""
+    """Whether to use `tanh_gelu` for `F.gelu(x, approximate=approximate)`."""
     on_cpu = x.device.type == "cpu"
     return kernels.enabled and approximate == "tanh" and on_cpu and torch.compiler.is_compiling()
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """`F.gelu(x, approximate="tanh")`, any shape, in its dtype.
+    """Returns `F.gelu(x, approximate="tanh")`, in the shape and dtype of x.
 
-    The approximation of Hendrycks and Gimpel (2016, arXiv:1606.08415) is x · sigmoid(2u), since
-    (1 + tanh(u)) / 2 = sigmoid(2u): its exponential takes a third of the time of the hyperbolic tangent.
+    The approximation of Hendrycks and Gimpel (2016, arXiv:1606.08415) equals x · sigmoid(2u), since
+    (1 + tanh(u)) / 2 = sigmoid(2u). The sigmoid's exponential takes a third of the time of the hyperbolic tangent.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)

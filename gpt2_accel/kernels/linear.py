@@ -1,4 +1,4 @@
-"""Linear layers that read a single token on a CPU: a matrix-vector product."""
+"""Linear layers with a faster matrix-vector product for single-token decoding on a CPU."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,8 @@ from gpt2_accel import kernels
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`: x (…, in), weight (out, in), bias (out) -> (…, out).
 
-    Generation with one row multiplies each weight by one vector. On a CPU in bf16 `torch.mv` takes three quarters of
-    the time of `F.linear`: both read the weight once, but `mv` does not pack it for a larger product. inductor's
-    own matrix-vector product is slower.
+    Decoding one row multiplies each weight by one vector. On a CPU in bf16 `torch.mv` takes three quarters of the time
+    of `F.linear`, because it does not pack the weight for a larger product. Inductor's matrix-vector product is slower.
     """
     if not kernels.enabled or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
