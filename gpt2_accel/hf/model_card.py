@@ -5,7 +5,7 @@ import math
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,7 +24,8 @@ class Training:
     """What a model card says of how a model was made.
 
     `settings` of the run; `data`: what the text was; `tokens` seen, `hours` of training, `flops` spent
-    in all; `hardware` and precision in words; `results`: metric -> value, such as `val/loss`.
+    in all; `hardware` and precision in words; `results`: metric -> value, such as `val/loss`, and
+    `updates` the update at which each was computed.
     """
 
     settings: Mapping[str, object]
@@ -34,6 +35,7 @@ class Training:
     flops: float
     hardware: str
     results: Mapping[str, float]
+    updates: Mapping[str, int] = field(default_factory=dict)
 
 
 def model_card(name: str, description: str, training: Training | None = None) -> str:
@@ -145,8 +147,12 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
 def training_section(training: Training) -> str:
     """The part of the card that says how the model was trained."""
     versions = ", ".join(f"{name} {found}" for name, found in installed_versions().items())
-    results = "".join(f"| {name} | {value:.4f} |\n" for name, value in training.results.items())
-    table = f"\n## Results\n\n| metric | value |\n|---|---|\n{results}" if results else ""
+    results = "".join(
+        f"| {name} | {value:.4f} | {training.updates.get(name, '')} |\n"
+        for name, value in training.results.items()
+    )
+    head = "| metric | value | at update |\n|---|---|---|\n"
+    table = f"\n## Results\n\n{head}{results}" if results else ""
     return f"""
 ## Training
 

@@ -98,7 +98,7 @@ def table_of_runs(runs: list[Run]) -> str:
         "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
     }
     for name in compared_metrics(runs):
-        rows[name] = lambda run, name=name: decimals(run.last(name))
+        rows[name] = lambda run, name=name: newest(run, name)
     head = "".join(
         f'<th scope="col"><i style="background:{colour}"></i>{html.escape(run.name)}</th>'
         for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
@@ -136,6 +136,14 @@ def number(value: float | None) -> str:
 def decimals(value: float | None) -> str:
     """3.4742."""
     return f"{value:.4f}" if isinstance(value, (int, float)) else ""
+
+
+def newest(run: Run, name: str) -> str:
+    """A run's newest figure, and its update unless that is the last of the run so far."""
+    line = next((line for line in reversed(run.lines) if name in line), {})
+    value = decimals(line.get(name))
+    earlier = value and line["step"] != run.lines[-1]["step"]
+    return value + (f" at update {line['step']:,}" if earlier else "")
 
 
 def short_commit(commit: str | None) -> str:

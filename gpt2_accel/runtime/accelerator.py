@@ -2,9 +2,11 @@
 
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -127,20 +129,34 @@ def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5
     return size * 2 * (n - 1) / n / min(seconds[1:])
 
 
-def profiler(steps: int, run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
-    """A context that traces `steps` updates after the first five into `trace-<rank>.json`, for
-    https://ui.perfetto.dev; its `step()` is called after each update. With 0 it does nothing."""
+@contextmanager
+def profiler(
+    steps: int, run_dir: Path, accelerator: Accelerator, say: Callable[[str], None]
+) -> Iterator[Any]:
+    """A context that traces `steps` updates after the first five into `trace-<rank>.json`, and says where that is;
+    what it yields has a `step()` to call after each update. With 0 it does nothing."""
     if not steps:
-        return nullcontext(SimpleNamespace(step=lambda: None))
+        yield SimpleNamespace(step=lambda: None)
+        return
     kinds = {torch.profiler.ProfilerActivity.CPU}
     if accelerator.device.type == "cuda":
         kinds.add(torch.profiler.ProfilerActivity.CUDA)
     path = run_dir / f"trace-{accelerator.process_index}.json"
-    return torch.profiler.profile(
-        activities=kinds,
-        schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
-    )
+    written = False
+
+    def export(profile: torch.profiler.profile) -> None:
+        nonlocal written
+        profile.export_chrome_trace(str(path))
+        written = True
+        say(f"the trace is in {path}: open it at https://ui.perfetto.dev")
+
+    schedule = torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(
+        activities=kinds, schedule=schedule, on_trace_ready=export
+    ) as profile:
+        yield profile
+    if not written:
+        say("there is no trace: the run ended before the first update that --profile traces")
 
 
 def close(accelerator: Accelerator) -> None:

@@ -66,7 +66,9 @@ class RunContext:
         self.uploads = stack.enter_context(
             start_uploads(config, self.accelerator, self.log.say, self.stop)
         )
-        self.profile = stack.enter_context(profiler(config.profile, run_dir, self.accelerator))
+        self.profile = stack.enter_context(
+            profiler(config.profile, run_dir, self.accelerator, self.log.say)
+        )
         self.writer = stack.enter_context(self._start_writer())
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
             self.writer.rotate(self.first_step)  # a kill may have come before that

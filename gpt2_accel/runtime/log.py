@@ -32,7 +32,7 @@ class RunLog:
 
     Each line of `metrics.jsonl` first goes to `publish`, if set: a function of the line.
 
-    `results` holds the newest evaluations, `seconds` the time of training, that before a resume included.
+    `results` holds the newest evaluations, `evaluated` the update of each, `seconds` the time of training, that before a resume included.
     """
 
     publish: Callable[[dict], None] | None = None
@@ -58,6 +58,7 @@ class RunLog:
         self._entry: dict[str, float] = {}
         self._training_tokens, self._training_seconds = 0, 0.0
         self.results: dict[str, float] = {}
+        self.evaluated: dict[str, int] = {}
         self.seconds = 0.0
         self._status = {"state": "running", "reason": "", "requeue": True}
         self._writing, self._ended = threading.Lock(), threading.Event()
@@ -117,7 +118,7 @@ class RunLog:
             mfu = speed * self.flops_per_token / self.flops_per_second
             self._entry["train/mfu"] = mfu
             shown["mfu"] = f"{mfu:.1%}"
-        self._progress.show(shown)
+        self._progress.show(self.step, shown)
 
     def skipped(self, problem: str, samples: list) -> None:
         """Adds that the update just done left the weights alone, and which samples it had read."""
@@ -144,13 +145,8 @@ class RunLog:
             return
         self._entry |= results
         self.results |= results
-        errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
-        shown = (
-            f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
-            for name, value in results.items()
-            if name not in errors
-        )
-        self.say(", ".join(shown))
+        self.evaluated |= dict.fromkeys(results, self.step)
+        self.say(in_words(results))
 
     def sample(self, prompt: str, text: str) -> None:
         """Writes a sample to `samples.jsonl` and prints it."""
@@ -176,11 +172,13 @@ class RunLog:
         """Takes over what the lines before a resume say."""
         for entry in entries:
             self.seconds = entry.get("train/seconds", self.seconds)
-            self.results |= {
+            found = {
                 name: value
                 for name, value in entry.items()
                 if "/" in name and not name.startswith("train/") and value is not None
             }
+            self.results |= found
+            self.evaluated |= dict.fromkeys(found, entry["step"])
 
     def _estimate(self) -> None:
         """Prints, once, how long the rest of the training will take at the measured speed."""
@@ -218,6 +216,16 @@ class RunLog:
                 write_json(self.run_dir / "status.json", status)
             except OSError as failure:  # such as a full disk, which must not hide why a run ended
                 print(f"could not write {self.run_dir}/status.json: {failure}", file=sys.stderr)
+
+
+def in_words(results: dict[str, float]) -> str:
+    """The results of an evaluation in a line, each with its standard error."""
+    errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
+    return ", ".join(
+        f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
+        for name, value in results.items()
+        if name not in errors
+    )
 
 
 def read_status(run_dir: Path) -> dict:

@@ -15,7 +15,7 @@ from gpt2_accel.estimate.memory import memory_by_part
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import BatchSchedule
-from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.log import RunLog, in_words
 from gpt2_accel.runtime.progress import duration
 
 
@@ -120,6 +120,7 @@ def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -
         flops=tokens * log.flops_per_token,
         hardware=metadata.hardware,
         results=log.results,
+        updates=log.evaluated,
     )
 
 
@@ -148,10 +149,13 @@ def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator
 def closing(log: RunLog) -> str:
     """What the terminal shows after the last update."""
     tokens = log.tokens_at(log.step)
-    results = ", ".join(f"{name} {value:.4f}" for name, value in log.results.items())
+    results = "".join(
+        f"; at update {step:,} "
+        + in_words({name: log.results[name] for name in log.results if log.evaluated[name] == step})
+        for step in sorted(set(log.evaluated.values()))
+    )
     return (
         f"trained on {tokens:,} tokens ({tokens * log.flops_per_token:.2g} FLOPs) in "
         f"{duration(log.seconds)}, {tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
-        f"{memory_gb(log.device_type):.2g} GB of memory at the end"
-        + (f"; {results}" if results else "")
+        f"{memory_gb(log.device_type):.2g} GB of memory at the end{results}"
     )

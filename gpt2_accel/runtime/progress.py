@@ -32,9 +32,9 @@ class Progress:
         self.done += 1
         self._bar.update()
 
-    def show(self, figures: dict[str, str]) -> None:
-        """Sets what stands beside the bar: name -> figure."""
-        self._bar.set_postfix(figures, refresh=False)
+    def show(self, step: int, figures: dict[str, str]) -> None:
+        """Sets what stands beside the bar, name -> figure, which are those of update `step`."""
+        self._bar.set_postfix({"at": step, **figures}, refresh=False)
         now = time.monotonic()
         if self.enabled and self._bar.disable and now >= self._next_line:
             self._next_line = now + PAUSE

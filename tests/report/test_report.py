@@ -179,6 +179,9 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
         line.pop("val/bits_per_byte", None)
     second.metadata["data"] = "another"
     page = written()
+    assert "at update" not in page
+    second.lines.append({"step": 70, "tokens": 70 * 128, "train/loss": 1.0})
+    assert "at update 60" in table_of_runs([second])
     assert "different data" in page and "not known" in second.problems[-1]
     assert drawn(loss_figure([first, second]))["second, validation"] == []
 

@@ -451,8 +451,11 @@ def test_the_largest_micro_batch_that_fits(data_dir, tmp_path, monkeypatch, caps
     assert "micro-batch 1 x 1024" in done.stdout, done.stderr
 
 
-def test_a_trace_of_some_updates(data_dir, tmp_path):
+def test_a_trace_of_some_updates(data_dir, tmp_path, capsys):
+    run(tiny_config(data_dir, tmp_path / "short", profile=2, max_steps=4))
+    assert "there is no trace: the run ended before" in capsys.readouterr().out
     run(tiny_config(data_dir, tmp_path, profile=2))
+    assert f"the trace is in {tmp_path}/trace-0.json: open it at" in capsys.readouterr().out
     trace = json.loads((tmp_path / "trace-0.json").read_text())
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"ProfilerStep#5", "ProfilerStep#6"} <= names

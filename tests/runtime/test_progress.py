@@ -4,15 +4,17 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import termios
 import threading
 import time
 
 import pytest
-from conftest import as_flags, tiny_config
+from conftest import as_flags, run, tiny_config
 from launching import Started, launch
 
+from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.progress import duration
 
 SCRIPT = "tests/train_script.py"
@@ -53,7 +55,9 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     os.close(ours)
     text = "".join(part for _, part in seen)
     assert code == 0, text
-    assert re.search(r"\d+%\|.*\d+/800 \[.*<.*loss=.*tok/s=", text)  # share, time left, figures
+    assert re.search(
+        r"\d+%\|.*\d+/800 \[.*<.*at=\d+.*loss=.*tok/s=", text
+    )  # share, time left, figures
     bars = [
         piece
         for columns, part in seen[:-1]
@@ -79,6 +83,24 @@ def test_in_a_pipe_there_are_plain_lines_of_one_process(data_dir, tmp_path):
     assert re.search(r"about [\d.e-]+ GB per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
+
+
+def test_each_figure_is_named_with_its_update(data_dir, tmp_path, monkeypatch, capsys):
+    advance = RunLog.advance
+
+    def advance_and_stop(log, step):
+        advance(log, step)
+        if step == 4:  # the run ends after the next
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(RunLog, "advance", advance_and_stop)
+    run(tiny_config(data_dir, tmp_path / "run", eval_every=3))
+    said = capsys.readouterr().out
+    assert re.search(
+        r"step 5: trained on 640 tokens .*; at update 3 val/loss [\d.]+ ± [\d.]+, ", said
+    )
+    card = (tmp_path / "run/checkpoint-5/README.md").read_text()
+    assert re.search(r"^\| val/loss \| [\d.]+ \| 3 \|$", card, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
