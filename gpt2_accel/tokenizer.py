@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's BPE, a BPE trained on the user's text, bytes, characters.
 
-Each is a Hugging Face tokenizer from the start, so that `save_pretrained` puts it beside the weights
-and `AutoTokenizer` and `pipeline` load it from there.
+Each is a Hugging Face tokenizer: `save_pretrained` writes it beside the weights, and `AutoTokenizer` and `pipeline`
+load it.
 """
 
 import functools
@@ -24,15 +24,15 @@ from gpt2_accel.errors import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB_SIZE = 50257
-LARGEST_BPE = 2**20  # tokens; the trainer asks for memory for all of them at once
-# `fingerprint` of GPT-2's own BPE, by which tiktoken is known to give the same ids.
+LARGEST_BPE = 2**20  # tokens; the trainer allocates memory for all of them at once
+# `fingerprint` of GPT-2's BPE; tiktoken gives the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerBase:
-    """GPT-2's own byte-level BPE of 50,257 tokens, rebuilt from tiktoken's copy of it.
+    """Returns GPT-2's byte-level BPE of 50,257 tokens, built from tiktoken's copy.
 
-    tiktoken downloads the vocabulary once (`TIKTOKEN_CACHE_DIR` says where to keep it).
+    tiktoken downloads the vocabulary once, to `TIKTOKEN_CACHE_DIR` if that is set.
     """
     encoding = tiktoken_gpt2()
     symbols = byte_symbols()
@@ -49,7 +49,7 @@ def gpt2_tokenizer() -> PreTrainedTokenizerBase:
 
 @functools.cache
 def tiktoken_gpt2():
-    """tiktoken's `gpt2` encoding. Raises `OSError` where neither its cache nor a network is there."""
+    """Returns tiktoken's `gpt2` encoding. Raises `OSError` if it is neither cached nor reachable."""
     import tiktoken
 
     try:
@@ -62,7 +62,7 @@ def tiktoken_gpt2():
 
 
 def merged_pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens whose merge is `token`: what BPE makes of it with the merges of lower rank."""
+    """Returns the two tokens whose merge is `token`, by applying the merges of lower rank."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         candidates = [
@@ -75,10 +75,10 @@ def merged_pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 @functools.cache
 def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in a byte-level BPE's vocabulary.
+    """Returns the printable character of each byte in a byte-level BPE's vocabulary.
 
-    OpenAI's mapping (`bytes_to_unicode` in GPT-2's encoder.py): printable Latin-1 stands for itself,
-    the other bytes, in order, for the characters from U+0100 on.
+    OpenAI's mapping (`bytes_to_unicode` in GPT-2's encoder.py): printable Latin-1 characters map to themselves, the
+    other bytes, in order, to the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
@@ -87,15 +87,15 @@ def byte_symbols() -> list[str]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per UTF-8 byte, ids equal to the bytes, and `<|endoftext|>` as 256."""
+    """Returns a tokenizer with one token per UTF-8 byte; ids equal the bytes, `<|endoftext|>` is 256."""
     vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     return GPT2Tokenizer(vocab={**vocab, END_OF_TEXT: 256}, merges=[])
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE with GPT-2's word splitting, trained on `texts`.
+    """Trains a byte-level BPE with GPT-2's word splitting on `texts`.
 
-    `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer.
+    `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer tokens.
     Raises `ValueError` if it leaves no room for a merge or is above `LARGEST_BPE`.
     """
     if vocab_size > LARGEST_BPE:
@@ -122,10 +122,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
-    """One token per character that occurs in `text`, in code-point order, as in nanoGPT.
+    """Returns a tokenizer with one token per character of `text`, in code-point order, as in nanoGPT.
 
-    There is no token for an unknown character and none for the end of a text. Encoding a character
-    that `text` does not hold raises an error.
+    It has no token for unknown characters and none for the end of a text. Encoding a character that is not in `text`
+    raises an error.
     """
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     characters = Tokenizer(models.WordLevel(vocab))
@@ -135,7 +135,7 @@ def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of an HF directory or Hub id; raises `FileNotFoundError` if there is none."""
+    """Loads the tokenizer of an HF directory or Hub id. Raises `FileNotFoundError` if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower for a damaged file
@@ -145,9 +145,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text, the literal `<|endoftext|>` taken as text, on all cores.
+    """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
 
-    Raises `ValueError` for a character that the tokenizer does not know.
+    Raises `ValueError` for a character that is not in the vocabulary.
     """
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
@@ -165,8 +165,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 
 
 def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndarray]:
-    """A function that gives the ids of a text, the literal `<|endoftext|>` taken as text, on one core:
-    (tokens,) of some integer dtype. With GPT-2's BPE it is tiktoken's, which is several times faster.
+    """Returns a function that encodes one text on one core, to (tokens,) of an integer dtype.
+
+    The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster.
     """
     if fingerprint(tokenizer) != GPT2_FINGERPRINT:
         return lambda text: np.array(encode(tokenizer, [text])[0], np.int64)
@@ -180,8 +181,8 @@ def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndar
     }
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    # No special token is allowed below. But without any tiktoken would look for the empty string, which is
-    # everywhere: that takes half as long again.
+    # No special token is allowed below. But without any, tiktoken searches for the empty string, which takes half as
+    # long again.
     specials = {END_OF_TEXT: len(ranks)}
     encoding = tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
@@ -190,9 +191,9 @@ def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndar
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The UTF-8 bytes of text that each id stands for, (vocabulary,) int64; 0 for special tokens.
+    """Returns the number of UTF-8 bytes of each token, (vocabulary,) int64; 0 for special tokens.
 
-    Exact for byte-level and character-level tokenizers, which all of this module are.
+    Exact for byte-level and character-level tokenizers, as all of this module are.
     """
     backend = tokenizer.backend_tokenizer
     byte_level = "ByteLevel" in str(json.loads(backend.to_str())["pre_tokenizer"])
@@ -204,7 +205,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 (hex) of vocabulary and merges: equal for two tokenizers that encode alike."""
+    """Returns the SHA-256 (hex) of vocabulary and merges, equal for tokenizers that encode alike."""
     backend = tokenizer.backend_tokenizer
     vocab = sorted(backend.get_vocab(with_added_tokens=True).items())
     merges = json.loads(backend.to_str())["model"].get("merges", [])

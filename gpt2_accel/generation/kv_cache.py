@@ -1,7 +1,7 @@
-"""Keys and values of the tokens read so far, so that a model reads on without recomputing them.
+"""KV cache: the keys and values of past tokens, for generation without recomputing them.
 
-Rows of different lengths are padded on the left, so that all of them end at the same slot. The memory is reserved
-once. Shape letters as in `models/gpt2.py`.
+Rows of different lengths have left padding, so that all end at the same slot. Memory is allocated once. Shape letters
+as in `models/gpt2.py`.
 """
 
 import functools
@@ -16,13 +16,13 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each bloc
 
 
 class KVCache:
-    """What a model in evaluation mode has read of some rows of tokens.
+    """The KV cache of a batch of rows, for a model in evaluation mode.
 
-    `rows` are token ids, at least one in each row, `slots` the tokens that the longest row may come to,
-    at most `n_positions`. Device and dtype are those of the weights. With `compile` the forward of one
-    token is compiled: for one row, for several, and for several of different lengths, once each.
+    `rows` are token ids, at least one per row. `slots` is the maximum length of a row, at most `n_positions`. Device
+    and dtype are those of the weights. With `compile` the forward of one token is compiled, once each for one row, for
+    several rows of one length, and for several rows with padding.
 
-    `logits` (B, vocab_size) are those of the token that follows each row, in the dtype of the weights.
+    `logits` (B, vocab_size), in the dtype of the weights, predict the token after each row.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class KVCache:
         self.end = 0  # slots in use
         padding = [longest - len(row) for row in rows]
         self.padding = torch.tensor(padding, device=device) if any(padding) else None
-        # One slot more than is ever used: to the compiler, a slice of all slots is another case.
+        # One unused slot: the compiler would treat a slice of all slots as another case.
         n_layer, n_head, head_dim = config.cache_shape
         shape = (len(rows), n_head, slots + 1, head_dim)
         options = {"device": device, "dtype": model.dtype}
@@ -46,7 +46,7 @@ class KVCache:
         self.logits = self._read(torch.tensor(padded, device=device))
 
     def repeat(self, times: int) -> None:
-        """Puts so many copies of each row one after the other."""
+        """Repeats each row `times` times; copies are adjacent."""
         if times > 1:
             self.layers = [
                 (keys.repeat_interleave(times, dim=0), values.repeat_interleave(times, dim=0))
@@ -57,7 +57,7 @@ class KVCache:
                 self.padding = self.padding.repeat_interleave(times)
 
     def append(self, ids: torch.Tensor) -> None:
-        """Reads the next token of each row, ids: (B,) int64."""
+        """Appends one token to each row and updates `logits`. ids: (B,) int64."""
         self.logits = self._read(ids[:, None])
 
     def _read(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -73,9 +73,10 @@ class KVCache:
 
 
 def padding_mask(padding: torch.Tensor, slots: torch.Tensor, end: int) -> torch.Tensor:
-    """Which of the first `end` slots the tokens in `slots` (T) see: (B, 1, T, end), True where they do.
+    """Returns the attention mask of the tokens in `slots` (T) over the first `end` slots: (B, 1, T, end) bool, True
+    where attended.
 
-    A pad slot sees itself, since a softmax over nothing would be NaN; nobody else sees it.
+    A padding slot attends to itself only, since a softmax over nothing would be NaN.
     """
     seen = torch.arange(end, device=slots.device)
     causal = seen <= slots[:, None]  # (T, end)
@@ -93,14 +94,14 @@ def next_logits(
     slots: torch.Tensor,
     end: int,
 ) -> torch.Tensor:
-    """`model.decode` of tokens (B, T) that go to `slots` (T), the last of the first `end`: -> (B, vocab_size)."""
+    """Runs `model.decode` on tokens (B, T), stored in `slots` (T) up to `end`; returns the logits (B, vocab_size)."""
     cache = [LayerCache(keys, values, slots, end) for keys, values in layers]
     return model.decode(input_ids, positions, mask, cache)
 
 
 @functools.cache
 def compiled() -> Callable[..., torch.Tensor]:
-    """`next_logits`, compiled for any length. Raises `ValueError` where there is nothing to compile with."""
+    """Returns `next_logits` compiled with dynamic shapes. Raises `ValueError` without a C++ compiler or GPU."""
     if not torch.cuda.is_available() and not has_cpp_compiler():
         raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
     return torch.compile(next_logits, dynamic=True)

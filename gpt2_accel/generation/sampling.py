@@ -1,6 +1,6 @@
-"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields only the ids.
+"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields token ids.
 
-`load` finds the model and the tokenizer that they take.
+`load` loads a model and its tokenizer.
 """
 
 from collections import deque
@@ -27,11 +27,10 @@ NOT_FINITE = (
 
 
 def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTokenizerBase]:
-    """A model to write with, and its tokenizer: in evaluation mode, on the GPU if there is one.
+    """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
-    `name` is a run's folder, for its newest weights, an HF GPT-2 directory or a Hub id; `dtype`, of the
-    weights, a name in `DTYPES`. Raises `ValueError` for another, and what `from_pretrained` and
-    `load_tokenizer` raise.
+    `name` is a run's folder (its newest weights are loaded), an HF GPT-2 directory or a Hub id. `dtype` of the weights is
+    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -43,13 +42,13 @@ def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTo
 
 @dataclass
 class Sampling:
-    """How text is continued. Sample i of a prompt is drawn with the seed `seed` + i and by itself: neither
-    other prompts nor the number of samples change it (but for rounding), nor does it touch torch's global
-    random state.
+    """Sampling parameters.
 
-    `top_p` is the nucleus of Holtzman et al. (2020). Past `n_positions`, `overflow` "slide" drops the
-    older half of a row, as often as the positions are used up, and reads the rest anew; "error" refuses
-    a prompt that is too long for that many new tokens.
+    Sample i of a prompt has its own random generator with the seed `seed` + i. Other prompts and the number of samples
+    do not change it, up to rounding, and torch's global random state is not used.
+
+    `top_p` is nucleus sampling (Holtzman et al., 2020). When a text reaches `n_positions`, `overflow` "slide" drops its
+    older half and recomputes the KV cache; "error" refuses a prompt that is too long for `max_new_tokens`.
 
     Raises `ValueError` for a value out of its range.
     """
@@ -77,11 +76,11 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """One continuation of a prompt. `text` is that of `ids`, cut before a stop string.
+    """One continuation of a prompt.
 
-    `ids` are the new tokens, with the one that ended the text; `logprobs` the log-probability of each in
-    nats, before temperature, top-k and top-p, where they were asked for. `ended` says by what it ended,
-    "end_of_text", "stop" or "length"; None while it is being written.
+    `ids` are the new tokens, including the one that ended the text, and `text` is their text, cut before a stop string.
+    `logprobs`, if requested, are the log-probabilities of `ids` in nats, before temperature, top-k and top-p. `ended` is
+    "end_of_text", "stop" or "length", or None while the text is incomplete.
     """
 
     prompt: str
@@ -100,11 +99,10 @@ def complete(
     logprobs: bool = False,
     compile: bool = False,
 ) -> list[Completion]:
-    """The continuations of all prompts, `sampling.num_samples` of each, in order.
+    """Returns `sampling.num_samples` continuations of each prompt, in order.
 
-    An empty prompt stands for the start of a text. `compile` is that of `KVCache`.
-    Raises `ValueError` for an empty prompt where the tokenizer has no `<|endoftext|>` to stand for it,
-    for a character that the tokenizer does not know, and what `tokens` raises.
+    An empty prompt starts a new text. `compile` is passed to `KVCache`. Raises `ValueError` for an empty prompt if the
+    tokenizer has no `<|endoftext|>`, for a character that is not in the vocabulary, and the errors of `tokens`.
     """
     written = stream(model, tokenizer, prompts, sampling, logprobs=logprobs, compile=compile)
     return deque(written, maxlen=1).pop() if prompts else []
@@ -119,10 +117,9 @@ def stream(
     logprobs: bool = False,
     compile: bool = False,
 ) -> Iterator[list[Completion]]:
-    """`complete`, token by token: yields the same continuations each time, each one token longer.
+    """Like `complete`, but yields after each token; the list holds the same objects each time, one token longer.
 
-    A text only ever grows: what may yet turn out as part of a stop string or of an unfinished character
-    is held back.
+    A text only grows: a possible start of a stop string and the first bytes of a character are held back.
     """
     completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -141,7 +138,7 @@ def stream(
 def update_text(
     completion: Completion, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> None:
-    """Sets `text` and `ended` after one more token."""
+    """Updates `text` and `ended` after a token is appended."""
     ids = completion.ids
     if ids[-1] == tokenizer.eos_token_id:
         completion.ended, ids = "end_of_text", ids[:-1]
@@ -159,13 +156,13 @@ def update_text(
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `stop`."""
+    """Returns the length of the longest end of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The ids of a prompt; those of an empty one are `<|endoftext|>`, after which a text starts."""
+    """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text."""
     ids = encode(tokenizer, [prompt])[0]
     if not ids and tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no token that starts a text: give a prompt")
@@ -181,11 +178,11 @@ def tokens(
     logprobs: bool = False,
     compile: bool = False,
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """The next token of each sample of each prompt, `sampling.max_new_tokens` times, and their
-    log-probabilities (0 where not asked for). It knows no text: `stop` is for `stream` to look at.
+    """Yields the next token of each sample and its log-probability (0 if not requested), `sampling.max_new_tokens`
+    times. `sampling.stop` is ignored: it concerns text, see `stream`.
 
-    Raises `ValueError` for a prompt without tokens, one too long where `overflow` is "error", and where
-    the logits are not finite.
+    Raises `ValueError` for an empty prompt, for one that is too long if `overflow` is "error", and for logits that are
+    not finite.
     """
     n_positions = model.config.n_positions
     rows = [list(prompt) for prompt in prompts]
@@ -223,7 +220,7 @@ def tokens(
 
 
 def check_lengths(rows: list[list[int]], sampling: Sampling, n_positions: int) -> None:
-    """Raises `ValueError` for a prompt without tokens, or one too long where that is an error."""
+    """Raises `ValueError` for an empty prompt, or if `overflow` is "error" for one that is too long."""
     if not all(rows):
         raise ValueError("the prompt has no tokens: give at least one")
     longest = max(map(len, rows))
@@ -236,33 +233,32 @@ def check_lengths(rows: list[list[int]], sampling: Sampling, n_positions: int) -
 
 
 def slide(row: list[int], n_positions: int) -> list[int]:
-    """A row that has outgrown the positions without its older half; others as they are."""
+    """Drops the older half of a row that is longer than `n_positions`; other rows are unchanged."""
     return row[-max(1, n_positions // 2) :] if len(row) > n_positions else row
 
 
 def choose(
     logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
 ) -> torch.Tensor:
-    """One token per row, each with the row's generator: fp32 logits (B, V) -> (B,) int64.
-
-    -1 stands for a row whose logits are not finite.
+    """Samples one token per row with the row's generator: fp32 logits (B, V) -> (B,) int64, -1 where the logits are not
+    finite.
     """
     broken = ~logits.sum(dim=-1).isfinite()
-    if sampling.temperature < 1e-6:  # as good as 0, and a divisor that fp32 still holds
+    if sampling.temperature < 1e-6:  # greedy: a smaller divisor underflows in fp32
         return logits.max(dim=-1).indices.masked_fill(broken, -1)
     ids = None
     if sampling.top_k or sampling.top_p < 1:
         kept = min(sampling.top_k or logits.shape[1], logits.shape[1])
         logits, ids = logits.topk(kept)  # the likeliest first
-    # The largest is taken off first, so that a low temperature does not overflow.
+    # Subtract the maximum first, so that a low temperature does not overflow.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
-        # Drop a token once those before it reach top_p; the first always stays.
+        # Drop a token if the probabilities before it reach top_p; the first token always stays.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    # p/e with e ~ Exp(1) is largest at each token with probability p, a race of exponential clocks:
-    # what torch.multinomial does, without its wait for the device. A drawn 0 would turn 0/0 into NaN.
+    # The argmax of p/e with e ~ Exp(1) is a sample from p. torch.multinomial does the same, but synchronises with the
+    # device. The clamp avoids 0/0.
     noise = [
         torch.empty_like(row).exponential_(generator=generator)
         for row, generator in zip(probabilities, generators, strict=True)
@@ -273,7 +269,7 @@ def choose(
 
 
 def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each row's token, in nats: logits (B, V), ids (B,) -> (B,)."""
+    """Returns the log-probabilities of `ids` in nats: logits (B, V), ids (B,) -> (B,)."""
     return logits.log_softmax(dim=-1).gather(-1, ids[:, None]).squeeze(-1)
 
 
@@ -281,9 +277,9 @@ def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def likeliest(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int = 10
 ) -> list[tuple[int, float]]:
-    """The `count` likeliest next tokens after a prompt, by id, with their probabilities.
+    """Returns the ids of the `count` most likely next tokens after a prompt, and their probabilities.
 
-    Of a prompt that is too long it sees the last `n_positions` tokens. Raises what `complete` raises.
+    Only the last `n_positions` tokens of a longer prompt are used. Raises the errors of `complete`.
     """
     ids = encode_prompt(tokenizer, prompt)[-model.config.n_positions :]
     with evaluating(model):
@@ -296,7 +292,7 @@ def likeliest(
 
 @contextmanager
 def evaluating(model: LanguageModel) -> Iterator[None]:
-    """Without dropout inside; the model's mode is as before after it."""
+    """Puts the model into evaluation mode inside the context, and restores its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
