@@ -16,8 +16,8 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.report.figures import smoothed
-from gpt2_accel.report.page import tell_apart, write_report
-from gpt2_accel.report.reader import read_run
+from gpt2_accel.report.page import newest, tell_apart, write_report
+from gpt2_accel.report.reader import Run, read_run
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
@@ -179,11 +179,15 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
         line.pop("val/bits_per_byte", None)
     second.metadata["data"] = "another"
     page = written()
-    assert "at update" not in page
-    second.lines.append({"step": 70, "tokens": 70 * 128, "train/loss": 1.0})
-    assert "at update 60" in table_of_runs([second])
     assert "different data" in page and "not known" in second.problems[-1]
     assert drawn(loss_figure([first, second]))["second, validation"] == []
+
+
+def test_a_figure_of_an_earlier_update_says_so(tmp_path):
+    found = Run(tmp_path, "run", lines=[{"step": 20, "val/loss": 3.5}])
+    assert newest(found, "val/loss") == "3.5000"
+    found.lines.append({"step": 40, "train/loss": 3.4})
+    assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
 
 
 @needs_matplotlib
