@@ -1,8 +1,8 @@
 """The interface between a model and the rest of the package.
 
-A model is an `nn.Module` with the attributes and methods of `LanguageModel`, made by a config with those of
-`ModelConfig`. Training, checkpoints, evaluation, generation and the estimates use nothing else of it; the files
-below it that know an architecture by name are its own module here and its conversion in `hf/`.
+A model is an `nn.Module` with the attributes and methods of `LanguageModel`, built by a config with those of
+`ModelConfig`. Training, checkpoints, evaluation, generation and the estimates use nothing else. Only two files know an
+architecture by name: its module here and its conversion in `hf/`.
 
 Shape letters: B batch, T sequence, S cached positions, H heads of keys and values, D channels of a head.
 """
@@ -14,10 +14,10 @@ import torch
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer for the tokens read so far, in memory that is reserved once.
+    """The cached keys and values of one layer, in memory that is allocated once.
 
-    keys, values: (B, H, slots, D). `slots`, (T,) int64, are where the next tokens go; `end` the number of slots in
-    use with them.
+    keys, values: (B, H, slots, D). `slots`, (T,) int64, are the slots of the next tokens; `end` is the number of slots
+    in use including them.
     """
 
     keys: torch.Tensor
@@ -26,7 +26,7 @@ class LayerCache(NamedTuple):
     end: int
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores those of the next tokens, (B, H, T, D) each; returns all of them, (B, H, S, D)."""
+        """Stores the keys and values of the next tokens, (B, H, T, D) each; returns all, (B, H, S, D)."""
         self.keys.index_copy_(2, self.slots, k)
         self.values.index_copy_(2, self.slots, v)
         return self.keys[:, :, : self.end], self.values[:, :, : self.end]
@@ -36,9 +36,9 @@ class ModelConfig(Protocol):
     """The shape of a model.
 
     `padded_vocab_size` counts the rows of the token embedding, `parameter_count` the parameters as saved.
-    `matmul_parameters` are those that a token is multiplied by, the N of 6N FLOPs per token; `attention_width` is
-    layers x heads x channels of a head, the L·H·Q of the attention's FLOPs. `cache_shape` gives the layers, heads and
-    channels of a head of the keys and values that generation keeps. `build` makes a model with fresh weights.
+    `matmul_parameters` is the N in 6N FLOPs per token; `attention_width` is layers x heads x channels per head, the
+    L·H·Q of the attention's FLOPs. `cache_shape` gives the layers, heads and channels per head of the KV cache. `build`
+    makes a model with newly initialised weights.
     """
 
     vocab_size: int
@@ -58,12 +58,12 @@ class ModelConfig(Protocol):
 class LanguageModel(Protocol):
     """A model. `forward` and `decode` are documented in `models/gpt2.py`.
 
-    `separator` is the token that begins each document, if attention is not to cross from one document to the next.
+    `separator` is the token that starts each document, if attention must not cross from one document to the next.
     `checkpoint_activations` recomputes each block in the backward pass. `device` and `dtype` are those of the weights.
     `forward(input_ids, targets=None, *, reduction="mean", position_ids=None, attention_mask=None, logits_to_keep=0)`
     returns logits (B, T, vocab_size), or with `targets` the loss in nats, a scalar or with "none" (B, T).
-    A submodule whose weight holds several matrices of one shape below one another, such as q, k and v, has their number
-    as `stacked`; Muon updates each by itself.
+    A submodule whose weight stacks several equal matrices along its rows, such as q, k and v, has their number as
+    `stacked`; Muon updates each separately.
     """
 
     config: ModelConfig

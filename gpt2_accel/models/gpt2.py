@@ -4,7 +4,7 @@ The architecture is that of "Language Models are Unsupervised Multitask Learners
 released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head tied to the token
 embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/convert.py`) is four transposes per block.
 
-`kernels/` computes the same faster on some devices; each call stands beside the plain PyTorch that it replaces.
+`kernels/` has faster versions of some operations; each call is beside the plain PyTorch that it replaces.
 `GPT2_ACCEL_KERNELS=off` turns the kernels off.
 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded), S cached positions.
@@ -35,11 +35,11 @@ SIZES: dict[str, tuple[int, int, int]] = {
 
 @dataclass
 class GPTConfig:
-    """Shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
+    """The shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
 
-    `dropout` is the one rate of the embedding, attention and residual dropouts. `bias=False` leaves
-    out the biases of all Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's
-    approximation, or `none`, the exact function, which nanoGPT's models are trained with.
+    `dropout` is the rate of the embedding, attention and residual dropouts. `bias=False` removes the biases of all
+    Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's approximation, or `none`, the exact
+    function, with which nanoGPT trains.
 
     Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout` is
     not in [0, 1), or `gelu` is neither.
@@ -68,13 +68,13 @@ class GPTConfig:
 
     @classmethod
     def from_settings(cls, settings: object, vocab_size: int) -> "GPTConfig":
-        """The shape that the settings of a run, a `TrainConfig`, ask for."""
+        """Returns the shape that a `TrainConfig` describes."""
         names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
         return cls(vocab_size, **{name: getattr(settings, name) for name in names})
 
     @classmethod
     def from_name(cls, name: str, **overrides) -> "GPTConfig":
-        """The config of a released size (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`)."""
+        """Returns the config of a released size (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`)."""
         if name not in SIZES:
             raise ValueError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}")
         n_layer, n_head, n_embd = SIZES[name]
@@ -82,12 +82,12 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """`vocab_size` rounded up to a multiple of 128, which matrix units like (50257 -> 50304)."""
+        """`vocab_size` rounded up to a multiple of 128, for faster matrix products (50257 -> 50304)."""
         return -(-self.vocab_size // 128) * 128
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the model as saved: the tied head counts once, the vocabulary's padding rows not at all."""
+        """Parameters of the model as saved: the tied head counts once, vocabulary padding does not count."""
         C, bias = self.n_embd, int(self.bias)
         norm = C * (1 + bias)
         attention = 3 * C * (C + bias) + C * (C + bias)
@@ -97,7 +97,7 @@ class GPTConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied by: all but the position embeddings, as nanoGPT counts them."""
+        """Parameters without the position embeddings, as nanoGPT counts them for FLOPs."""
         return self.parameter_count - self.n_positions * self.n_embd
 
     @property
@@ -107,16 +107,16 @@ class GPTConfig:
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads, and channels of a head, of the keys and values that generation keeps."""
+        """Layers, heads, and channels per head of the KV cache."""
         return self.n_layer, self.n_head, self.n_embd // self.n_head
 
     def build(self) -> "GPT":
-        """A model of this shape with fresh weights."""
+        """Builds a model of this shape with newly initialised weights."""
         return GPT(self)
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` in the dtype of its input, also where FSDP2 gathers its weights in bf16."""
+    """`nn.LayerNorm` that computes in the dtype of its input, also if FSDP2 gathers its weights in bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, C) -> (…, C)."""
@@ -125,7 +125,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which each position sees itself and the positions before it."""
+    """Multi-head causal self-attention."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -138,9 +138,10 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C). `mask`, (B, 1, T, T) bool, is True where a position sees another, itself
-        included; without one it sees all up to itself. With a `cache` the T positions follow those in it, and a
-        mask is (B, 1, T, S)."""
+        """x: (B, T, C) -> (B, T, C).
+
+        `mask`, (B, 1, T, T) bool, is True where attended; None is the causal mask. With a `cache` the T positions
+        follow the cached ones, and a mask is (B, 1, T, S)."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
@@ -161,7 +162,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two Linear layers, four times as wide in between, with GELU, tanh-approximated in GPT-2."""
+    """Linear to four times the width, GELU (tanh-approximated in GPT-2), Linear back."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -178,7 +179,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP, each normalised before and added to its input."""
+    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -197,9 +198,9 @@ class Block(nn.Module):
 
 
 def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
-    """Attention mask in which a position sees those up to itself in its own document, which `separator` begins.
+    """Returns the causal mask that does not cross document boundaries; `separator` starts each document.
 
-    input_ids: (B, T) -> (B, 1, T, T) bool, a row per position, True where it sees another.
+    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended.
     """
     documents = (input_ids == separator).cumsum(dim=1)
     same = documents[:, :, None] == documents[:, None, :]
@@ -207,14 +208,14 @@ def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model. The head has no weight of its own: it is `wte`, tied.
+    """A GPT-2 language model. The head is tied to the token embedding `wte`.
 
-    `wte` has `config.padded_vocab_size` rows. The pad rows start at zero, never get a gradient, and
-    reach neither the loss, nor the logits that `forward` returns, nor a saved file.
+    `wte` has `config.padded_vocab_size` rows. The padding rows are zero, never get a gradient, and are excluded from the
+    loss, from the logits that `forward` returns, and from saved files.
 
-    `separator` is the token that each document begins with, where attention is not to cross from one
-    document to the next; None, as in GPT-2, lets it cross. With `checkpoint_activations` the forward keeps
-    only the input of each block, from which the backward runs it again (Chen et al., 2016, arXiv:1604.06174).
+    If `separator` is set, attention does not cross from one document to the next; it is the token that starts each
+    document. None, as in GPT-2, lets attention cross. `checkpoint_activations` stores only the input of each block and
+    recomputes the block in the backward pass (Chen et al., 2016, arXiv:1604.06174).
     """
 
     separator: int | None = None
@@ -231,7 +232,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """N(0, 0.02) and zero biases; projections onto the residual stream scaled by 1/sqrt(2·n_layer).
+        """Initialises weights to N(0, 0.02), scaled by 1/sqrt(2·n_layer) for projections onto the residual stream, and
+        biases to zero.
 
         Source: the GPT-2 paper, section 2.3, and OpenAI's released code for the 0.02.
         """
@@ -254,17 +256,16 @@ class GPT(nn.Module):
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> torch.Tensor:
-        """Logits, or with `targets` the loss.
+        """Returns the logits, or the loss if there are `targets`.
 
-        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token that follows each
-        position (already shifted, unlike HF's `labels`), -100 where there is nothing to predict.
-        Returns the logits (B, T, vocab_size), or the mean cross-entropy in nats per target, a scalar:
-        in training the logits stay inside, since Accelerate would copy what leaves a mixed-precision
-        forward to fp32. With `reduction` "none" the loss is that of each target, (B, T), 0 at -100.
+        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token after each position (already shifted,
+        unlike HF's `labels`), -100 to ignore a position. The logits are (B, T, vocab_size). The loss is the mean
+        cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
+        -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
 
-        Several texts can share a row: position_ids, (B, T) below `n_positions`, then say where in its
-        text each token stands, and attention_mask, (B, 1, T, T) bool, which tokens it sees, itself
-        included. `logits_to_keep` returns the logits of the last so many positions; 0 those of all.
+        To pack several texts into a row, give position_ids, (B, T) below `n_positions`, the position of each token in
+        its text, and attention_mask, (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of
+        the last positions only; 0 computes all.
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
@@ -279,8 +280,9 @@ class GPT(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        """What the last block returns, (B, T, C), before the final LayerNorm. Arguments as in `forward`; with a
-        `cache`, one of each block, the tokens follow those in it."""
+        """Returns the output of the last block, (B, T, C), before the final LayerNorm.
+
+        Arguments as in `forward`; with a `cache`, one per block, the tokens follow the cached ones."""
         T = input_ids.shape[1]
         if position_ids is None:
             if T > self.config.n_positions:
@@ -291,7 +293,7 @@ class GPT(nn.Module):
             position_ids = torch.arange(T, device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # the residual stream, also where FSDP2 gathers the embeddings in bf16
+            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
         if attention_mask is None and self.separator is not None and cache is None:
             attention_mask = document_mask(input_ids, self.separator)
@@ -309,17 +311,17 @@ class GPT(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: Sequence[LayerCache],
     ) -> torch.Tensor:
-        """Reads further tokens into a cache and returns the logits of what follows the last, (B, vocab_size).
+        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size).
 
-        input_ids: (B, T); position_ids: (B or 1, T); attention_mask: (B, 1, T, S) bool, or None where the rows have
-        no padding and either T is 1 or the cache was empty. It runs in the dtype of the weights, since autocast
-        wraps `forward` alone.
+        input_ids: (B, T); position_ids: (B or 1, T); attention_mask: (B, 1, T, S) bool, or None if the rows have no
+        padding and either T is 1 or the cache was empty. It runs in the dtype of the weights: autocast wraps only
+        `forward`.
         """
         x = self.hidden(input_ids, position_ids, attention_mask, cache)
         return self.logits(self.ln_f(x[:, -1]))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (…, C) -> (…, vocab_size), without the padding rows."""
+        """x: (…, C) -> logits (…, vocab_size), without vocabulary padding."""
         return linear(x, self.wte.weight[: self.config.vocab_size])
 
     def loss(self, x: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
