@@ -87,13 +87,18 @@ def text_files(source: str | Path, pattern: str | None = None) -> list[Path]:
     """The file `source`, or all files below the folder `source`, sorted: those that match `pattern`, by
     default those that end in one of `SUFFIXES`.
 
-    Raises `FileNotFoundError` if it does not exist or holds no such file.
+    Raises `FileNotFoundError` if it does not exist or holds no such file, `ValueError` for a pattern that is
+    no name's.
     """
     source = Path(source)
     if source.is_file():
         return [source]
     if not source.is_dir():
         raise FileNotFoundError(f"{source} does not exist: give a text file or a folder of them")
+    if pattern and (Path(pattern).is_absolute() or not Path(pattern).name):
+        raise ValueError(
+            f"the pattern {pattern!r} must be one of names below a folder, such as '*.py'"
+        )
     files = sorted(path for path in source.rglob(pattern or "*") if path.is_file())
     if pattern is None:
         files = [path for path in files if path.name.endswith(SUFFIXES)]

@@ -56,7 +56,7 @@ def from_hub(source: Source) -> list[dict]:
 def parse_file(path: Path, lines: bool) -> list[dict]:
     """The items of a local file; of a text that is not JSONL each line is one, or all of it."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it to UTF-8") from error
     if path.suffix == ".jsonl":

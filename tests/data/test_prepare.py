@@ -344,6 +344,7 @@ class Again:
             "text {0}/a.txt --tokenizer bpe --vocab_size 99999999999",
             "vocabulary of 99,999,999,999 is more than the 1,048,576",
         ),
+        ("text {0}/one --pattern /a*", "the pattern '/a*' must be one of names below a folder"),
         ("hf nobody/none", "the data set nobody/none cannot be opened"),
         ("mix {0}/one=abc", "must be DATA_DIR=WEIGHT, as in data/mine=0.3, got"),
         ("mix {0}/one=0 {0}/two=0", "the weight of {0}/one must be at least a thousandth of all"),

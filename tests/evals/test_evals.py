@@ -335,6 +335,8 @@ def test_other_bad_input(tmp_path):
     text.write_bytes(b"the cat\n\nsat on\r\n")
     assert read_items("lambada", text) == [{"text": "the cat"}, {"text": "sat on"}]
     assert read_items("ptb", text) == [{"text": "the cat\n\nsat on\r\n"}]
+    text.write_bytes("the cat".encode("utf-8-sig"))  # as Windows writes it
+    assert read_items("ptb", text) == [{"text": "the cat"}]
     text.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="items.txt is not UTF-8 text"):
         read_items("ptb", text)
