@@ -42,6 +42,7 @@ from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
     Texts,
     file_pieces,
+    persistently,
     split_text,
     text_files,
     text_source,
@@ -180,7 +181,9 @@ def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
     if name == "bytes":
         return byte_tokenizer()
     if name == "bpe":
-        return train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), vocab_size)
+        return persistently(
+            lambda: train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), vocab_size)
+        )
     return load_tokenizer(name)
 
 

@@ -100,9 +100,6 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
     """
     if plan.data_dir.exists():
         return finished_before(plan)
-    begin(plan)
-    if (plan.work / MANIFEST).exists():
-        return finish(plan)
     logs = plan.work.with_name(f"{plan.work.name}.logs")
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor
@@ -118,6 +115,9 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
         from datatrove.executor.local import LocalPipelineExecutor as Executor
 
         options = {}
+    begin(plan)
+    if (plan.work / MANIFEST).exists():
+        return finish(plan)
     tasks = len(plan.pieces)
     pieces = Executor(
         [ReadPiece(plan), WritePiece(plan)],

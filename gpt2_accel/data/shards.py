@@ -241,10 +241,21 @@ def verify_data(data_dir: str | Path) -> int:
 
 
 def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
-    """The folders that a mixture is of, with their shares, which add up to 1; none for other folders."""
-    parts = read_manifest(data_dir).get("mixture", [])
+    """The folders that a mixture is of, with their shares, which add up to 1; none for other folders.
+
+    Raises `ValueError` if one of them has got another tokenizer since the mixture was made.
+    """
+    manifest = read_manifest(data_dir)
+    parts = manifest.get("mixture", [])
     total = sum(part["weight"] for part in parts)
-    return [(Path(data_dir) / part["data_dir"], part["weight"] / total) for part in parts]
+    folders = [Path(data_dir) / part["data_dir"] for part in parts]
+    for folder in folders:
+        found = read_manifest(folder)["tokenizer"]["fingerprint"]
+        if found != manifest["tokenizer"]["fingerprint"]:
+            raise ValueError(
+                f"{folder} has another tokenizer than the mixture {data_dir}: prepare it with that one again"
+            )
+    return [(folder, part["weight"] / total) for folder, part in zip(folders, parts, strict=True)]
 
 
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import time
 
@@ -205,6 +206,17 @@ def test_mixtures_that_cannot_be_are_refused(mixed, tmp_path):
     with pytest.raises(ValueError, match="is a mixture itself"):
         write_mixture(tmp_path / "m", {str(mixed): 1})
     assert not (tmp_path / "m").exists()
+
+
+def test_a_part_that_has_got_another_tokenizer_is_named(tmp_path):
+    texts = {"train": ["abc " * 100], "val": ["abc"]}
+    prepare(texts, byte_tokenizer(), tmp_path / "part", source="made up")
+    write_mixture(tmp_path / "mix", {str(tmp_path / "part"): 1})
+    assert mixture_loader(tmp_path / "mix").windows
+    shutil.rmtree(tmp_path / "part")
+    prepare(texts, char_tokenizer("abc "), tmp_path / "part", source="made up")
+    with pytest.raises(ValueError, match="part has another tokenizer than the mixture"):
+        mixture_loader(tmp_path / "mix")
 
 
 # Attention within documents
