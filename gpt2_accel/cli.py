@@ -1,4 +1,4 @@
-"""How a recipe's `main` is run from a shell."""
+"""Runs a recipe's `main` from a shell, with one-sentence errors."""
 
 import argparse
 import json
@@ -13,22 +13,22 @@ from typing import NoReturn
 
 from gpt2_accel.errors import sentence
 
-FIRST = 4  # seconds that the first process of a machine has before the others; each of them has one more
+FIRST = 4  # local rank r > 0 waits FIRST + r seconds, so that a lower rank fails first
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a `ValueError` of one sentence, without pages of usage."""
+    """An `ArgumentParser` that raises `ValueError` instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def run(main: Callable[[], object]) -> None:
-    """Calls `main`. A mistake of the user's ends it with one sentence and exit code 1.
+    """Calls `main`. A user error ends the process with one sentence and exit code 1.
 
-    Such a mistake is an `OSError`, or a `ValueError` or `ImportError` raised by this package or by a script of the same
-    folder; all else is a bug or another library's affair, and keeps its traceback. Of several processes one speaks.
-    Ctrl-C ends with exit code 130.
+    User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a script in the folder of
+    the recipe. Other errors are bugs and keep their traceback. Only one of several processes prints. Ctrl-C ends with
+    exit code 130.
     """
     try:
         main()
@@ -42,7 +42,7 @@ def run(main: Callable[[], object]) -> None:
 
 
 def is_mistake(error: Exception) -> bool:
-    """Whether an error is the user's to correct, by its kind and by who raised it."""
+    """Whether the user can correct an error, judged by its type and by where it was raised."""
     if isinstance(error, OSError):
         return True
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
@@ -53,9 +53,9 @@ def is_mistake(error: Exception) -> bool:
 
 
 def wait_for_turn() -> None:
-    """Gives the processes of this machine that come before this one the time to fail first.
+    """Lets the processes of this machine with a lower rank fail first.
 
-    The launcher ends the others when one has failed; this one then ends without a word.
+    The launcher terminates the others when one fails; they then exit silently.
     """
     rank = os.environ.get("LOCAL_RANK", "")
     if rank.isdigit() and int(rank):
@@ -64,10 +64,10 @@ def wait_for_turn() -> None:
 
 
 def end(message: str) -> NoReturn:
-    """Ends this process with exit code 1 and the message on stderr.
+    """Exits with code 1 and prints the message to stderr.
 
-    torchrun, and Accelerate's launcher of several processes, report a failure at length: they get the message to print
-    at the end of their report, and it is nowhere else.
+    torchrun and Accelerate's multi-process launcher print a long report of a failure. They get the message through
+    torchrun's error file and print it at the end of the report.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": f"\n{message}", "timestamp": int(time.time())}
@@ -77,5 +77,5 @@ def end(message: str) -> NoReturn:
 
 
 def script() -> Path:
-    """The script that was started."""
+    """Returns the path of the script that was started."""
     return Path(sys.argv[0]).resolve()

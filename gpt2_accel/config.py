@@ -1,8 +1,7 @@
-"""The settings of a run, and how they are read: defaults < YAML file < command line.
+"""The settings of a training run, and how they are parsed: defaults < YAML file < command line.
 
-A recipe subclasses `TrainConfig` to change defaults or to add settings of its own, and calls
-`parse_config`. Hardware, processes, precision and compilation are not settings of a run: they come
-from the Accelerate config it is launched with.
+A recipe subclasses `TrainConfig` to change defaults or to add its own settings, and calls `parse_config`. Hardware,
+processes, precision and compilation are not settings here: they come from the Accelerate config.
 """
 
 import argparse
@@ -24,18 +23,18 @@ HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
 def setting(default: Any, help: str) -> Any:
-    """A dataclass field with the text that `--help` shows."""
+    """Returns a dataclass field with a default and a help text."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
 def required(help: str) -> Any:
-    """A dataclass field that must be given."""
+    """Returns a dataclass field without a default."""
     return field(metadata={"help": help})
 
 
-# What a number may be, in words and as a condition.
+# Name -> the rule in words, and as a condition.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("be at least 1", lambda x: x >= 1),
     "not_negative": ("not be negative", lambda x: x >= 0),
@@ -46,9 +45,9 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_ranges(settings: object, **names_of: str) -> None:
-    """Raises `ValueError` for a setting that is out of its range, not finite, or too large for 64 bits; None passes.
+    """Raises `ValueError` for a setting that is out of range, not finite, or too large for 64 bits. None passes.
 
-    Each keyword is a range of `RANGES`, its value the names of the settings, between spaces, that have to be in it.
+    Each keyword is a key of `RANGES`; its value is the names of the settings in that range, separated by spaces.
     """
     for range_name, names in names_of.items():
         rule, holds = RANGES[range_name]
@@ -64,7 +63,7 @@ def check_ranges(settings: object, **names_of: str) -> None:
                 raise ValueError(f"{name} must {rule}, got {value}")
 
 
-# The sections of `--help`, by the first setting of each; a recipe's own settings come before them.
+# The sections of `--help`, by the first setting of each. A recipe's own settings come first.
 SECTIONS = {
     "data_dir": "data and output",
     "n_layer": "model",
@@ -80,13 +79,13 @@ AUTO = 0
 
 
 def batch_size(text: str) -> int:
-    """The value of `micro_batch_size` on a command line: a number, or `auto`, which is 0."""
+    """Parses `--micro_batch_size`: a number, or `auto`, which is 0."""
     return AUTO if text == "auto" else int(text)
 
 
 @dataclass
 class TrainConfig:
-    """All settings of a training run. The defaults are GPT-2 124M on 10B tokens, after the GPT-3 paper.
+    """All settings of a training run. The defaults train GPT-2 124M on 10B tokens with the GPT-3 paper's settings.
 
     Raises `ValueError`, naming the field, for a value out of its range.
     """
@@ -229,8 +228,9 @@ class TrainConfig:
                 )
 
     def fit_micro_batch(self, processes: int) -> str | None:
-        """Halves `micro_batch_size` until so many processes share an update evenly; returns a sentence that says
-        so, None if nothing changed. The order of the data does not depend on it.
+        """Halves `micro_batch_size` until the processes divide an update evenly.
+
+        Returns a note for the user, or None if nothing changed. The order of the data does not depend on it.
 
         Raises what `batch_schedule` raises.
         """
@@ -244,7 +244,7 @@ class TrainConfig:
         )
 
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
-        """How many sequences each update has, from update `step` on, before which `seen` sequences were read.
+        """Builds the batch schedule from update `step` on, after `seen` sequences.
 
         Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`.
         """
@@ -278,11 +278,10 @@ Config = TypeVar("Config")
 
 
 def parse_config(config_class: type[Config], args: list[str] | None = None) -> Config:
-    """The settings of a recipe from the command line (`sys.argv` if `args` is None).
+    """Parses the settings of a recipe from the command line (`sys.argv` if `args` is None).
 
-    `--config FILE.yaml` replaces defaults of `config_class`; flags replace both.
-    Raises `ValueError` for an unknown setting or a value of the wrong type, `FileNotFoundError` if
-    the YAML file is missing.
+    `--config FILE.yaml` overrides the defaults of `config_class`; flags override both. Raises `ValueError` for an
+    unknown setting or a value of the wrong type, `FileNotFoundError` if the YAML file is missing.
     """
     file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
@@ -293,7 +292,7 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
         formatter_class=argparse.HelpFormatter,
     )
     parser.error = raise_value_error
-    # Of a switch, which also has its opposite, the first takes a value.
+    # A switch has two actions, --x and --no_x; keep the first, which takes a value.
     options = {action.dest: action for action in reversed(parser._actions)}
     if "micro_batch_size" in options:
         options["micro_batch_size"].type = batch_size
@@ -311,9 +310,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
 
 
 def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Makes `--help` readable: sections, one spelling of each option, its text and its default.
+    """Arranges `--help`: sections, one spelling of each option, its help text and default.
 
-    A recipe that gives a setting another default keeps the text that the setting has in `TrainConfig`.
+    A setting whose default a recipe overrides keeps its help text.
     """
     parser.usage = "%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]"
     names = get_type_hints(config_class)
@@ -341,7 +340,7 @@ def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def help_text(config_class: type, name: str) -> str:
-    """The text of a setting, from the class nearest to `config_class` that gives one."""
+    """Returns the help text of a setting, from `config_class` or its nearest base class that has one."""
     fields = (vars(base).get("__dataclass_fields__", {}) for base in config_class.__mro__)
     texts = (of[name].metadata.get("help") for of in fields if name in of)
     return next(text for text in texts if text)
@@ -350,7 +349,7 @@ def help_text(config_class: type, name: str) -> str:
 def read_yaml(
     path: str, hints: dict[str, Any], options: dict[str, argparse.Action]
 ) -> dict[str, Any]:
-    """The settings in a YAML file; `hints` are the types of those there are, `options` their command line's."""
+    """Reads the settings in a YAML file. `hints` are their types, `options` their command-line actions."""
     values = load_yaml(path, "--config")
     for name in values:
         if name not in hints:
@@ -377,7 +376,7 @@ def load_yaml(path: str, option: str) -> dict:
 
 
 def yaml_problem(error: Exception) -> str:
-    """What is wrong with a YAML file, and in which line: `yaml` says it in several lines, and quotes the file."""
+    """Returns what is wrong with a YAML file, and in which line, on one line."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     if isinstance(error, RecursionError):
@@ -388,8 +387,9 @@ def yaml_problem(error: Exception) -> str:
 
 
 def convert(name: str, value: Any, hint: Any, option: argparse.Action) -> Any:
-    """A YAML value as a setting of the type `hint`, converted from a string as `option` converts it on the command line:
-    YAML itself reads 6e-4 as a string. Raises `ValueError` where that is not possible."""
+    """Converts a YAML value to the type `hint`, through a string as on the command line: YAML reads 6e-4 as a string.
+
+    Raises `ValueError` if it cannot be converted."""
     if value is None and type(None) in get_args(hint):
         return None
     several = get_origin(hint) is list
@@ -405,18 +405,18 @@ def convert(name: str, value: Any, hint: Any, option: argparse.Action) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """A YAML value that a command line could give, as text. Raises `TypeError` for another."""
+    """Returns a YAML scalar as command-line text. Raises `TypeError` for other values."""
     if not isinstance(value, (str, bool, int, float)) or "\0" in str(value):
         raise TypeError
     return str(value)
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: what was probably meant, or where to look."""
+    """Returns the hint that ends a message about an unknown name."""
     close = difflib.get_close_matches(name.lstrip("-").split("=")[0], names, n=1)
     return f": did you mean {close[0]}?" if close else ": --help lists the settings"
 
 
 def raise_value_error(message: str) -> None:
-    """argparse's way to end, without its pages of usage."""
+    """Replaces `ArgumentParser.error`, which prints the usage and exits."""
     raise ValueError(message)

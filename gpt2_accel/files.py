@@ -1,8 +1,8 @@
-"""Atomic writes and the lock of a folder: a reader sees the old content or the new, never half of it.
+"""Atomic writes, folder locks, checksums, JSON lines. A reader sees the old content or the new, never a part.
 
-Everything is written under a hidden temporary name, `.NAME.HOST.PID.NUMBER.partial` beside its place, synced to
-disk and renamed. The name is unique: two processes that write the same file do not disturb each other. The
-process in the name tells what a killed process left behind (`remove_leftovers`).
+Files are written under a hidden temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and
+renamed. The name is unique, so two processes can write the same file. The process in the name identifies what a killed
+process left behind (`remove_leftovers`).
 """
 
 import fcntl
@@ -29,8 +29,8 @@ _numbers = itertools.count()
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Yields a binary file that becomes `path` when the block ends without an error, in one step and after it is
-    on disk. If the block raises, `path` stays as it was."""
+    """Yields a binary file that atomically replaces `path` when the block ends, after it is synced to disk. If the block
+    raises, `path` is unchanged."""
     scratch = scratch_path(Path(path))
     try:
         with open(scratch, "xb", 2**20) as file:
@@ -43,21 +43,21 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
-    """Replaces the content of a file in one step, text as UTF-8. Creates its folder."""
+    """Replaces the content of a file atomically, text as UTF-8. Creates its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes `value` as indented JSON, in one step."""
+    """Writes `value` as indented JSON, atomically."""
     write_file(path, json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager
 def atomic_files(directory: str | Path) -> Iterator[Path]:
     """Yields an empty folder whose files replace those of `directory` when the block ends without an error, each
-    in one step and after all of them are on disk."""
+    atomically, after all are synced to disk."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_directory(directory / "files") as scratch:
@@ -70,10 +70,10 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that becomes `path` when the block ends without an error, after it is on disk.
+    """Yields an empty folder that becomes `path` when the block ends without an error, after it is synced to disk.
 
-    If the block raises, nothing is left behind. What a killed process left is removed by the next call for the
-    same `path`. Raises `FileExistsError` if `path` exists, unless it is to be replaced.
+    If the block raises, nothing is left behind. The next call for the same `path` removes what a killed process left.
+    Raises `FileExistsError` if `path` exists and `replace` is False.
     """
     path = Path(path)
     if path.exists() and not replace:
@@ -91,7 +91,7 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
 
 @contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path`, which is gone afterwards, whatever happens."""
+    """Yields an empty folder beside `path`, and removes it at the end."""
     scratch = scratch_path(path)
     scratch.mkdir(parents=True)
     try:
@@ -101,9 +101,9 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder so that a kill on the way leaves no half of it under its name; of a link to one, the link alone.
+    """Removes a folder, or a link to one, so that a kill leaves no part of it under its name.
 
-    Raises `OSError` if that fails. What it leaves then has a hidden name, which `remove_leftovers` knows.
+    Raises `OSError` if that fails. The remainder then has a hidden name, which `remove_leftovers` removes later.
     """
     hidden = hide(folder)
     if hidden.is_symlink():
@@ -113,21 +113,20 @@ def discard(folder: Path) -> None:
 
 
 def hide(path: Path) -> Path:
-    """Gives a file or a folder a temporary name, and returns that."""
+    """Renames a file or folder to a temporary name, and returns that."""
     hidden = scratch_path(path)
     path.rename(hidden)
     return hidden
 
 
 def scratch_path(path: Path) -> Path:
-    """A hidden name beside `path` that no other writer has: `.NAME.HOST.PID.NUMBER.partial`."""
+    """Returns a unique hidden name beside `path`: `.NAME.HOST.PID.NUMBER.partial`."""
     unique = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
     return path.with_name(f".{path.name}.{unique}.partial")
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Removes the temporary files and folders in `folder`, of the target `name`, whose process on this machine has
-    ended."""
+    """Removes temporary files and folders of the target `name` in `folder` whose process on this machine has ended."""
     host = socket.gethostname()
     name = name if name == "*" else glob.escape(name)
     for path in folder.glob(f".{name}.{glob.escape(host)}.*.partial"):
@@ -137,7 +136,7 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, as far as it can be removed; does nothing if it is gone already."""
+    """Removes a file, link or folder as far as possible; ignores what does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -146,14 +145,14 @@ def remove(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until everything below `folder` is on disk."""
+    """Syncs everything below `folder` to disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
+    """Syncs a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,11 +165,12 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -> Iterator[None]:
-    """Locks `folder`, which is created if need be, for this process; the system releases the lock if it dies.
+    """Locks `folder` for this process, and creates it if it does not exist. The system releases the lock if the process
+    dies.
 
-    Removes what killed processes left there half-written. On a file system without locks (Lustre without `flock`) only
-    a holder on this machine is noticed, by its name in the lock file. Raises `OSError` if another process holds the
-    lock, or if nothing can be written there; `hint` ends the sentence.
+    Removes partial files of killed processes. On a file system without locks (Lustre without `flock`) only a holder on
+    this machine is noticed, by its name in the lock file. Raises `OSError`, with `hint` at its end, if another process
+    holds the lock or the folder is not writable.
     """
     folder = Path(folder)
     try:
@@ -203,7 +203,7 @@ def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -
 
 
 def is_running(holder: str) -> bool:
-    """Whether the holder that a lock file names, `process PID on HOST`, is another process running on this machine."""
+    """Whether the holder named in a lock file, `process PID on HOST`, is another running process of this machine."""
     words = holder.split()
     if len(words) != 4 or words[3] != socket.gethostname() or not words[1].isdigit():
         return False
@@ -214,7 +214,7 @@ def is_running(holder: str) -> bool:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file, hex."""
+    """Returns the SHA-256 of a file, hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -233,7 +233,7 @@ def plain_name(name: object) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `ValueError` if it is none, also for what is nested too deeply."""
+    """Parses JSON. Raises `ValueError` also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -241,10 +241,9 @@ def parse_json(text: str) -> Any:
 
 
 class JsonLines:
-    """An append-only log: one JSON object with a `step` per line, each line written at once.
+    """An append-only log with one JSON object, with a `step`, per line; each line is written immediately.
 
-    Opening it drops the lines of steps after `last_step`, which a resumed run writes again, and a line that a
-    crash cut short.
+    Opening it drops the lines of steps after `last_step`, which a resumed run writes again, and an incomplete last line.
     """
 
     def __init__(self, path: str | Path, last_step: int):
@@ -254,8 +253,8 @@ class JsonLines:
         self._unwritten = b""
 
     def write(self, entry: dict) -> None:
-        """Appends one entry, with null for numbers that are not finite; on a full disk it waits in memory for the
-        next."""
+        """Appends one entry, with null for numbers that are not finite. On a full disk it stays in memory until the
+        next call."""
         entry = {name: None if not_finite(value) else value for name, value in entry.items()}
         self._unwritten += json.dumps(entry, allow_nan=False).encode() + b"\n"
         with suppress(OSError):
@@ -268,13 +267,12 @@ class JsonLines:
 
 
 def not_finite(value: object) -> bool:
-    """Whether a value is a float that JSON does not have."""
+    """Whether a value is an infinite or NaN float, which JSON lacks."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_json_lines(path: str | Path) -> list[dict]:
-    """The entries of a `JsonLines` file, none if it does not exist; leaves out a line that a crash cut short or
-    damaged."""
+    """Returns the entries of a `JsonLines` file, without damaged lines; none if the file does not exist."""
     if not Path(path).exists():
         return []
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -282,7 +280,7 @@ def read_json_lines(path: str | Path) -> list[dict]:
 
 
 def read_json_line(line: str) -> dict | None:
-    """One line of a `JsonLines` file, None if it is not a complete one."""
+    """Parses one line of a `JsonLines` file; None if it is incomplete."""
     try:
         entry = parse_json(line)
     except ValueError:

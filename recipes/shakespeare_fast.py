@@ -1,12 +1,12 @@
-"""A character-level GPT of tiny Shakespeare in seconds on a CPU: nanoGPT's CPU example in a fraction of its time.
+"""Train a character-level GPT on tiny Shakespeare in seconds on a CPU, past the loss of nanoGPT's CPU example.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_fast.py
     accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py  # AMX, AVX512-BF16
 
 Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32 characters = 1,536
-tokens per update, 350 updates, 0.54M tokens: half of the text. Muon learns more from each than AdamW, and two
-layers and short sequences make many small updates, which count most this early.
-Expected: a loss of about 1.85 over the whole validation split, where nanoGPT's settings for a CPU end at 1.9.
+tokens per update, 350 updates, 0.54M tokens: half of the text. Muon needs fewer tokens than AdamW. Two layers and
+short sequences allow many small updates, which matter most early in training.
+Expected: a loss of about 1.85 over the whole validation split; nanoGPT's CPU settings reach 1.9.
 """
 
 from dataclasses import dataclass
