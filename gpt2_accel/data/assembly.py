@@ -6,7 +6,6 @@ corpus takes little more room than its shards.
 
 import json
 import os
-import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
 )
 from gpt2_accel.data.tokenizing import COUNTS, record_path, tokens_path
-from gpt2_accel.files import sync, sync_tree, write_file, write_json
+from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 
 BLOCK = 2**22  # tokens copied at once
@@ -40,9 +39,8 @@ def finish(plan: Plan) -> dict:
     if not (plan.work / MANIFEST).exists():
         write_json(plan.work / MANIFEST, assemble(plan))
     manifest = read_manifest(plan.work)
-    shutil.rmtree(plan.work / "pieces", ignore_errors=True)
-    (plan.work / "plan.json").unlink(missing_ok=True)
-    (plan.work / ".lock").unlink(missing_ok=True)
+    for name in ("pieces", "plan.json", ".lock"):
+        remove(plan.work / name)
     sync_tree(plan.work)
     plan.work.rename(plan.data_dir)
     sync(plan.data_dir.parent)
@@ -83,7 +81,7 @@ def check_splits(plan: Plan, records: list[dict]) -> None:
         tokens = Counter(val=tokens["train"], train=tokens["train"] - plan.shard_tokens)
     for split in plan.splits:
         if tokens[split] <= 0:
-            shutil.rmtree(plan.work / "pieces")
+            remove(plan.work / "pieces")
             shorter = ", or lower --shard_tokens" if plan.validation_shard else ""
             raise ValueError(
                 f"{plan.source} holds no text for the split {split!r}: add documents{shorter}"

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, Started, python
 
-from gpt2_accel.data import assembly, documents, sources, tokenizing
+from gpt2_accel.data import documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import Drawn, chunks, held_out
 from gpt2_accel.data.hub import hub_pieces
@@ -560,7 +561,7 @@ def test_stopped_while_it_tidies_up_it_goes_on(corpus, tmp_path, monkeypatch, re
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(assembly.shutil, "rmtree", stops)
+        patch.setattr(shutil, "rmtree", stops)
         carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "e"))
