@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability bench lint format clean
+.PHONY: quickstart test test-avx2 test-reliability bench docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -20,13 +20,16 @@ test-avx2: .venv/installed  ## the tests that depend on the CPU, as a plain lapt
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py
 
-bench: .venv/installed  ## speed and memory against other trainers, into the README: 20 minutes on 2 cores
+bench: .venv/installed  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
 	$(BIN)/python benchmarks/training.py --size baby
 	$(BIN)/python benchmarks/parts.py
 	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/table.py
+
+docs: .venv/installed  ## the documentation's site, into site/; a dead link or a missing name fails
+	$(BIN)/zensical build --clean --strict
 
 lint: .venv/installed  ## what the linter says
 	$(BIN)/ruff check .
@@ -37,7 +40,7 @@ format: .venv/installed  ## fix what the linter can
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment; data/ and runs/ stay
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site .cache *.egg-info
 
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

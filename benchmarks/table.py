@@ -1,17 +1,19 @@
-"""The benchmarks' figures as tables, printed and put into the README between its markers.
+"""The benchmarks' figures as tables, printed and put into docs/performance.md between its markers.
 
     python benchmarks/table.py
 
-Reads what the benchmarks left in `benchmarks/results`. What is not there is marked as not measured.
+Reads what the benchmarks left in `benchmarks/results`. What is not there is marked as not measured. The speed ladder's
+picture is copied into `images/` beside the page.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 from results import RESULTS, read_result
 from token_table import HEAD, studies, to_nanogpts_loss, token_rows
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs/performance.md"
 NOT_MEASURED, NO_GPU = "not measured", "no GPU at hand"
 Summary = dict[str, float]
 Row = tuple[str, ...]
@@ -20,7 +22,7 @@ Row = tuple[str, ...]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", default=RESULTS, help="folder of the figures")
-    parser.add_argument("--readme", default=README, help="file whose markers are filled")
+    parser.add_argument("--page", default=PAGE, help="file whose markers are filled")
     options = parser.parse_args()
     kinds = ("cpu", "cuda")
     sections = {
@@ -33,12 +35,16 @@ def main() -> None:
         "bench generation": generation(options.results),
         "bench ladder": ladder(options.results),
     }
-    readme = Path(options.readme)
-    text = readme.read_text(encoding="utf-8")
+    page = Path(options.page)
+    text = page.read_text(encoding="utf-8")
     for name, section in sections.items():
         print(f"\n{section}")
         text = fill(text, name, section)
-    readme.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+    picture = Path(options.results) / "cpu" / "ladder" / "speed_ladder.png"
+    if picture.exists():
+        (page.parent / "images").mkdir(exist_ok=True)
+        shutil.copyfile(picture, page.parent / "images" / picture.name)
 
 
 def fill(text: str, name: str, section: str) -> str:
@@ -46,7 +52,7 @@ def fill(text: str, name: str, section: str) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(
-            f"the README needs the markers {begin} and {end}, once each: put them where the tables go"
+            f"the page needs the markers {begin} and {end}, once each: put them where the tables go"
         )
     before, rest = text.split(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.split(end)[1]}"
@@ -143,7 +149,7 @@ def shakespeare_row(result: dict | None) -> Row:
 
 
 def tokens_row(folder: str | Path) -> Row:
-    """The row of what a token buys: of all studies the one in which Muon needs the largest share of tokens."""
+    """The row of Muon's tokens: of all studies the one in which Muon needs the largest share of tokens."""
     what, aim = "the loss of nanoGPT's CPU settings: share of their tokens that Muon needs", 0.5
     found = {study["title"]: to_nanogpts_loss(study) for study in studies(folder)}
     if not found:
@@ -242,10 +248,10 @@ def parts_table(result: dict) -> str:
 
 
 def tokens(folder: str | Path) -> str:
-    """What a token buys: the loss of each optimizer, schedule, batch and number of tokens."""
+    """The loss of each optimizer, schedule, batch and number of tokens."""
     found = studies(folder)
     if not found:
-        return f"What a token buys: {NOT_MEASURED}."
+        return f"Optimizers and schedules: {NOT_MEASURED}."
     head = (*HEAD, *(study["title"] for study in found))
     return (
         f"The loss over the validation split at the best of the learning rates tried, and that rate. "

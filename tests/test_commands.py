@@ -49,6 +49,11 @@ LOCAL = {
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
     "python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml "
     "--device A100": "",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain_124m.py --data_dir "
+    "data/mine --output_dir runs/try --n_layer 2 --n_head 2 --n_embd 128 --n_positions 128 "
+    "--micro_batch_size 4 --total_batch_size 2048 --max_steps 20 --warmup_steps 2 --eval_tokens 20480": (
+        SMALL
+    ),
     "ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 "
     "recipes/quickstart.py": f"{MODEL} {LOG}",  # the batch as it is: what the processes share
     "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml --dynamo_backend inductor "

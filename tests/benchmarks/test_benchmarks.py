@@ -16,9 +16,9 @@ def benchmark(name, *args):
     return python(f"benchmarks/{name}.py", *args)
 
 
-def readme(folder):
-    """A copy of the README in which the tables are empty."""
-    path = folder / "README.md"
+def page(folder):
+    """A page in which the tables are empty."""
+    path = folder / "performance.md"
     marks = ("bench", "bench tokens", "bench generation", "bench ladder")
     path.write_text(
         "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
@@ -70,13 +70,13 @@ def test_a_contestant_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_the_tables_fill_the_markers_and_mark_what_was_not_measured(tmp_path):
-    path = readme(tmp_path)
-    assert benchmark("table", "--results", tmp_path, "--readme", path).returncode == 0
+    path = page(tmp_path)
+    assert benchmark("table", "--results", tmp_path, "--page", path).returncode == 0
     text = path.read_text()
     assert text.startswith("before\n<!-- bench -->\n") and text.endswith("after\n")
     assert "old" not in text
     assert text.count("| not measured |") == 12 and text.count("| no GPU at hand |") == 3
-    assert "What a token buys: not measured." in text
+    assert "Optimizers and schedules: not measured." in text
     assert "Generation: not measured." in text
 
 
@@ -111,8 +111,8 @@ def test_the_tables_hold_what_was_measured(tmp_path):
     )
     write(tmp_path, "parts", parts)
     write(tmp_path, "generate", {**sizes, "rows": rows})
-    path = readme(tmp_path)
-    done = benchmark("table", "--results", tmp_path, "--readme", path)
+    path = page(tmp_path)
+    done = benchmark("table", "--results", tmp_path, "--page", path)
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     assert "| ≥ 2.2 x | 2.50 x (2.25 to 2.75) | yes |" in text
@@ -123,8 +123,11 @@ def test_the_tables_hold_what_was_measured(tmp_path):
     assert "not measured: GPT-2's BPE is not at hand" in text
     assert "| bfloat16 | 1 | 30.0 | 30.0 | 30.0 (1.60 x) | 30.0 (1.70 x) |" in text
     again = path.read_text()
-    benchmark("table", "--results", tmp_path, "--readme", path)
+    (tmp_path / "cpu/ladder").mkdir()
+    (tmp_path / "cpu/ladder/speed_ladder.png").write_bytes(b"a picture")
+    benchmark("table", "--results", tmp_path, "--page", path)
     assert path.read_text() == again
+    assert (tmp_path / "images/speed_ladder.png").read_bytes() == b"a picture"
 
 
 def trial(optimizer, updates, loss, rate=4e-3, **others):
@@ -151,8 +154,8 @@ def test_the_table_of_tokens_has_the_best_rate_and_what_muon_needs(tmp_path):
     study = {"length": 64, "runs": runs, "updates": updates}
     write(tmp_path, "token_value-shakespeare_char", study)
     write(tmp_path, "token_value-unfinished", {"length": 64, "runs": runs})
-    path = readme(tmp_path)
-    done = benchmark("table", "--results", tmp_path, "--readme", path)
+    path = page(tmp_path)
+    done = benchmark("table", "--results", tmp_path, "--page", path)
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     assert "| ≤ 50% | 25%, in 50% of their time | yes |" in text
@@ -161,7 +164,7 @@ def test_the_table_of_tokens_has_the_best_rate_and_what_muon_needs(tmp_path):
     assert "| Muon | linear | 12 | 0.38M | 1.850 at 0.004 |" in text
     assert "unfinished" not in text
     write(tmp_path, "token_value-shakespeare_char", study | {"runs": [*runs[:3], runs[-1]]})
-    benchmark("table", "--results", tmp_path, "--readme", path)
+    benchmark("table", "--results", tmp_path, "--page", path)
     assert "not reached: tiny Shakespeare, 4 layers of 128 | no |" in path.read_text()
 
 
@@ -190,6 +193,6 @@ def test_the_study_goes_on_where_it_was(data_dir, tmp_path, monkeypatch, capsys)
 def test_without_a_text_the_race_is_marked(tmp_path):
     done = benchmark("shakespeare", "--input", tmp_path / "none.txt", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
-    path = readme(tmp_path)
-    benchmark("table", "--results", tmp_path, "--readme", path)
+    path = page(tmp_path)
+    benchmark("table", "--results", tmp_path, "--page", path)
     assert "not measured: no tiny Shakespeare at hand" in path.read_text()

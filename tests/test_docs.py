@@ -1,0 +1,62 @@
+"""The pages of docs/: each is in the site's contents, what they show and quote is there."""
+
+import ast
+import re
+import tomllib
+
+import pytest
+from launching import ROOT
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+ELLIPSIS = re.compile("…+")
+
+
+def files_of(contents) -> list[str]:
+    """The files that the site's contents name, at any depth."""
+    if isinstance(contents, str):
+        return [contents]
+    entries = contents.values() if isinstance(contents, dict) else contents
+    return [file for entry in entries for file in files_of(entry)]
+
+
+def test_the_contents_have_every_page_once():
+    named = files_of(SITE["nav"])
+    assert sorted(named) == [path.relative_to(ROOT / "docs").as_posix() for path in PAGES]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+def test_files_that_a_page_links_to_are_there(page):
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())  # with a colon: addresses
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+def test_files_that_a_page_names_are_there(page):
+    """Such as `gpt2_accel/files.py` or `recipes/cluster/`."""
+    folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def texts_of(source: str) -> set[str]:
+    """The texts in a module, each value that is put into one as `…`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+            found.add(ELLIPSIS.sub("…", "".join(parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code():
+    quoted = re.findall(
+        r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE
+    )
+    folders = (ROOT / "gpt2_accel", ROOT / "recipes")
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    there = set().union(*map(texts_of, sources))
+    assert len(quoted) == 20
+    assert [message for message in quoted if message not in there] == []
