@@ -8,6 +8,7 @@ import bisect
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gpt2_accel.device import has_bf16
@@ -173,6 +174,8 @@ class Muon(torch.optim.AdamW):
 
     `stacked` gives the number of equal matrices that a parameter stacks along its rows, such as 3 for queries, keys
     and values. Muon updates each of them separately, with the scale of its own shape.
+
+    With several ranks (DDP) each rank orthogonalizes its share of the matrices; the updates are gathered.
     """
 
     momentum = 0.95
@@ -220,10 +223,26 @@ class Muon(torch.optim.AdamW):
                 by_shape.setdefault(pair[0].shape, []).append(pair)
         for shape, pairs in by_shape.items():
             matrices, momenta = zip(*pairs, strict=True)
-            updates = orthogonalize(torch.stack(momenta)).to(matrices[0].dtype)
+            updates = orthogonalize_shared(torch.stack(momenta)).to(matrices[0].dtype)
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(shape))
             torch._foreach_add_(matrices, updates.unbind(), alpha=-scale * group["lr"])
+
+
+def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonalize` of matrices that are equal on all ranks: each rank takes a share, and the results are gathered."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks == 1:
+        return orthogonalize(matrices)
+    share, rank = -(-len(matrices) // ranks), dist.get_rank()
+    own = matrices[rank * share : (rank + 1) * share]
+    shape, dtype = matrices.shape[1:], iteration_dtype(matrices.device)
+    padded = torch.zeros(share, *shape, dtype=dtype, device=matrices.device)
+    if len(own):
+        padded[: len(own)] = orthogonalize(own)
+    gathered = padded.new_empty(share * ranks, *shape)
+    dist.all_gather_into_tensor(gathered, padded)
+    return gathered[: len(matrices)]
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:

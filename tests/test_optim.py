@@ -1,7 +1,9 @@
 import copy
+import re
 
 import pytest
 import torch
+from launching import launch
 
 from gpt2_accel import GPT, GPTConfig, optim
 from gpt2_accel.optim import build_optimizer, learning_rate, orthogonalize
@@ -108,3 +110,12 @@ def test_singular_values_end_near_one_as_the_docstring_says(shape):
     after = torch.linalg.svdvals(orthogonalize(matrices).float())
     assert after.max() < 1.5
     assert after[before > 0.002].min() > 0.5
+
+
+def test_two_ranks_share_the_matrices_of_muon_and_get_the_update_of_one():
+    done = launch("tests/muon_script.py", processes=2)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d): ([\d.e+-]+), (\d+) matrices", done.stdout)
+    # 3 blocks: 12 square matrices (q, k, v and the projection), 3 of 128 x 32, 3 of 32 x 128.
+    assert {(rank, int(count)) for rank, _, count in found} == {("0", 6 + 2 + 2), ("1", 6 + 1 + 1)}
+    assert all(float(difference) < 1e-6 for _, difference, _ in found)

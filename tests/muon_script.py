@@ -1,0 +1,38 @@
+"""One update of Muon on all ranks: prints the weights' difference to the update of a single process, and the share of the
+matrices that this rank orthogonalizes."""
+
+import copy
+
+import torch
+from accelerate import PartialState
+
+from gpt2_accel import GPT, GPTConfig, cli, optim
+
+
+def main() -> None:
+    PartialState()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32))
+    alone = copy.deepcopy(model)
+    tokens = torch.randint(0, 64, (2, 4, 16))
+    counts = []
+    orthogonalize = optim.orthogonalize
+
+    def counted(matrices):
+        counts.append(len(matrices))
+        return orthogonalize(matrices)
+
+    for each, shared in ((alone, False), (model, True)):
+        optimizer = optim.build_optimizer(each, "muon", lr=0.01)
+        each(*tokens).backward()
+        optim.orthogonalize = counted if shared else orthogonalize
+        if not shared:
+            optim.orthogonalize_shared, kept = orthogonalize, optim.orthogonalize_shared
+        optimizer.step()
+        optim.orthogonalize_shared = kept
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    difference = max((a - b).abs().max().item() for a, b in pairs)
+    print(f"rank {torch.distributed.get_rank()}: {difference:.1e}, {sum(counts)} matrices")
+
+
+cli.run(main)
