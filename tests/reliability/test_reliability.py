@@ -18,7 +18,8 @@ import psutil
 import pytest
 import torch
 from conftest import as_flags, losses, make_text, run, tiny_config
-from launching import ROOT, Started, launch_flags, python
+from hub_server import TOKEN, Hub
+from launching import ROOT, Started, ask, launch_flags, python
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
@@ -30,6 +31,7 @@ from gpt2_accel.runtime.signals import ECHO
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = str(ROOT / "tests/train_script.py")
+SLOW_SCRIPT = str(ROOT / "tests/reliability/slow_main_process.py")
 KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
 
 
@@ -458,6 +460,29 @@ def test_a_spike_is_skipped_where_that_is_asked_for(data_dir, tmp_path, monkeypa
     )
     assert [entry["step"] for entry in resumed if "skipped" in entry] == [116]
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
+
+
+def test_what_the_main_process_does_alone_neither_ends_nor_holds_the_others(
+    data_dir, tmp_path, times, report
+):
+    times(0, 1) or pytest.skip("in make test-reliability")
+    settings = {"micro_batch_size": 2, "max_steps": 4, "save_every": 2, "verify_data": True}
+    settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    with Hub() as hub:
+        hub.gate.clear()
+        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+        log = tmp_path / "log"
+        process = Started(SLOW_SCRIPT, *as_flags(config), processes=2, log=log, **env)
+        wait_for(lambda: None not in (codes := ask({"poll": process.pids}))[1:] or any(codes), 200)
+        assert ask({"poll": process.pids}) == [None, 0], log.read_text()
+        assert status(tmp_path / "run")["state"] == "finished"
+        time.sleep(20)
+        assert process.poll() is None
+        hub.gate.set()
+        assert process.wait(60) == 0, log.read_text()
+        assert hub.files("user/name")["model.safetensors"] == weights(tmp_path / "run")
+    report("the main process works alone longer than a collective may take", 4, 4, "none")
 
 
 # Pairwise over: processes, micro-batches an update, precision, compilation, optimizer, where it is cut.

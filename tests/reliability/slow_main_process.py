@@ -1,0 +1,38 @@
+"""Trains with collectives that end after 5 seconds, while the main process takes longer for what it does alone.
+
+ACCELERATE_USE_CPU=true accelerate launch --multi_gpu ... slow_main_process.py --data_dir ...
+"""
+
+import os
+import time
+from datetime import timedelta
+from functools import partial
+
+import huggingface_hub.constants
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+import gpt2_accel.runtime.accelerator as accelerator_module
+import gpt2_accel.runtime.setup as setup_module
+from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.train import train
+
+LIMIT = 5.0
+
+
+def slowly(function):
+    def run(*args):
+        time.sleep(1.6 * LIMIT)
+        return function(*args)
+
+    return run
+
+
+limited = InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))
+accelerator_module.Accelerator = partial(Accelerator, kwargs_handlers=[limited])
+setup_module.verify_data = slowly(setup_module.verify_data)
+CheckpointWriter._write = slowly(CheckpointWriter._write)
+huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
+huggingface_hub.constants.HF_HUB_OFFLINE = False
+train(parse_config(TrainConfig))
