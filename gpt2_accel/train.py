@@ -27,6 +27,7 @@ from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import closing
+from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import check_trackers
@@ -195,11 +196,12 @@ def write_samples(run: RunContext, state: TrainState) -> None:
     """
     config, accelerator, model = run.config, run.accelerator, state.model
     plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
-    if accelerator.is_main_process:
-        plain = plain.to(accelerator.device)
-        sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-        for sample in complete(plain, run.inputs.tokenizer, config.sample_prompts, sampling):
-            run.log.sample(sample.prompt, sample.prompt + sample.text)
+    with main_process_first():  # it may take longer than a collective may
+        if accelerator.is_main_process:
+            plain = plain.to(accelerator.device)
+            sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+            for sample in complete(plain, run.inputs.tokenizer, config.sample_prompts, sampling):
+                run.log.sample(sample.prompt, sample.prompt + sample.text)
 
 
 def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> None:

@@ -4,8 +4,10 @@ import gc
 import importlib.util
 import os
 import random
+import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
@@ -18,6 +20,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # An answer in place of a measurement at the start of each run; `test_device.py` measures.
 os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 
+import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -159,6 +162,21 @@ def times():
 def report():
     """Notes a row of the table of faults: fault, how often tried, how often survived, work lost."""
     return lambda *row: FAULTS.append(row)
+
+
+@pytest.fixture
+def undeletable(tmp_path):
+    """Makes a folder one that root cannot remove either: a mount point. Skips where mounting is not allowed."""
+
+    def mount(folder):
+        done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True)
+        if done.returncode:
+            pytest.skip("mounting takes root")
+
+    yield mount
+    for place in psutil.disk_partitions(all=True):  # some have another name by now
+        if Path(place.mountpoint).is_relative_to(tmp_path):
+            subprocess.run(["umount", place.mountpoint], check=True)
 
 
 def pytest_collection_finish():

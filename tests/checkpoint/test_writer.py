@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import threading
 import time
 
@@ -45,22 +44,6 @@ def test_the_best_and_every_nth_checkpoint_stay(data_dir, tmp_path):
     assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({6, 12, best})]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{best}"
     assert (tmp_path / "best/config.json").is_file()
-
-
-@pytest.fixture
-def undeletable(tmp_path):
-    """Makes a folder one that root cannot remove either: a mount point. Skips where mounting is not allowed."""
-    mounted = []
-
-    def mount(folder):
-        done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True)
-        if done.returncode:
-            pytest.skip("mounting takes root")
-        mounted.append(folder)
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(

@@ -22,12 +22,12 @@ from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, launch_flags, python
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
+from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.files import read_json_lines
-from gpt2_accel.runtime.signals import ECHO
+from gpt2_accel.runtime.signals import ECHO, GRACE
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = str(ROOT / "tests/train_script.py")
@@ -462,11 +462,124 @@ def test_a_spike_is_skipped_where_that_is_asked_for(data_dir, tmp_path, monkeypa
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
 
 
+POINTS = ("/api/repos/create", "/preupload/", "/info/lfs/", "PUT /lfs/", "/commit/")
+ENDS = ("stopped", "complete", "complete, signalled twice")
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_hub_that_never_answers_costs_the_upload(data_dir, tmp_path, times, report, point, end):
+    times(0, 1) or pytest.skip("in make test-reliability")
+    settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
+    settings |= {"lr_schedule": "constant"}
+    settings["max_steps"] = 10**5 if end == "stopped" else 8
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    with Hub() as hub, (tmp_path / "log").open("w") as log:
+        hub.hangs = point
+        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, *as_flags(config)],
+            cwd=ROOT,
+            env=os.environ | env | {"ACCELERATE_USE_CPU": "true"},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            wait_for(lambda: any(point in request for request in hub.requests), 120)
+            if end != "stopped":
+                wait_for(lambda: status(tmp_path / "run")["state"] == "finished")
+            asked = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            if end == "complete, signalled twice":
+                time.sleep(3)
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            took = time.monotonic() - asked
+        finally:
+            process.kill()
+    assert took < (12 if end == "complete, signalled twice" else GRACE + 9)
+    found = status(tmp_path / "run")
+    stopped = end == "stopped"
+    assert (found["state"], found["requeue"]) == ("stopped" if stopped else "finished", stopped)
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    assert newest.name == f"checkpoint-{found['step']}" and find_corruption(newest) is None
+    assert stopped or weights(tmp_path / "run") == weights(newest)
+    report(
+        f"the Hub never answers `{point}`, run {end}", 1, 1, f"the upload; ended in {took:.0f} s"
+    )
+
+
+def test_checkpoints_that_cannot_be_removed_cost_nothing(
+    data_dir, tmp_path, capsys, times, report, undeletable
+):
+    times(0, 1) or pytest.skip("in make test-reliability")
+    settings = {"save_every": 2, "lr_schedule": "constant", "resume_from": "latest"}
+    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+
+    def linked(checkpoint):
+        checkpoint.symlink_to(checkpoint.rename(tmp_path / f"elsewhere-{checkpoint.name}"))
+
+    ways = {
+        "a mount point": undeletable,
+        "with a mount point in it": lambda checkpoint: undeletable(checkpoint / "training_state"),
+        "a link": linked,
+    }
+    for number, make in enumerate(ways.values()):
+        folder = tmp_path / f"run-{number}"
+        run(tiny_config(data_dir, folder, max_steps=4, keep_last=9, **settings))
+        for checkpoint in list_checkpoints(folder):
+            make(checkpoint)
+        capsys.readouterr()
+        assert losses(run(tiny_config(data_dir, folder, keep_last=1, **settings))) == losses(whole)
+        said = "".join(capsys.readouterr())
+        assert said.count("could not be removed") == (0 if make is linked else 2), said
+        assert status(folder)["state"] == "finished"
+        assert weights(folder) == weights(tmp_path / "whole")
+    report(
+        "checkpoints that are, or hold, mount points, or are links", len(ways), len(ways), "none"
+    )
+
+
+def test_a_killed_run_goes_on_in_a_copy_without_links(data_dir, tmp_path, times, report):
+    hops, rng = times(0, 8), random.Random(1)
+    hops or pytest.skip("in make test-reliability")
+    settings = {"max_steps": 1000, "save_every": 7, "dropout": 0.1, "resume_from": "latest"}
+    settings |= {"eval_every": 21, "keep_best": True}
+    folder = tmp_path / "run-0"
+    for hop in range(hops):
+        before = last_step(folder)
+        process = start(tiny_config(data_dir, folder, **settings))
+        while last_step(folder) <= before + 30:
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() != 0, "it was done before"
+        copy = tmp_path / f"run-{hop + 1}"
+        if hop % 2:
+            archive = shutil.make_archive(tmp_path / f"archive-{hop}", "zip", folder)
+            shutil.unpack_archive(archive, copy)
+        else:
+            subprocess.run(["cp", "-rL", folder, copy], check=True)
+        assert not any(path.is_symlink() for path in copy.rglob("*"))
+        shutil.rmtree(folder)
+        folder = copy
+    finish(tiny_config(data_dir, folder, **settings))
+    finish(tiny_config(data_dir, tmp_path / "whole", **settings))
+    assert weights(folder) == weights(tmp_path / "whole")
+    for name in ("latest", "best"):
+        link = (tmp_path / "whole" / name).resolve().name
+        assert (
+            not (folder / name).is_symlink() and Path(model_directory(folder / name)).name == link
+        )
+    report("killed, and copied without links by cp -rL or zip", hops, hops, "at most one save")
+
+
 def test_what_the_main_process_does_alone_neither_ends_nor_holds_the_others(
     data_dir, tmp_path, times, report
 ):
     times(0, 1) or pytest.skip("in make test-reliability")
-    settings = {"micro_batch_size": 2, "max_steps": 4, "save_every": 2, "verify_data": True}
+    settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1, "verify_data": True}
     settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     with Hub() as hub:
