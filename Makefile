@@ -17,7 +17,7 @@ CPU_TESTS := tests/kernels tests/models tests/test_optim.py tests/test_device.py
 test-avx2: .venv/installed  ## the tests that depend on the CPU, as a plain laptop runs them
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
-test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 15 minutes
+test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py
 
 bench: .venv/installed  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores

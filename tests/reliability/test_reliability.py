@@ -4,6 +4,7 @@ With `RELIABILITY=long`, as in `make test-reliability`, each fault is tried many
 """
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -466,8 +467,7 @@ POINTS = ("/api/repos/create", "/preupload/", "/info/lfs/", "PUT /lfs/", "/commi
 ENDS = ("stopped", "complete", "complete, signalled twice")
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("point", "end"), zip(POINTS, itertools.cycle(ENDS)))
 def test_a_hub_that_never_answers_costs_the_upload(data_dir, tmp_path, times, report, point, end):
     times(0, 1) or pytest.skip("in make test-reliability")
     settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
