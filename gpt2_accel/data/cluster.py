@@ -100,7 +100,8 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
     """
     if plan.data_dir.exists():
         return finished_before(plan)
-    logs = plan.work.with_name(f"{plan.work.name}.logs")
+    # What datatrove notes there as done is done for this plan alone.
+    logs = plan.work.with_name(f"{plan.work.name}.logs") / str(plan.mark)[:16]
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor
 

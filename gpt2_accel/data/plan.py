@@ -59,5 +59,14 @@ class Plan:
         if not self.restartable:
             return None
         content = [*map(repr, self.pieces), fingerprint(self.tokenizer)]
-        content += [str(self.shard_tokens), str(self.validation_shard)]
-        return hashlib.sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()
+        return digest(*content, str(self.shard_tokens), str(self.validation_shard))
+
+    def piece_marks(self) -> list[str]:
+        """For each piece the SHA-256 (hex) of all that its tokens depend on."""
+        tokenizer = fingerprint(self.tokenizer)
+        return [digest(repr(piece), tokenizer) for piece in self.pieces]
+
+
+def digest(*content: str) -> str:
+    """SHA-256 (hex) of lines of text."""
+    return hashlib.sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()

@@ -4,7 +4,7 @@ Each piece of the corpus (`documents.py`) is tokenized into a file of its own be
 (`tokenizing.py`). When all are there they are laid end to end and cut into shards of equal size
 (`assembly.py`), so that shards, and every byte of them, depend on the corpus and the tokenizer alone: not on
 the number of workers, nor on where a kill fell. Until that is done all is in `.NAME.partial` beside the
-folder to be made; starting again goes on there.
+folder to be made; starting again goes on there, also when some of the text was corrected.
 """
 
 import json
@@ -18,7 +18,7 @@ from gpt2_accel.data.assembly import finish
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import Texts, split_text, text_source, tiny_shakespeare
-from gpt2_accel.data.tokenizing import tokenize
+from gpt2_accel.data.tokenizing import record_path, tokenize
 from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
 
 
@@ -108,32 +108,46 @@ def finished_before(plan: Plan) -> dict:
 def begin(plan: Plan) -> None:
     """Makes the work folder ready, with what an earlier call left of the same work.
 
-    Work on another plan goes if nothing of it is finished, else it raises `ValueError`.
+    Of work on another plan the pieces that both have stay, so that a correction costs what was wrong. Raises
+    `ValueError` if there is finished work and nothing of it can stay.
     """
     work, begun = plan.work, plan.work / "plan.json"
     work.mkdir(parents=True, exist_ok=True)
     if not plan.restartable or mark_of(work) != plan.mark:
-        if plan.restartable and holds_finished_work(work):
+        keep = same_pieces(plan)
+        if plan.restartable and holds_finished_work(work) and not keep:
             raise ValueError(
                 f"{work} holds work begun on other text or with other settings: finish that with its own "
                 "command, or remove the folder"
             )
-        for path in work.iterdir():
-            if path.name != ".lock":
+        stay = {".lock", "pieces", *keep}
+        if keep:  # they and the other plan are whole at any time, should this be killed
+            stay |= {"plan.json", "tokenizer"}
+        else:
+            remove(begun)
+        for path in [*work.iterdir(), *(work / "pieces").glob("*")]:
+            if not {path.name, path.name.split(".")[0]} & stay:
                 remove(path)
-    if (work / MANIFEST).exists():
-        return
-    (work / "pieces").mkdir(exist_ok=True)
-    remove_leftovers(work / "pieces")
-    if not begun.exists():
+        (work / "pieces").mkdir(exist_ok=True)
         plan.tokenizer.save_pretrained(work / "tokenizer")
-        write_json(begun, {"plan": plan.mark})
+        write_json(begun, {"plan": plan.mark, "pieces": plan.piece_marks()})
+    remove_leftovers(work / "pieces")
 
 
 def mark_of(work: Path) -> str | None:
     """The mark of the plan that the work folder is of, None if it is not there yet."""
     found = [path for name in (MANIFEST, "plan.json") if (path := work / name).exists()]
     return json.loads(found[0].read_text())["plan"] if found else None
+
+
+def same_pieces(plan: Plan) -> set[str]:
+    """The names of the finished pieces of another plan that are this one's too; none once shards are begun."""
+    begun = plan.work / "plan.json"
+    if not plan.restartable or not begun.exists() or any(plan.work.glob("*.bin*")):
+        return set()
+    marks = zip(json.loads(begun.read_text()).get("pieces", []), plan.piece_marks(), strict=False)
+    paths = (record_path(plan.work, i) for i, (before, now) in enumerate(marks) if before == now)
+    return {path.stem for path in paths if path.exists()}
 
 
 def holds_finished_work(work: Path) -> bool:

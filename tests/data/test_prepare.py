@@ -617,7 +617,7 @@ def test_two_preparations_other_settings_and_other_data_in_one_folder(
         with pytest.raises(KeyboardInterrupt):
             carry_out(plan(pieces, target))
     with pytest.raises(ValueError, match="work begun on other text"):
-        carry_out(plan(pieces, target, shard_tokens=5))
+        carry_out(plan(pieces, target, train_bpe(["abc"], 260)))
     carry_out(plan(pieces, target))
     with pytest.raises(FileExistsError, match="exists already"):
         carry_out(plan(pieces, target, shard_tokens=5))
@@ -636,6 +636,33 @@ def test_a_mistake_leaves_nothing_in_the_way_of_its_correction(tmp_path):
     done = recipe(*args, "--column", "body")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / ".d.partial").exists() and (tmp_path / "d/manifest.json").exists()
+
+
+def test_the_correction_of_a_late_mistake_costs_what_was_wrong(tmp_path, monkeypatch):
+    for i in range(6):
+        lines = [json.dumps({"text": make_text(30, 10 * i + j)}) for j in range(8)]
+        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines))
+    whole = (tmp_path / "4.jsonl").read_text()
+    (tmp_path / "4.jsonl").write_text(f"{whole}\n{{")
+    tried = []
+
+    def counted(self, number, documents, progress, write=tokenizing.PieceWriter.write):
+        tried.append(number)
+        write(self, number, documents, progress)
+
+    monkeypatch.setattr(tokenizing.PieceWriter, "write", counted)
+    with pytest.raises(ValueError, match="4.jsonl, at byte .* not JSON"):
+        carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
+    (tmp_path / "4.jsonl").write_text(whole)
+    pieces = file_pieces(names_of(tmp_path))
+    # Killed while the work is taken over, that can go on with either plan.
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "write_json", stop)
+        carry_out(plan(pieces, tmp_path / "d"))
+    carry_out(plan(pieces, tmp_path / "d"))
+    assert tried == [0, 1, 2, 3, 4, 4, 5]
+    carry_out(plan(pieces, tmp_path / "e"))
+    assert same(tmp_path / "d", tmp_path / "e")
 
 
 def test_a_split_without_text_leaves_nothing_in_the_way_of_more(tmp_path):
