@@ -11,7 +11,7 @@ from pathlib import Path
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 GRACE = 15.0  # seconds after a signal in which the process ends; launchers and schedulers kill it after 30
-ECHO = 0.5  # seconds in which a second signal is the first: from the terminal to all, then from the launcher
+ECHO = 0.5  # seconds in which a second signal is the first: Slurm signals all, and the launcher passes its own on
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

@@ -178,7 +178,7 @@ def test_a_second_ctrl_c_is_an_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         assert stop.seconds_left == math.inf
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the terminal's came first, then the launcher's own
+        signal.raise_signal(signal.SIGINT)  # the launcher's, which has passed on its own
         assert stop.reason == "SIGINT" and 0 < stop.seconds_left <= signals.GRACE
         monkeypatch.setattr(signals, "ECHO", 0.0)
         signal.raise_signal(signal.SIGTERM)  # what a dying launcher sends: the reason stays

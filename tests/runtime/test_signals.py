@@ -22,14 +22,23 @@ SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
 EXPORTED = dict(re.findall(r"^export (PET_\w+)=(\S+)$", SBATCH, re.MULTILINE))
 
 
-OTHERS = [signal.SIGTERM, signal.SIGINT] if LONG else []  # USR1 is the one that torchrun leaves out
+def send_to_all(launcher, number):
+    """As Slurm does: to the launcher, which passes it on, and to each process below it."""
+    for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
+        process.send_signal(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, *OTHERS])
-def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, data_dir, tmp_path):
-    config = tiny_config(
-        data_dir, tmp_path / "run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant"
-    )
+# USR1 is the one that torchrun leaves out.
+CASES = [(signal.SIGUSR1, os.kill)]
+OTHERS = [(signal.SIGTERM, os.kill), (signal.SIGINT, os.kill), (signal.SIGINT, send_to_all)]
+
+
+@pytest.mark.parametrize(("number", "send"), [*CASES, *(OTHERS if LONG else [])])
+def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tmp_path):
+    settings = {"micro_batch_size": 2, "max_steps": 10**5, "lr_schedule": "constant"}
+    if send is send_to_all:
+        settings["total_batch_size"] = 400 * 32  # an update is long enough for both signals
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
     flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", free_port()]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | EXPORTED
@@ -45,7 +54,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, data_dir, tmp_path
         while len(read_json_lines(tmp_path / "run/metrics.jsonl")) < 5:
             assert launcher.poll() is None and time.monotonic() < ends
             time.sleep(0.1)
-        launcher.send_signal(number)
+        send(launcher.pid, number)
         launcher.wait(60)
     finally:
         launcher.kill()
