@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into a device's memory."""
+"""Finds the largest micro-batch that fits into a device's memory."""
 
 import gc
 
@@ -14,11 +14,11 @@ from gpt2_accel.estimate.memory import activation_bytes
 def fitting_batch_size(
     config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module
 ) -> int:
-    """The largest micro-batch that fits on every rank, among those that divide the batch evenly.
+    """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    On a GPU sizes are tried, forward and backward with random tokens, beside memory as large as the
-    optimizer's state will be; where an attempt that fails cannot be caught (on a CPU, or with a model
-    that is spread over the ranks) they are computed. Parameters and random states are left as they were.
+    On a GPU, sizes are tried: forward and backward with random tokens, with memory reserved for the optimizer state. On
+    a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
+    Parameters and random states do not change.
 
     Raises `ValueError` if not even one sequence fits.
     """
@@ -26,7 +26,7 @@ def fitting_batch_size(
         config.total_batch_size, config.sequence_length * accelerator.num_processes
     )
     if rest or not per_rank:
-        return 1  # whose error says what does not come out even
+        return 1  # the check of the batch sizes raises the error
     if config.ramp_tokens:
         per_rank = min(per_rank, config.ramp_start)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
@@ -43,14 +43,14 @@ def fitting_batch_size(
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
             "the model (accelerate_configs/8xa100_fsdp2.yaml)"
         )
-    accelerator.print(f"micro_batch_size {best}: the largest that fits")
+    accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best
 
 
 def try_size(
     config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
 ) -> bool:
-    """Whether a micro-batch of so many sequences goes through forward and backward."""
+    """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
@@ -72,7 +72,7 @@ def try_size(
 def compute_size(
     config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
 ) -> bool:
-    """Whether the activations of so many sequences should fit beside weights, gradients and optimizer."""
+    """Whether the estimated memory of a micro-batch of `size` sequences is below 90% of the free memory."""
     plain = unwrap(accelerator, model)
     shards = accelerator.num_processes if is_sharded(model) else 1
     weights = sum(p.numel() for p in plain.parameters())

@@ -1,4 +1,4 @@
-"""The summary that `--dry_run` prints: parameters, tokens, FLOPs, memory, days. The hardware need not be here."""
+"""The summary of `--dry_run`: parameters, tokens, FLOPs, memory, days. It needs no accelerator."""
 
 import os
 from pathlib import Path
@@ -13,19 +13,21 @@ from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
-DEVICES = ("A100", "H100", "H200")  # where none is named
+DEVICES = ("A100", "H100", "H200")  # if `device` is not set
 
 
 def dry_run(config: TrainConfig) -> str:
-    """The memory and FLOPs estimate of a run, in words, for the launch that started this process or the config file
-    `accelerate_config`. Reads no data but its manifest, if there is one.
+    """Returns the memory and FLOPs estimate of a run as text.
 
-    Raises `ValueError` for an unknown `device` or a batch that the processes cannot share.
+    The launch is that of this process, or of the config file `accelerate_config`. Of the data only the manifest is
+    read, if it exists.
+
+    Raises `ValueError` for an unknown `device`, or if the batch cannot be divided among the processes.
     """
     if config.device not in (None, *PEAK_FLOPS):
         raise ValueError(f"device must be one of {', '.join(PEAK_FLOPS)}, got {config.device!r}")
     launch = read_launch(config.accelerate_config) if config.accelerate_config else this_launch()
-    vocab_size, data = GPT2_VOCAB_SIZE, "not there yet, so GPT-2's vocabulary is assumed"
+    vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
@@ -44,27 +46,28 @@ def dry_run(config: TrainConfig) -> str:
     )
     memory = memory_by_part(config, shape, launch)
     parts = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in memory.items())
-    needed, there = sum(memory.values()), MEMORY.get(config.device or "")
+    needed, available = sum(memory.values()), MEMORY.get(config.device or "")
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters",
         f"data          {config.data_dir}: {data}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, precision {launch.mixed_precision}{sharded}",
-        f"memory (GB)   {needed / 1e9:.2f} per device{f' of {there / 1e9:.0f}' if there else ''}: {parts}; "
+        f"memory (GB)   {needed / 1e9:.2f} per device{f' of {available / 1e9:.0f}' if available else ''}: {parts}; "
         f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation",
-        f"days          {days}, {devices} of them, at {TYPICAL_MFU:.0%} of their peak in half precision",
+        f"days          {days}, with {devices} of them at {TYPICAL_MFU:.0%} of the peak in half precision",
         note,
     ]
-    if there and needed > there:
+    if available and needed > available:
         lines.append(
-            "it does not fit: lower --micro_batch_size, set --checkpoint_activations true, or shard the model"
+            "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations true, "
+            "or shard the model"
         )
     return "\n".join(filter(None, lines))
 
 
 def this_launch() -> Launch:
-    """The launch that started this process, as Accelerate's launcher says it in the environment."""
+    """Returns the launch of this process, from the environment variables of Accelerate's launcher."""
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     return Launch(
         int(os.environ.get("WORLD_SIZE", 1)),
@@ -74,18 +77,20 @@ def this_launch() -> Launch:
 
 
 def read_launch(path: str) -> Launch:
-    """The launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` if it is none."""
+    """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
     values = load_yaml(path, "--accelerate_config")
     processes = values.get("num_processes")
     if type(processes) is not int or processes < 1:
-        raise ValueError(f"{path} is not an Accelerate config: it has no num_processes")
+        raise ValueError(
+            f"{path} has no num_processes: give a config that `accelerate config` wrote"
+        )
     sharding = values.get("fsdp_config") if values.get("distributed_type") == "FSDP" else None
     version = sharding.get("fsdp_version") if isinstance(sharding, dict) else None
     return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> GPTConfig:
-    """The shape of the model that would be trained: that of `init_from`, or the settings'."""
+    """Returns the model shape of `init_from`, or of the settings without it."""
     if config.init_from is None:
         return GPTConfig.from_settings(config, vocab_size)
     local = Path(config.init_from)

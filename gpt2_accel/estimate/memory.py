@@ -1,4 +1,4 @@
-"""Memory of a training run per device: weights, gradients, optimizer state, activations."""
+"""Memory per device of a training run: weights, gradients, optimizer state, activations."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from gpt2_accel.optim import hidden_matrices
 
 @dataclass
 class Launch:
-    """What an estimate needs to know of a launch, by Accelerate's names; an `Accelerator` knows it too."""
+    """The attributes of an `Accelerator` that an estimate needs, by the same names."""
 
     num_processes: int = 1
     mixed_precision: str = "no"
@@ -25,8 +25,10 @@ class Launch:
 def memory_by_part(
     config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch
 ) -> dict[str, int]:
-    """Bytes per device, at the peak: weights and gradients in fp32, two moments of the optimizer (one where
-    Muon keeps one), activations. FSDP2 spreads all but the activations over the devices."""
+    """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
+
+    AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
+    """
     shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
     with torch.device("meta"):
         model = shape.build()
@@ -51,11 +53,10 @@ def memory_by_part(
 def activation_bytes(
     config: ModelConfig, batch: int, length: int, precision: str, checkpointed: bool = False
 ) -> int:
-    """Bytes that the forward of (batch, length) tokens keeps for the backward, and those of the logits and their
-    gradients, which come on top of it at the peak.
+    """Returns the bytes of the activations of (batch, length) tokens at the peak, without compilation.
 
-    Counted on tensors without memory, as autograd saves them uncompiled. With `checkpointed` activations each block
-    keeps its input in fp32, and one block keeps everything.
+    The count includes the tensors that autograd saves for the backward, measured on fake tensors, and the logits and
+    their gradients. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
     """
     if checkpointed:
         one = activation_bytes(replace(config, n_layer=1), batch, length, precision)
@@ -73,7 +74,7 @@ def activation_bytes(
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = model(tokens, tokens)  # kept, so that no storage is counted under another's name
+            loss = model(tokens, tokens)  # kept alive, so that no storage's id is reused
         own = {p.untyped_storage()._cdata for p in model.parameters()}
         saved = sum(size for key, size in seen.items() if key not in own)
         del loss
@@ -81,5 +82,5 @@ def activation_bytes(
     logits = batch * length * config.padded_vocab_size
     if logits <= LOGITS_AT_ONCE:
         return saved + logits * (4 if dtype is None else 4 + 2)
-    weight = config.padded_vocab_size * config.n_embd  # a copy, and one chunk's gradient
+    weight = config.padded_vocab_size * config.n_embd  # a copy, and the gradient of one chunk
     return saved + (LOGITS_AT_ONCE + 2 * weight) * width

@@ -1,1 +1,1 @@
-"""Evaluations. Each shares its work out over the ranks, by index, and counts no sample twice."""
+"""Evaluations. Each splits its samples among the ranks by index and counts every sample once."""

@@ -1,9 +1,9 @@
-"""Corpora of words between spaces -> text as people write it, which is what GPT-2 was trained on.
+"""De-tokenizers: turn the space-separated words of WikiText and Penn Treebank into natural text.
 
-The GPT-2 paper (section 3.1) undoes the tokenization of WikiText and Penn Treebank by "invertible
-de-tokenizers", which it did not publish. `detokenize` is one: what it joins, the corpus's own rules would
-split again. `lm_eval_wikitext` is that of lm-evaluation-harness, after Megatron-LM's; it is not quite
-invertible, and its word perplexity is defined by it.
+The GPT-2 paper (section 3.1) uses "invertible de-tokenizers" for these corpora, but did not publish them. `detokenize`
+is invertible: the corpus's own rules would split its output into the same words. `lm_eval_wikitext` is the
+de-tokenizer of lm-evaluation-harness, after Megatron-LM's. It is not quite invertible; the harness's word perplexity
+is defined by it.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Joins(NamedTuple):
-    """Words that are written without a space before them, after them, or on either side."""
+    """Words without a space before them (`left`), after them (`right`), or on both sides (`both`: word -> its text)."""
 
     left: frozenset[str]
     right: frozenset[str]
@@ -49,15 +49,15 @@ LM_EVAL_RULES = (
 
 
 def detokenize(text: str, corpus: str) -> str:
-    """The text of `corpus`, "wikitext" or "ptb", without the spaces that its tokenizer put in.
+    """Returns the text of `corpus`, "wikitext" or "ptb", without the spaces that its tokenizer inserted.
 
-    Lines stay lines. Double quotes open and close in turn within a line.
+    Line breaks are kept. Double quotes open and close in turn within a line.
     """
     return "\n".join(join_words(line.split(), CORPORA[corpus]) for line in text.split("\n"))
 
 
 def join_words(words: list[str], joins: Joins) -> str:
-    """The words of one line as written text."""
+    """Joins the words of one line."""
     parts: list[str] = []
     glued, quoted = True, False  # glued: the next word follows without a space
     for word in words:
@@ -72,14 +72,16 @@ def join_words(words: list[str], joins: Joins) -> str:
 
 
 def lm_eval_wikitext(text: str) -> str:
-    """A page of WikiText as lm-evaluation-harness hands it to the model."""
+    """Returns a page of WikiText as lm-evaluation-harness passes it to the model."""
     for pattern, replacement in LM_EVAL_RULES:
         text = re.sub(pattern, replacement, text)
     return text
 
 
 def count_words(text: str) -> int:
-    """The words between the spaces of a corpus, each line's end one more: the unit of the published
-    perplexities (245,569 for WikiText-2's test split, 82,430 for Penn Treebank's)."""
+    """Counts the space-separated words of a corpus, with each line end as one more.
+
+    This is the unit of the published perplexities: 245,569 in WikiText-2's test split, 82,430 in Penn Treebank's.
+    """
     lines = text.removesuffix("\n").split("\n")
     return sum(len(line.split()) for line in lines) + len(lines)

@@ -1,7 +1,7 @@
-"""Any task of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install 'gpt2_accel[eval]'`.
+"""Runs tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install 'gpt2_accel[eval]'`.
 
-The harness gets the model as transformers opens it, in fp32, and its own tokenizer, so that its numbers owe
-nothing to the code here.
+The harness evaluates the transformers model in fp32 with the checkpoint's tokenizer, independently of this package's
+model and evaluations.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ def run_harness(
     task_folder: str | Path | None = None,
     limit: int | None = None,
 ) -> dict[str, float]:
-    """The harness's figures for the HF model in `directory`, as `lm_eval:TASK/METRIC`.
+    """Returns the harness's metrics for the HF model in `directory`, named `lm_eval:TASK/METRIC`.
 
-    All ranks call it, each takes its share; the first gets the result, the others none.
+    All ranks call it and evaluate a share each. The main process gets the result; the others get an empty dict.
 
-    `tasks` are names that the harness knows; YAML files in `task_folder` add more, such as tasks on local
-    data. `limit` takes the first items of each; each rank needs one at least. Raises `ImportError` if the
-    extra is not installed, `ValueError` for an unknown task.
+    `tasks` are names of the harness's tasks; YAML files in `task_folder` add others, such as tasks on local data.
+    `limit` is the number of items of each task, at least one per rank. Raises `ImportError` if the extra is not
+    installed and `ValueError` for an unknown task.
     """
     try:
         from lm_eval import simple_evaluate
@@ -39,12 +39,12 @@ def run_harness(
             f"lm-evaluation-harness is not installed ({error}): pip install 'gpt2_accel[eval]'"
         ) from error
     manager = TaskManager(include_path=task_folder and str(task_folder), include_defaults=False)
-    if not set(tasks) <= set(manager.all_subtasks):  # to read all of its own takes 10 seconds
+    if not set(tasks) <= set(manager.all_subtasks):  # reading all default tasks takes 10 seconds
         manager = TaskManager(include_path=task_folder and str(task_folder))
     for name in tasks:
         if not manager.match_tasks([name]):
             raise ValueError(
-                f"lm-evaluation-harness knows no task {name!r}: `lm-eval ls tasks` lists them"
+                f"lm-evaluation-harness has no task {name!r}: `lm-eval ls tasks` lists its tasks"
             )
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     harness_model = HFLM(
@@ -52,7 +52,7 @@ def run_harness(
         tokenizer=AutoTokenizer.from_pretrained(directory),
         batch_size=BATCH_SIZE,
     )
-    # Given a model, it leaves processes to the caller.
+    # HFLM does not set up processes for a model that it did not load.
     harness_model.accelerator = accelerator
     harness_model._rank = accelerator.process_index
     harness_model._world_size = accelerator.num_processes
@@ -67,7 +67,7 @@ def run_harness(
 
 
 def flatten(results: dict[str, dict]) -> dict[str, float]:
-    """The harness's table by task and "metric,filter" as one level; the filter "none" is left out."""
+    """Flattens the harness's results, task -> "metric,filter" -> value; the filter "none" is not named."""
     flat = {}
     for task, figures in results.items():
         for key, value in figures.items():

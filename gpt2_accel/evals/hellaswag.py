@@ -1,14 +1,14 @@
-"""HellaSwag (Zellers et al., 2019): which of four endings follows? Completion style: each is scored as text.
+"""HellaSwag (Zellers et al., 2019): choose one of four endings. Completion style: each ending is scored as text.
 
-Two conventions, which read different texts:
+Two conventions, with different texts:
 
-- `plain`, as in build-nanogpt and llm.c: context and ending as the data set has them;
-- `lm_eval`, as in lm-evaluation-harness: the activity's name before the context, the second half of which
-  starts with a capital, and leftovers of the WikiHow articles' markup taken out.
+- `plain`, as in build-nanogpt and llm.c: context and ending as in the data set;
+- `lm_eval`, as in lm-evaluation-harness: the activity's name precedes the context, the second half of the context
+  starts with a capital, and the remains of the WikiHow articles' markup are removed.
 
-`acc` takes the ending of highest likelihood. Longer endings are less likely, so `acc_norm` divides the log-
-likelihood by the length: in tokens (`acc_norm_per_token`, what build-nanogpt and llm.c call acc_norm) or in
-characters (`acc_norm_per_char`, what lm-evaluation-harness calls acc_norm).
+`acc` chooses the ending with the highest likelihood. Longer endings are less likely, so `acc_norm` divides the
+log-likelihood by the length: in tokens (`acc_norm_per_token`, the acc_norm of build-nanogpt and llm.c) or in
+characters (`acc_norm_per_char`, the acc_norm of lm-evaluation-harness).
 """
 
 import re
@@ -26,9 +26,11 @@ from gpt2_accel.evals.sources import field
 
 @dataclass
 class HellaSwag:
-    """The items, tokenized for one model. `characters` is the length of each ending. Where the text is longer
-    than the model can read, `cut` contexts lost their beginning, and the items `left_out`, by number, are
-    those with an ending that is too long by itself."""
+    """The items, tokenized for one model.
+
+    `characters` is the length of each ending. `cut` counts the contexts that are cut from the left to fit into
+    `n_positions`. `left_out` are the numbers of the items with an ending that exceeds `n_positions` by itself.
+    """
 
     questions: list[Question]
     characters: list[list[int]]
@@ -43,11 +45,12 @@ def load_hellaswag(
     n_positions: int,
     style: str = "plain",
 ) -> HellaSwag:
-    """Checks and tokenizes items with the fields `ctx`, `endings` and `label`; those of `lm_eval` also have
-    `activity_label`, and `ctx_a` and `ctx_b` in place of `ctx` if their text is the original.
+    """Checks and tokenizes items with the fields `ctx`, `endings` and `label`.
 
-    Raises `ValueError`, naming the item, for a field that is missing or of the wrong type, an empty ending
-    or context or a label out of range, and if no item has endings that fit into `n_positions`.
+    The style `lm_eval` also needs `activity_label`, and uses `ctx_a` and `ctx_b` in place of `ctx` if there are both.
+
+    Raises `ValueError`, naming the item, for a field that is missing or of the wrong type, an empty ending or context,
+    or a label out of range; also if no item has endings that fit into `n_positions`.
     """
     if not items:
         raise ValueError("there are no HellaSwag items: give at least one")
@@ -57,7 +60,7 @@ def load_hellaswag(
         context, endings = STYLE_OF[style](item, where)
         label = read_label(item, len(endings), where)
         if not context.strip() or not all(ending.strip() for ending in endings):
-            raise ValueError(f"{where} has an empty context or ending: take it out")
+            raise ValueError(f"{where} has an empty context or ending: remove it")
         question = encode_question(tokenizer, context, [f" {text}" for text in endings], where)
         if max(map(len, question.continuations)) > n_positions:
             data.left_out.append(number)
@@ -67,19 +70,20 @@ def load_hellaswag(
         data.labels.append(label)
     if not data.questions:
         raise ValueError(
-            f"no HellaSwag item has endings that fit into the model's n_positions ({n_positions})"
+            f"no HellaSwag item has endings that fit into the model's n_positions ({n_positions}): use a model "
+            "with more positions"
         )
     data.cut = len(fit_rows(data.questions, n_positions)[1])
     return data
 
 
 def plain(item: dict, where: str) -> tuple[str, list[str]]:
-    """Context and endings as they are."""
+    """Returns context and endings as in the data set."""
     return field(item, "ctx", str, where), read_endings(item, where)
 
 
 def lm_eval(item: dict, where: str) -> tuple[str, list[str]]:
-    """Context and endings as lm-evaluation-harness writes them."""
+    """Returns context and endings as in lm-evaluation-harness."""
     if "ctx_a" in item and "ctx_b" in item:
         second = field(item, "ctx_b", str, where).capitalize()
         context = f"{field(item, 'ctx_a', str, where)} {second}"
@@ -93,25 +97,25 @@ STYLE_OF = {"plain": plain, "lm_eval": lm_eval}
 
 
 def without_markup(text: str) -> str:
-    """The text without WikiHow's `[title]`, `[step]` and the like."""
+    """Removes WikiHow's markup, such as `[title]` and `[step]`."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def read_endings(item: dict, where: str) -> list[str]:
-    """The endings, two or more strings."""
+    """Returns the endings, two or more strings. Raises `ValueError` for anything else."""
     endings = field(item, "endings", list, where)
     if len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
-        raise ValueError(f"{where} has endings = {endings!r}: expected two texts or more")
+        raise ValueError(f"{where} has endings = {endings!r}: expected two strings or more")
     return endings
 
 
 def read_label(item: dict, choices: int, where: str) -> int:
-    """The number of the right ending; the Hub's data set has it as text, empty in the test split."""
+    """Returns the index of the correct ending. The Hub's data set stores it as text, empty in the test split."""
     label = field(item, "label", int | str, where)
     if not re.fullmatch(r"\d+", str(label)) or int(label) >= choices:
         raise ValueError(
-            f"{where} has label = {label!r}: expected the number of an ending, 0 to {choices - 1}"
+            f"{where} has label = {label!r}: expected the index of an ending, 0 to {choices - 1}"
         )
     return int(label)
 
@@ -124,9 +128,9 @@ def hellaswag(
     data: HellaSwag,
     prefix: str = "hellaswag",
 ) -> dict[str, float]:
-    """`acc`, `acc_norm_per_token` and `acc_norm_per_char` of the model, and the standard error of each.
+    """Returns `acc`, `acc_norm_per_token` and `acc_norm_per_char` of the model, each with its standard error.
 
-    All ranks call it, each scores its share. `interrupted` ends it without a result, as in `score`.
+    All ranks call it and score a share each. If `interrupted`, the result is empty, as in `score`.
     """
     scores = score(accelerator, model, data.questions, interrupted)
     if not scores:

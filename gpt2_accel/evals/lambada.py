@@ -1,10 +1,10 @@
-"""LAMBADA (Paperno et al., 2016): the last word of a passage, which only the whole of it tells.
+"""LAMBADA (Paperno et al., 2016): predict the last word of a passage, which needs the whole passage as context.
 
 Two conventions, from the same passages and the same scores:
 
-- last word, as in lm-evaluation-harness: the text after the last space, all of its tokens, is right if each
-  is the model's first choice; the perplexity is per word;
-- last token: only the last token counts, with what precedes it, the word's own beginning included, given.
+- last word, as in lm-evaluation-harness: all tokens after the last space; the word is correct if each token is the
+  model's first choice; the perplexity is per word;
+- last token: only the passage's last token is scored; the earlier tokens of the last word belong to the context.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,7 @@ from gpt2_accel.evals.scoring import Question, Score, encode_question, fit_rows,
 
 @dataclass
 class Lambada:
-    """The passages, tokenized for one model; `cut` of them lost their beginning, since they are longer than
-    the model can read."""
+    """The passages, tokenized for one model. `cut` counts those that are cut from the left to fit `n_positions`."""
 
     questions: list[Question]
     cut: int
@@ -30,9 +29,9 @@ class Lambada:
 def load_lambada(
     passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, n_positions: int
 ) -> Lambada:
-    """Cuts the passages before their last word, and tokenizes them.
+    """Splits each passage before its last word and tokenizes it.
 
-    Raises `ValueError`, naming the passage, if it has fewer than two words, and if there are none.
+    Raises `ValueError`, naming the passage, for fewer than two words; also if there are no passages.
     """
     if not passages:
         raise ValueError("there are no LAMBADA passages: give at least one")
@@ -41,7 +40,9 @@ def load_lambada(
         where = f"item {number} of LAMBADA"
         context, _, word = passage.rpartition(" ")
         if not context.strip() or not word.strip():
-            raise ValueError(f"{where} has no last word after a space: {passage!r}")
+            raise ValueError(
+                f"{where} needs at least two words with a space between them, got {passage!r}"
+            )
         questions.append(encode_question(tokenizer, context, [f" {word}"], where))
     _, cut = fit_rows(questions, n_positions)
     return Lambada(questions, len(cut))
@@ -54,9 +55,9 @@ def lambada(
     *,
     data: Lambada,
 ) -> dict[str, float]:
-    """Accuracy and perplexity, with standard errors, of the last word and of the last token.
+    """Returns accuracy and perplexity, with standard errors, of the last word and of the last token.
 
-    All ranks call it, each scores its share. `interrupted` ends it without a result, as in `score`.
+    All ranks call it and score a share each. If `interrupted`, the result is empty, as in `score`.
     """
     scores = [row[0] for row in score(accelerator, model, data.questions, interrupted)]
     if not scores:

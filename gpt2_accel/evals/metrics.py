@@ -5,9 +5,8 @@
         loss.add_batch(nats=summed_losses, tokens=token_counts)  # one of each per sample
     loss.compute()  # {"loss": …, "loss_stderr": …}
 
-Several processes count as one, as with every metric of that library: give each `num_process`, its
-`process_id` and one `experiment_id`; process 0 gets the result over all samples, the others None. Each adds
-at least one sample.
+With several processes, give each `num_process`, its `process_id` and a shared `experiment_id`, as for every metric of
+that library. Process 0 gets the result over all samples, the others None. Each process adds at least one sample.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from datasets import Sequence as ListOf
 
 from gpt2_accel.evals.scores import bits_per_byte, choice_accuracy, mean_loss, perplexity
 
-NATS = "nats: of each sample, the negative log-likelihood summed over its tokens, in nats."
-TOKENS = "tokens: of each sample, how many tokens (or words, or bytes) it has."
+NATS = "nats: the negative log-likelihood of each sample, summed over its tokens, in nats."
+TOKENS = "tokens: the number of tokens (or words, or bytes) of each sample."
 
 
 class Metric(evaluate.Metric):
-    """A metric whose docstring, `inputs` and `columns` are what `evaluate` wants to know of it."""
+    """A metric that `evaluate` describes by its docstring, `inputs` and `columns`."""
 
     inputs = f"{NATS}\n{TOKENS}"
     columns = {"nats": Value("float64"), "tokens": Value("int64")}  # noqa: RUF012
@@ -38,7 +37,7 @@ class Metric(evaluate.Metric):
 
 
 class TokenLoss(Metric):
-    """Mean loss per token, however the samples are cut: not the mean of batches' means."""
+    """The mean loss per token. Every token has the same weight: this is not the mean of the batches' means."""
 
     def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
         return mean_loss(nats, tokens)
@@ -52,9 +51,9 @@ class Perplexity(Metric):
 
 
 class BitsPerByte(Metric):
-    """The code length of the text in bits by its length in bytes, which compares across tokenizers."""
+    """The code length of the text in bits per byte of text; comparable across tokenizers."""
 
-    inputs = f"{NATS}\nbytes: of each sample, in UTF-8."
+    inputs = f"{NATS}\nbytes: the length of each sample in UTF-8."
     columns = {"nats": Value("float64"), "bytes": Value("int64")}  # noqa: RUF012
 
     def _compute(self, nats: Sequence[float], bytes: Sequence[int]) -> dict[str, float]:
@@ -62,11 +61,11 @@ class BitsPerByte(Metric):
 
 
 class ChoiceAccuracy(Metric):
-    """How often the choice of highest score is the right one."""
+    """The share of samples whose choice with the highest score is the correct one."""
 
     inputs = (
-        "predictions: of each sample, a score for each choice, the higher the likelier: log-"
-        "likelihoods, or these by the choice's length.\nreferences: the number of the right choice."
+        "predictions: a score for each choice of each sample, such as its log-likelihood, optionally "
+        "divided by the choice's length.\nreferences: the index of the correct choice."
     )
     columns = {"predictions": ListOf(Value("float64")), "references": Value("int64")}  # noqa: RUF012
 

@@ -1,13 +1,13 @@
-"""How well a model predicts a text.
+"""Perplexity of a model on a text.
 
-Two conventions. The GPT-2 paper's takes a corpus as one long text; the loss of its tokens is divided by the
-words that the corpus had before `detokenize`. lm-evaluation-harness's takes each document by itself, after
-`lm_eval_wikitext`, and divides by the document's words as it counts them.
+Two conventions. In the GPT-2 paper's, a corpus is one long text, and the summed loss is divided by the number of words
+before `detokenize`. In lm-evaluation-harness's, each document is separate, after `lm_eval_wikitext`, and the loss is
+divided by the harness's own word count.
 
-Each text is preceded by `<|endoftext|>` and read in windows: the first predicts `n_positions` tokens, each
-further one the next `stride`, with as much before them as the model can read. Every token is predicted
-once. With a stride of `n_positions`, the default and lm-evaluation-harness's, windows do not overlap,
-except that the last reaches back; a short one costs more and gives each token more to go by.
+`<|endoftext|>` precedes each text. The text is read in windows: the first predicts `n_positions` tokens, each later one
+the next `stride` tokens after the longest context that fits. Every token is predicted once. With a stride of
+`n_positions`, the default here and in lm-evaluation-harness, windows do not overlap, except that the last one is full
+length. A shorter stride gives tokens more context and costs more.
 """
 
 import re
@@ -29,13 +29,12 @@ CORPUS_OF = {
     "wikitext2": "wikitext",
     "wikitext103": "wikitext",
     "ptb": "ptb",
-}  # how it is tokenized
+}  # task -> the corpus of `detokenize`
 
 
 @dataclass
 class Document:
-    """A text as token ids, the first of which is only read; `words` and `bytes` are what its loss is divided
-    by."""
+    """A text as token ids. The first token is context only; `words` and `bytes` divide the loss."""
 
     ids: list[int]
     words: int
@@ -43,7 +42,7 @@ class Document:
 
 
 class Window(NamedTuple):
-    """The tokens [start, end) of a document are read, those from `first` to `end`, inclusive, predicted."""
+    """A window of a document: reads the tokens [start, end) and predicts `first` to `end`, inclusive."""
 
     document: int
     start: int
@@ -52,20 +51,23 @@ class Window(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that are read."""
+        """The number of tokens read."""
         return self.end - self.start
 
     @property
     def context(self) -> int:
-        """How many of them come before the one that predicts `first`."""
+        """The number of tokens before the one that predicts `first`."""
         return self.first - 1 - self.start
 
 
 def load_corpus(
     task: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Document]:
-    """All texts as one document, in the GPT-2 paper's convention; of a task that is not in `CORPUS_OF` as it
-    is. `bytes` are those of the text that the model reads. Raises `ValueError` if it has no words."""
+    """Returns all texts as one document, in the GPT-2 paper's convention.
+
+    The text is de-tokenized if `task` is in `CORPUS_OF`. `bytes` counts the text that the model reads. Raises
+    `ValueError` if there is nothing to predict.
+    """
     text = "\n".join(text.removesuffix("\n") for text in texts)
     written = detokenize(text, CORPUS_OF[task]) if task in CORPUS_OF else text
     words = sum(map(count_words, texts))
@@ -73,8 +75,10 @@ def load_corpus(
 
 
 def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """Each text a document, in lm-evaluation-harness's convention, which counts the words and bytes of the
-    text before `lm_eval_wikitext`. Raises `ValueError` for a text without words."""
+    """Returns each text as a document, in lm-evaluation-harness's convention.
+
+    Words and bytes are counted before `lm_eval_wikitext`. Raises `ValueError` for a text with nothing to predict.
+    """
     return [
         to_document(
             tokenizer, lm_eval_wikitext(text), len(re.split(r"\s+", text)), len(text.encode())
@@ -84,15 +88,15 @@ def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def to_document(tokenizer: PreTrainedTokenizerBase, text: str, words: int, size: int) -> Document:
-    """A tokenized text after its `<|endoftext|>`; where the tokenizer has none, its first token is only read.
+    """Tokenizes a text after `<|endoftext|>`; without that token, the text's first token is context only.
 
-    Raises `ValueError` if nothing is left to predict.
+    Raises `ValueError` if there is nothing to predict.
     """
     start = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = start + encode(tokenizer, [text])[0]
     if len(ids) < 2:
         raise ValueError(
-            f"there is nothing to predict in the text {text[:40]!r}: give a longer one"
+            f"there is nothing to predict in the text {text[:40]!r}: give a longer text"
         )
     return Document(ids, words, size)
 
@@ -104,7 +108,7 @@ def check_stride(stride: int | None, n_positions: int) -> None:
 
 
 def windows(document: int, tokens: int, n_positions: int, stride: int | None) -> Iterator[Window]:
-    """The windows of a document of so many tokens, the first of which is only read."""
+    """Yields the windows of document number `document`, which has `tokens` tokens."""
     stride = stride or n_positions
     first = 1
     while first < tokens:
@@ -120,7 +124,7 @@ def text_loss(
     stride: int | None,
     interrupted: Callable[[], bool],
 ) -> tuple[list[Window], list[float]]:
-    """All windows in order, and the nats of each; nothing if it was interrupted."""
+    """Returns all windows in order and the loss of each in nats; empty lists if `interrupted`."""
     config = unwrap(accelerator, model).config
     check_stride(stride, config.n_positions)
     todo = [
@@ -141,7 +145,7 @@ def text_loss(
 
 
 def shape(batch: Sequence[Window]) -> tuple[int, int]:
-    """The positions of a batch, and how many of them, the last, have logits."""
+    """Returns the positions of a batch, and the number of last positions that need logits."""
     width = max(window.length for window in batch)
     return width, width - min(window.context for window in batch)
 
@@ -149,7 +153,7 @@ def shape(batch: Sequence[Window]) -> tuple[int, int]:
 def window_loss(
     model: torch.nn.Module, batch: Sequence[Window], documents: Sequence[Document]
 ) -> list[float]:
-    """The nats of each window's predicted tokens."""
+    """Returns the loss of each window, summed over its predicted tokens, in nats."""
     width, kept = shape(batch)
     input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
     targets = torch.full_like(input_ids, -100)
@@ -176,10 +180,11 @@ def corpus_perplexity(
     documents: Sequence[Document],
     stride: int | None = None,
 ) -> dict[str, float]:
-    """`loss` per token with its standard error over windows, `perplexity_per_token`, `perplexity_per_word`
-    and `bits_per_byte` of the documents. All ranks call it, each reads its share.
+    """Returns `loss` per token, with its standard error over windows, `perplexity_per_token`, `perplexity_per_word` and
+    `bits_per_byte` of the documents.
 
-    A `stride` of None is `n_positions`. `interrupted` ends it without a result, as in `run_sharded`.
+    All ranks call it and read a share each. A `stride` of None is `n_positions`. If `interrupted`, the result is empty,
+    as in `run_sharded`.
     """
     found, nats = text_loss(accelerator, model, documents, stride, interrupted)
     if not found:
@@ -202,8 +207,8 @@ def page_perplexity(
     documents: Sequence[Document],
     stride: int | None = None,
 ) -> dict[str, float]:
-    """`word_perplexity`, with its standard error over documents, `byte_perplexity` and `bits_per_byte` of
-    documents, as lm-evaluation-harness names them, after `lm_eval_`; else as `corpus_perplexity`."""
+    """Returns `lm_eval_word_perplexity`, with its standard error over documents, `lm_eval_byte_perplexity` and
+    `lm_eval_bits_per_byte`, named as in lm-evaluation-harness. Otherwise like `corpus_perplexity`."""
     found, nats = text_loss(accelerator, model, documents, stride, interrupted)
     if not found:
         return {}

@@ -1,15 +1,15 @@
-"""The record of a model's evaluations, `evaluation.json`: later ones are added to earlier ones."""
+"""`evaluation.json`, the record of evaluations: new results are merged with earlier ones."""
 
 from pathlib import Path
 
 from gpt2_accel.files import parse_json
 
-# The figures of an entry are of the same weights in the same precision.
+# Results are merged into one entry only for the same weights in the same precision.
 IDENTITY = ("weights", "precision")
 
 
 def read_record(path: Path) -> dict[str, dict]:
-    """The entries of a record, model -> entry, none if it does not exist.
+    """Returns the entries of a record, model -> entry; empty if the file does not exist.
 
     Raises `ValueError` if the file holds anything else.
     """
@@ -22,15 +22,15 @@ def read_record(path: Path) -> dict[str, dict]:
     except (ValueError, KeyError, TypeError, AttributeError):
         wrong = True
     if wrong:
-        raise ValueError(f"{path} holds something else than evaluations: choose another --output")
+        raise ValueError(f"{path} does not hold evaluations: choose another --output")
     return record
 
 
 def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
-    """Puts an entry into a record as that of the model `name`.
+    """Adds the entry of the model `name` to a record, in place.
 
-    A task's figures and notes replace its older ones of the same weights in the same precision; other tasks' stay.
-    An entry of other weights, or in another precision, is kept under a name that says which.
+    A task's results and notes replace earlier ones of the same weights and precision; other tasks keep theirs. An
+    earlier entry of other weights or another precision is kept under a name with its step, weights and precision.
     """
     same = [
         key
@@ -47,7 +47,7 @@ def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
 
 
 def merged(old: dict, new: dict) -> dict:
-    """The new entry with what the old one has of tasks that are not in the new one."""
+    """Returns the new entry with the old entry's results and notes of all other tasks."""
     tasks = {metric.partition("/")[0] for metric in new["results"]}
     tasks |= {note.partition(": ")[0] for note in new["notes"]}
     joined = {"notes": [n for n in old["notes"] if n.partition(": ")[0] not in tasks]}

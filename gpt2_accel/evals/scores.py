@@ -1,7 +1,7 @@
-"""What an evaluation adds up to: the formulas, on plain lists of numbers.
+"""The formulas of all evaluation metrics, on plain lists of numbers.
 
-A sample is what was scored as one: a window of tokens, a document, a question with its choices. Every
-standard error is over samples and takes them as independent; it is left out where there is only one.
+A sample is a window of tokens, a document, or a question with its choices. Standard errors are over samples, which are
+taken as independent; a single sample has no standard error.
 """
 
 import math
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 
 def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-    """`loss`, the mean negative log-likelihood per token in nats, and its standard error `loss_stderr`.
+    """Returns `loss`, the mean negative log-likelihood per token in nats, and its standard error `loss_stderr`.
 
-    nats: (n,), summed over each sample; tokens: (n,), how many each has. Every token counts the same,
-    however the samples are cut. The error is that of a ratio of two sums (Cochran, Sampling Techniques,
-    1977, section 2.11). Raises `ValueError` if there are no tokens.
+    nats: (n,), the sum of each sample; tokens: (n,), the number of tokens of each sample. Every token has the same
+    weight. The standard error is that of a ratio of two sums (Cochran, Sampling Techniques, 1977, section 2.11).
+    Raises `ValueError` if there are no tokens.
     """
     total = sum(tokens)
     if not total:
-        raise ValueError("there is nothing to take the mean of: give at least one token")
+        raise ValueError("the mean loss of no tokens is undefined: give at least one token")
     loss = math.fsum(nats) / total
     n = len(nats)
     if n < 2:
@@ -27,8 +27,11 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
 
 
 def perplexity(nats: Sequence[float], units: Sequence[int]) -> dict[str, float]:
-    """`perplexity`, the exponential of the mean loss per unit (token, word or byte), infinite where that
-    is too large for a float, and `perplexity_stderr` by the delta method. Raises as `mean_loss`."""
+    """Returns `perplexity`, the exponential of the mean loss per unit (token, word or byte), and `perplexity_stderr` by
+    the delta method.
+
+    The perplexity is infinite if it overflows a float. Raises the error of `mean_loss`.
+    """
     mean = mean_loss(nats, units)
     try:
         value = math.exp(mean["loss"])
@@ -39,9 +42,9 @@ def perplexity(nats: Sequence[float], units: Sequence[int]) -> dict[str, float]:
 
 
 def bits_per_byte(nats: Sequence[float], text_bytes: float) -> dict[str, float]:
-    """`bits_per_byte`: the code length of the text, which compares across tokenizers.
+    """Returns `bits_per_byte`, the code length of the text in bits per byte; comparable across tokenizers.
 
-    `text_bytes` is the length of all samples' text in UTF-8. Raises `ValueError` if that is not positive.
+    `text_bytes` is the length of all samples' text in UTF-8. Raises `ValueError` if it is not positive.
     """
     if text_bytes <= 0:
         raise ValueError(f"a text of {text_bytes} bytes has no bits per byte: give at least one")
@@ -49,27 +52,32 @@ def bits_per_byte(nats: Sequence[float], text_bytes: float) -> dict[str, float]:
 
 
 def choice_accuracy(scores: Sequence[Sequence[float]], labels: Sequence[int]) -> dict[str, float]:
-    """`accuracy`, the share of samples whose choice of highest score is the right one, the first of equals;
-    and `accuracy_stderr`. A sample with a score that is not a number counts as wrong.
+    """Returns `accuracy`, the share of samples whose choice with the highest score is correct, and `accuracy_stderr`.
 
-    scores: (n, choices), where the number of choices may differ; labels: (n,), in [0, choices).
-    Raises `ValueError` if there are none, and for a label out of range.
+    The first of equal scores is chosen. A sample with a NaN score counts as wrong.
+
+    scores: (n, choices), the number of choices may differ between samples; labels: (n,), in [0, choices). Raises
+    `ValueError` if there are no samples, and for a label out of range.
     """
     right = []
     for i, (row, label) in enumerate(zip(scores, labels, strict=True)):
         if not 0 <= label < len(row):
-            raise ValueError(f"sample {i} has the label {label}, but {len(row)} choices")
+            raise ValueError(
+                f"sample {i} has the label {label}: give the index of one of its {len(row)} choices"
+            )
         best = max(range(len(row)), key=row.__getitem__)
         right.append(best == label and not any(map(math.isnan, row)))
     return accuracy(right)
 
 
 def accuracy(right: Sequence[bool]) -> dict[str, float]:
-    """`accuracy`, the share of samples that are right, and `accuracy_stderr`. Raises `ValueError` if there
-    are no samples."""
+    """Returns `accuracy`, the share of correct samples, and `accuracy_stderr`.
+
+    Raises `ValueError` if there are no samples.
+    """
     n = len(right)
     if not n:
-        raise ValueError("there are no samples to take the accuracy of: give at least one")
+        raise ValueError("the accuracy of no samples is undefined: give at least one sample")
     share = sum(right) / n
     error = {"accuracy_stderr": math.sqrt(share * (1 - share) / (n - 1))} if n > 1 else {}
     return {"accuracy": share, **error}

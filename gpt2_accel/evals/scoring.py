@@ -1,14 +1,13 @@
-"""How likely a model finds continuations of contexts, many at once.
+"""Log-likelihoods of continuations given a context, in batches.
 
-The continuations of one context share a row, in which each sees the context and itself, so that the
-context is read once and not once for each:
+The continuations of a context share a row. Each attends to the context and to itself, so the context is read once:
 
-    tokens     c0 c1 c2 | c3 a0 a1 | c3 b0        the context c, its continuations a0 a1 a2 and b0 b1
+    tokens     c0 c1 c2 | c3 a0 a1 | c3 b0        context c, continuations a0 a1 a2 and b0 b1
     position    0  1  2 |  3  4  5 |  3  4
-    predicts            | a0 a1 a2 | b0 b1        the logits of these positions are all that is computed
+    predicts            | a0 a1 a2 | b0 b1        logits are computed at these positions only
 
-Rows of like length make a batch. The model runs uncompiled, whatever the launch says: no length compiles
-anything, and a whole task takes less time than the compiler needs for one of its lengths.
+A batch has rows of similar length. The model always runs uncompiled: compiling for one row length takes longer than a
+whole task.
 """
 
 import math
@@ -28,21 +27,24 @@ from gpt2_accel.tokenizer import encode
 Item = TypeVar("Item")
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-BATCH_TOKENS = 4096  # positions of one batch, at most, unless a single row has more
-LOGIT_VALUES = 2**27  # logits of one batch, at most, likewise: 512 MiB in fp32
+BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
+LOGIT_VALUES = 2**27  # maximum logits of a batch, likewise: 512 MiB in fp32
 
 
 @dataclass
 class Question:
-    """A context and what may follow it, as token ids; none of them empty."""
+    """A context and its possible continuations, as token ids; none is empty."""
 
     context: list[int]
     continuations: list[list[int]]
 
 
 class Score(NamedTuple):
-    """What a model says of one continuation: negative log-likelihoods in nats, of all its `tokens` and of
-    the last, and whether all of them, and the last, are the model's first choice."""
+    """The score of one continuation.
+
+    `nats` is the negative log-likelihood of all its `tokens`, and `last_nats` that of the last token, in nats. `greedy`
+    and `last_greedy` say whether all tokens, or the last one, are the model's first choice.
+    """
 
     nats: float
     tokens: int
@@ -52,7 +54,7 @@ class Score(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Continuations of a question that are scored together: `places` in its list, after `context`."""
+    """Continuations of a question that share a row after `context`; `places` are their indices in the question."""
 
     question: int
     places: list[int]
@@ -61,18 +63,18 @@ class Row(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """Tokens to predict."""
+        """The number of tokens to predict."""
         return sum(map(len, self.continuations))
 
 
 def encode_question(
     tokenizer: PreTrainedTokenizerBase, context: str, continuations: Sequence[str], where: str
 ) -> Question:
-    """A question from texts, which are tokenized together, so that a word is cut as in running text.
+    """Returns a question from texts. Context and continuation are tokenized together, as running text.
 
-    Spaces that end the context go to the continuations, as in lm-evaluation-harness. An empty context is
-    the start of a text. Raises `ValueError`, with the question's place `where`, for a continuation without
-    tokens or an empty context where the tokenizer has no `<|endoftext|>`; and as `encode`.
+    Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. An empty context becomes
+    `<|endoftext|>`. Raises `ValueError`, naming the question by `where`, for a continuation without tokens, or for an
+    empty context if the tokenizer has no `<|endoftext|>`; also the errors of `encode`.
     """
     stem = context.rstrip()
     rest = context[len(stem) :]
@@ -80,21 +82,21 @@ def encode_question(
     start, *ids = encode(tokenizer, [stem, *whole])
     cut = [text[len(start) :] for text in ids]
     if not all(cut):
-        raise ValueError(f"{where} has a continuation without tokens: take it out")
+        raise ValueError(f"{where} has a continuation without tokens: remove it")
     if not start:
         if tokenizer.eos_token_id is None:
             raise ValueError(
-                f"{where} has no context, and the tokenizer no token that starts a text: take it out"
+                f"{where} has no context, and the tokenizer has no token that starts a text: remove it"
             )
         start = [tokenizer.eos_token_id]
     return Question(start, cut)
 
 
 def fit_rows(questions: Sequence[Question], n_positions: int) -> tuple[list[Row], list[int]]:
-    """The rows of all questions, and the numbers of those whose context had to be cut from the left.
+    """Returns the rows of all questions, and the numbers of the questions whose context is cut from the left.
 
-    There each continuation has a row of its own, with as much context as fits beside it. Raises
-    `ValueError` for a continuation that does not fit by itself.
+    Each continuation of a cut question has its own row, with the longest context that fits. Raises `ValueError` for a
+    continuation that exceeds `n_positions` by itself.
     """
     rows, cut = [], []
     for number, (context, continuations) in enumerate(
@@ -104,7 +106,7 @@ def fit_rows(questions: Sequence[Question], n_positions: int) -> tuple[list[Row]
         if longest > n_positions:
             raise ValueError(
                 f"question {number} has a continuation of {longest} tokens, more than the model's "
-                f"n_positions ({n_positions}): take it out"
+                f"n_positions ({n_positions}): remove it"
             )
         if len(context) + longest - 1 <= n_positions:
             rows.append(Row(number, list(range(len(continuations))), context, continuations))
@@ -117,7 +119,7 @@ def fit_rows(questions: Sequence[Question], n_positions: int) -> tuple[list[Row]
 
 
 def batched(items: Iterable[Item], fit: Callable[[list[Item]], bool]) -> list[list[Item]]:
-    """The items in their order, as many to a batch as `fit` together, at least one."""
+    """Groups the items, in order, into batches that `fit`; each has at least one item."""
     batches: list[list[Item]] = []
     for item in items:
         if batches and fit([*batches[-1], item]):
@@ -128,27 +130,27 @@ def batched(items: Iterable[Item], fit: Callable[[list[Item]], bool]) -> list[li
 
 
 def fits(rows: int, width: int, predicted: int, vocab_size: int) -> bool:
-    """Whether a batch of so many rows and positions, with logits at the last `predicted`, is small enough."""
+    """Whether a batch of `rows` x `width` positions, with logits at the last `predicted`, is within the limits."""
     return rows * width <= BATCH_TOKENS and rows * predicted * vocab_size <= LOGIT_VALUES
 
 
 def shape(batch: Sequence[Row]) -> tuple[int, int]:
-    """The positions of a batch, and how many of them, the last, have logits."""
+    """Returns the positions of a batch, and the number of last positions that need logits."""
     answers = max(row.answers for row in batch)
     return max(len(row.context) for row in batch) - 1 + answers, answers
 
 
 def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch as the model reads it: `input_ids` and `position_ids` (B, T) int64, `attention_mask`
-    (B, 1, T, T) bool, and `targets` (B, S) int64 of the last S positions, -100 where there is none.
+    """Returns the model's inputs: `input_ids` and `position_ids` (B, T) int64, `attention_mask` (B, 1, T, T) bool, and
+    `targets` (B, S) int64 of the last S positions, -100 at padding.
 
-    Each row is its context, padding, its continuations, padding.
+    A row is the context, padding, the continuations, padding.
     """
     width, answers = shape(batch)
     input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
     position_ids = torch.zeros_like(input_ids)
     targets = torch.full((len(batch), answers), -100)
-    branch = torch.full_like(input_ids, -1)  # 0 the context, then the continuations; -1 padding
+    branch = torch.full_like(input_ids, -1)  # 0 context, 1 and up continuations, -1 padding
     for i, row in enumerate(batch):
         shared = len(row.context) - 1
         input_ids[i, :shared] = torch.tensor(row.context[:-1])
@@ -174,7 +176,7 @@ def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tenso
 
 
 def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> list[tuple[int, int, Score]]:
-    """The scores of each row's continuations, each with its question and its place there."""
+    """Returns (question, place, score) of each continuation of the rows."""
     inputs = collate(batch, model.device)
     targets = inputs.pop("targets")
     logits = model(**inputs, logits_to_keep=targets.shape[1]).float()  # (B, S, V)
@@ -191,7 +193,7 @@ def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> list[tuple[int,
 def row_scores(
     row: Row, nats: list[float], first_choice: list[float]
 ) -> Iterator[tuple[int, int, Score]]:
-    """The scores of one row from the figures of its predicted tokens."""
+    """Yields (question, place, score) of each continuation, from the values of the row's predicted tokens."""
     start = 0
     for place, ids in zip(row.places, row.continuations, strict=True):
         end = start + len(ids)
@@ -215,9 +217,9 @@ def score(
     questions: Sequence[Question],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[list[Score]]:
-    """The score of every continuation of every question, on all ranks, which all call it.
+    """Returns the score of every continuation of every question, on all ranks. All ranks call it.
 
-    `model` and `interrupted` are those of `run_sharded`. Raises as `fit_rows`.
+    `model` and `interrupted` are passed to `run_sharded`. Raises the error of `fit_rows`.
     """
     config = unwrap(accelerator, model).config
     rows, _ = fit_rows(questions, config.n_positions)
@@ -238,11 +240,10 @@ def run_sharded(
     run: Callable[[torch.nn.Module, Batch], list[Result]],
     interrupted: Callable[[], bool],
 ) -> list[Result]:
-    """The results of `run(model, batch)` for all batches, in no particular order, on all ranks.
+    """Returns the results of `run(model, batch)` for all batches, unordered, on all ranks.
 
-    `model` is the `GPT`, prepared or not; its mode is left as it was. Batches go round the ranks by number,
-    so that none is run twice. `interrupted`, asked before each round and the same on all ranks, ends it
-    without results.
+    `model` may be prepared or not; its mode is restored. Batch i runs on rank i modulo the number of ranks.
+    `interrupted` is called before each round and must agree on all ranks; if True, the result is empty.
     """
     plain = unwrap(accelerator, model)
     was_training = plain.training
@@ -253,7 +254,7 @@ def run_sharded(
             plain.train(was_training)
             return []
         mine = first + accelerator.process_index
-        # A rank without a batch of its own runs the last one too: a sharded model takes all ranks.
+        # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
         found = run(plain, batches[min(mine, len(batches) - 1)])
         results += found if mine < len(batches) else []
     plain.train(was_training)

@@ -1,7 +1,7 @@
-"""Where the items of a benchmark come from: the Hugging Face Hub, or a local file.
+"""Reads the items of a benchmark from the Hugging Face Hub or a local file.
 
-From the Hub each is read as the Parquet file that the Hub itself makes of a data set, so that no data
-set's own script is run (`datasets` runs none any more).
+The Hub's own Parquet conversion of each data set is read, so no data set script is run (`datasets` no longer runs
+them).
 """
 
 import re
@@ -14,15 +14,15 @@ from gpt2_accel.errors import first_line
 from gpt2_accel.files import parse_json
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
-PARQUET_REVISION = "refs/convert/parquet"  # of every data set, made by the Hub
+PARQUET_REVISION = "refs/convert/parquet"  # the Hub's conversion of every data set
 
 
 def read_items(task: str, data: str | Path | None = None) -> list[dict]:
-    """The items of `task`: from the Hub, where `SOURCES` has it, or from the local file `data`.
+    """Returns the items of `task` from the local file `data`, or from the Hub if `data` is None.
 
-    A `.jsonl` file has an object a line; of any other file the text is the one item, `{"text": …}`, and for
-    LAMBADA each line. Raises `FileNotFoundError` if there is no such file, or no Hub, `ValueError` if it holds
-    no items, is not UTF-8 or a line is not a JSON object.
+    A `.jsonl` file has one object per line. The text of any other file is one item, `{"text": …}`; for LAMBADA each
+    line is one. Raises `FileNotFoundError` if the file does not exist or the Hub cannot be read, and `ValueError` if
+    there are no items, the file is not UTF-8 or a line is not a JSON object.
     """
     if data is None:
         items = from_hub(SOURCES[task])
@@ -32,20 +32,20 @@ def read_items(task: str, data: str | Path | None = None) -> list[dict]:
         items = parse_file(Path(data), lines=task == "lambada")
     if not items:
         raise ValueError(
-            f"{data or SOURCES[task].repo_id} holds no items for {task}: give one with some"
+            f"{data or SOURCES[task].repo_id} holds no items for {task}: give a file with at least one"
         )
     return items
 
 
 def from_hub(source: Source) -> list[dict]:
-    """The rows of a split, downloaded unless they are in the Hub client's cache."""
+    """Returns the rows of a split, downloaded unless they are in the Hub client's cache."""
     from datasets import Dataset
 
     try:
         path = hf_hub_download(
             source.repo_id, source.file, revision=PARQUET_REVISION, repo_type="dataset"
         )
-    except (OSError, ValueError) as error:  # of the Hub's client or its HTTP library
+    except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
         raise FileNotFoundError(
             f"{source.repo_id} cannot be read from the Hub: connect to it, or give a local file "
             f"({first_line(error)})"
@@ -54,7 +54,7 @@ def from_hub(source: Source) -> list[dict]:
 
 
 def parse_file(path: Path, lines: bool) -> list[dict]:
-    """The items of a local file; of a text that is not JSONL each line is one, or all of it."""
+    """Returns the items of a local file; unless it is JSONL, each of its `lines` or the whole text is an item."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -66,9 +66,11 @@ def parse_file(path: Path, lines: bool) -> list[dict]:
 
 
 def parse_lines(text: str, name: str) -> list[dict]:
-    """The objects of a JSONL file, blank lines left out; `name` is the file's in errors."""
+    """Returns the objects of a JSONL file, without blank lines; error messages call the file `name`."""
     items = []
-    for number, line in enumerate(text.split("\n"), start=1):  # not at U+2028 and the like
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # splitlines() would also split at U+2028
         if not line.strip():
             continue
         try:
@@ -76,14 +78,15 @@ def parse_lines(text: str, name: str) -> list[dict]:
         except ValueError as error:
             raise ValueError(f"{name}, line {number}, is not valid JSON: {error}") from error
         if not isinstance(item, dict):
-            raise ValueError(f"{name}, line {number}, is not a JSON object: write {{…}} a line")
+            raise ValueError(
+                f"{name}, line {number}, is not a JSON object: write one {{…}} per line"
+            )
         items.append(item)
     return items
 
 
 def field(item: dict, name: str, kind: type | UnionType, where: str):
-    """A field of an item. Raises `ValueError`, with the item's place `where`, if it is missing or of another
-    type."""
+    """Returns a field of an item. Raises `ValueError`, naming the item by `where`, if it is missing or not a `kind`."""
     if name not in item:
         raise ValueError(
             f"{where} has no field {name!r}: it has {', '.join(map(repr, item)) or 'none'}"
@@ -95,7 +98,7 @@ def field(item: dict, name: str, kind: type | UnionType, where: str):
 
 
 def texts(task: str, items: list[dict]) -> list[str]:
-    """The text of each item: its field "text", or the one that the Hub's data set has it in."""
+    """Returns the text of each item, from the field of the Hub's data set or else from "text"."""
     column = SOURCES[task].column if task in SOURCES else "text"
     found = []
     for number, item in enumerate(items):

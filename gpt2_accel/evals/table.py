@@ -1,13 +1,13 @@
-"""The table of results, with what others published for GPT-2 beside it, and by which convention."""
+"""The table of results, with published results of GPT-2 and the convention of each metric."""
 
 from collections.abc import Collection, Mapping
 
-# What OpenAI's four checkpoints are called on the Hub.
+# Hub ids of OpenAI's four checkpoints.
 BASELINES = tuple(
     f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 )
 PAPER = "GPT-2 paper, table 3"
-# Metric -> who published it; gpt2, gpt2-medium, gpt2-large, gpt2-xl, None where nothing is known.
+# Metric -> publisher and the results of gpt2, gpt2-medium, gpt2-large, gpt2-xl; None if unknown.
 PUBLISHED: dict[str, tuple[str, tuple[float | None, ...]]] = {
     "train/loss": ("nanoGPT, on OpenWebText", (3.11, 2.85, 2.66, 2.56)),
     "val/loss": ("nanoGPT, on OpenWebText", (3.12, 2.84, 2.67, 2.54)),
@@ -26,48 +26,47 @@ PUBLISHED: dict[str, tuple[str, tuple[float | None, ...]]] = {
     "wikitext103/perplexity_per_word": (PAPER, (37.50, 26.37, 22.05, 17.48)),
     "ptb/perplexity_per_word": (PAPER, (65.85, 47.33, 40.31, 35.76)),
 }
-# The convention of a metric, by its whole name, its task or its own name, the first that is here.
+# The convention of a metric, found by `TASK/NAME`, `TASK` or `NAME`, in this order.
 CONVENTIONS = {
     "train": "mean over all tokens of the windows",
     "val": "mean over all tokens of the windows",
-    "hellaswag/acc": "completion, text as it is; highest likelihood",
-    "hellaswag/acc_norm_per_token": "the same; log-likelihood by tokens, as build-nanogpt and llm.c",
-    "hellaswag/acc_norm_per_char": "the same; log-likelihood by characters",
+    "hellaswag/acc": "completion, unchanged text; highest likelihood",
+    "hellaswag/acc_norm_per_token": "the same; log-likelihood per token, as build-nanogpt and llm.c",
+    "hellaswag/acc_norm_per_char": "the same; log-likelihood per character",
     "hellaswag_lm_eval/acc": "lm-eval's prompt; highest likelihood",
-    "hellaswag_lm_eval/acc_norm_per_token": "the same; log-likelihood by tokens",
-    "hellaswag_lm_eval/acc_norm_per_char": "the same; log-likelihood by characters, lm-eval's acc_norm",
+    "hellaswag_lm_eval/acc_norm_per_token": "the same; log-likelihood per token",
+    "hellaswag_lm_eval/acc_norm_per_char": "the same; log-likelihood per character, lm-eval's acc_norm",
     "lambada/last_word_acc": "all tokens of the last word are first choice, as lm-eval",
     "lambada/last_word_perplexity": "per last word, as lm-eval",
     "lambada/last_token_acc": "the last token is first choice",
     "lambada/last_token_perplexity": "per last token",
-    "perplexity_per_word": "nats by words before de-tokenization, line ends counted; one stream",
-    "perplexity_per_token": "nats by the model's own tokens; does not compare across tokenizers",
-    "bits_per_byte": "bits by the UTF-8 bytes of the text that is read",
+    "perplexity_per_word": "nats per word before de-tokenization, line ends counted; one stream",
+    "perplexity_per_token": "nats per token; not comparable across tokenizers",
+    "bits_per_byte": "bits per UTF-8 byte of the text that the model reads",
     "loss": "nats per token",
-    "lm_eval_word_perplexity": "lm-eval's: document by document, its de-tokenizer, its count of words",
-    "lm_eval_byte_perplexity": "the same, by bytes of the original",
+    "lm_eval_word_perplexity": "lm-eval's: per document, with its de-tokenizer and word count",
+    "lm_eval_byte_perplexity": "the same, per byte of the original text",
     "lm_eval_bits_per_byte": "the same, in bits",
 }
 
 
 def convention(metric: str) -> str:
-    """In words, how the metric `TASK/NAME` is computed."""
+    """Describes how the metric `TASK/NAME` is computed; empty if unknown."""
     task, _, name = metric.partition("/")
     if name.endswith("_stderr"):
         return "standard error over items, windows or documents"
     if task.startswith("lm_eval:"):
-        return "lm-evaluation-harness itself"
+        return "computed by lm-evaluation-harness"
     return next((CONVENTIONS[key] for key in (metric, task, name) if key in CONVENTIONS), "")
 
 
 def markdown_table(
     results: Mapping[str, Mapping[str, float]], comparable: Collection[str] = ()
 ) -> str:
-    """Results, model -> metric -> value, as a table with a row a metric and its standard error after "±".
+    """Formats results, model -> metric -> value, as a Markdown table: one row per metric, standard errors after "±".
 
-    `comparable` are the tasks that ran on what the published figures are of. What was published in them for the four
-    released models stands in columns of their own, or, where they are among those evaluated, in brackets after the
-    value.
+    `comparable` are the tasks that ran on the data of the published results. Published results of a released model
+    are in brackets after its value if the model is among `results`, and in a separate column if not.
     """
     nothing = ("", (None,) * len(BASELINES))
     sizes = [name.rpartition("/")[2] for name in BASELINES]
@@ -94,14 +93,16 @@ def markdown_table(
         rows.append([metric, *cells, convention(metric) + said])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "| " + " | ".join(map(str.ljust, row, widths)) + " |"  # readable as it is, too
+        "| "
+        + " | ".join(map(str.ljust, row, widths))
+        + " |"  # aligned, to be readable as plain text
         for row in [rows[0], ["-" * width for width in widths], *rows[1:]]
     ]
     return "\n".join(lines)
 
 
 def cell(metric: str, results: Mapping[str, float], published: float | None) -> str:
-    """A value with its standard error, and the published one in brackets."""
+    """Formats a value with its standard error, and the published value in brackets."""
     if metric not in results:
         return ""
     text = f"{results[metric]:.4f}"

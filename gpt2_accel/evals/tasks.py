@@ -1,4 +1,4 @@
-"""The benchmarks by name: items are checked and tokenized first, all of them, and then scored."""
+"""The benchmarks by name. All items are checked and tokenized before the first is scored."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from gpt2_accel.tokenizer import fingerprint
 TASKS = ("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text")
 
 
-# (accelerator, model, interrupted) -> figures by name, `TASK/METRIC`; none if it was interrupted.
+# (accelerator, model, interrupted) -> {"TASK/METRIC": value}; empty if interrupted.
 Evaluation = Callable[..., dict[str, float]]
 
 
 @dataclass
 class Prepared:
-    """What is to be run, and remarks on what it runs over."""
+    """Evaluations that are ready to run, and notes on their data."""
 
     evaluations: list[Evaluation]
     notes: list[str]
@@ -47,9 +47,9 @@ def prepare_task(
     items: Sequence[dict],
     stride: int | None = None,
 ) -> Prepared:
-    """The evaluation of a model of this config on the items of `task`, one of `TASKS`.
+    """Prepares the evaluation of a model with this config on the items of `task`, one of `TASKS`.
 
-    `stride` is that of a corpus's windows. Raises `ValueError` for items that cannot be scored.
+    `stride` of the windows applies to the text corpora. Raises `ValueError` for items that cannot be scored.
     """
     notes = [f"{task}: {len(items):,} item{'s' * (len(items) != 1)}"]
     if task.startswith("hellaswag"):
@@ -58,7 +58,7 @@ def prepare_task(
         notes += note_of_cut(task, data.cut, len(items), config.n_positions)
         if data.left_out:
             notes.append(
-                f"{task}: {len(data.left_out):,} of {len(items):,} items are left out, since they have an "
+                f"{task}: {len(data.left_out):,} of {len(items):,} items are skipped, because they have an "
                 f"ending of more than {config.n_positions:,} tokens: {shorten(data.left_out)}"
             )
         return Prepared([partial(hellaswag, data=data, prefix=task)], notes)
@@ -82,7 +82,7 @@ def prepare_task(
 
 
 def note_of_cut(task: str, cut: int, items: int, n_positions: int) -> list[str]:
-    """What to say of contexts that are too long, if there are any."""
+    """Returns the note on contexts that were cut, if there are any."""
     if not cut:
         return []
     return [
@@ -92,7 +92,7 @@ def note_of_cut(task: str, cut: int, items: int, n_positions: int) -> list[str]:
 
 
 def shorten(numbers: Sequence[int]) -> str:
-    """The first few numbers of a list in words."""
+    """Formats the first eight numbers of a list."""
     return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
 
 
@@ -103,7 +103,7 @@ def prepare_loss(
     data_dir: str | Path,
     max_tokens: int,
 ) -> Prepared:
-    """`train/loss`, `val/loss` and what goes with them, of prepared data, at most `max_tokens` of a split.
+    """Prepares `validation_loss` on the train and val splits of `data_dir`, at most `max_tokens` tokens each.
 
     Raises `ValueError` if the data was made with another tokenizer than the model's.
     """
@@ -126,7 +126,7 @@ def prepare_loss(
         )
         evaluations.append(partial(validation_loss, loader=loader, prefix=split))
         notes.append(
-            f"{split}: the first {loader.windows * config.n_positions:,} of {sum(s.tokens for s in loader.streams):,} tokens "
-            f"of {data_dir}, in windows of {config.n_positions:,}"
+            f"{split}: the first {loader.windows * config.n_positions:,} of "
+            f"{sum(s.tokens for s in loader.streams):,} tokens of {data_dir}, in windows of {config.n_positions:,}"
         )
     return Prepared(evaluations, notes)

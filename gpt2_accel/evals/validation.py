@@ -1,4 +1,4 @@
-"""Validation loss over a fixed set of windows."""
+"""Validation loss on a fixed set of windows."""
 
 from collections.abc import Callable
 
@@ -18,18 +18,19 @@ def validation_loss(
     loader: EvalLoader,
     prefix: str = "val",
 ) -> dict[str, float]:
-    """Loss of the prepared `model` on the windows of `loader`. All ranks call it, each with its own.
+    """Evaluates the prepared `model` on the windows of `loader`. All ranks call it, each with its own loader.
 
-    `interrupted`, asked before each batch and the same on all ranks, ends it without a result.
+    `interrupted` is called before each batch and must agree on all ranks; if True, the result is empty.
 
-    `val/loss` is the mean over tokens, in nats; `val/loss_stderr` its standard error, the windows taken
-    as independent; `val/perplexity` its exponential; `val/bits_per_byte` the code length of the tokens,
-    separators included, by the bytes of the text behind them, which compares across tokenizers; it is left
-    out where the bytes are not known.
+    Returns, with the default `prefix`:
+    - `val/loss`: the mean over tokens, in nats, and `val/loss_stderr`, its standard error over windows;
+    - `val/perplexity`: its exponential;
+    - `val/bits_per_byte`: the code length of the tokens, separators included, per byte of text; comparable across
+      tokenizers. It is missing if the number of bytes is unknown.
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(2, loader.windows, device=accelerator.device)  # nats and tokens of each
+    totals = torch.zeros(2, loader.windows, device=accelerator.device)  # nats and tokens per window
     for number, (input_ids, targets) in enumerate(loader):
         if interrupted():
             model.train(was_training)
@@ -40,7 +41,7 @@ def validation_loss(
         rows = torch.stack((nats, (targets != -100).sum(dim=1)))[:, : len(mine)]
         totals[:, mine.to(totals.device)] = rows.to(totals.dtype)
     model.train(was_training)
-    nats, tokens = accelerator.reduce(totals, "sum").tolist()  # each window is of one rank only
+    nats, tokens = accelerator.reduce(totals, "sum").tolist()  # each window belongs to one rank
     results = mean_loss(nats, tokens) | perplexity(nats, tokens)
     if loader.bytes_per_token:
         results |= bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)

@@ -1,4 +1,4 @@
-"""The micro-batch that fits: what it counts as needed."""
+"""The memory estimate of a micro-batch."""
 
 import pytest
 from accelerate import Accelerator
@@ -13,7 +13,7 @@ SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=6
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_size_fits_where_its_activations_do(checkpointed, monkeypatch):
+def test_micro_batch_fits_if_its_estimated_memory_is_free(checkpointed, monkeypatch):
     config = TrainConfig(sequence_length=128, checkpoint_activations=checkpointed)
     model, accelerator = SHAPE.build(), Accelerator(cpu=True)
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -23,6 +23,6 @@ def test_a_size_fits_where_its_activations_do(checkpointed, monkeypatch):
         assert compute_size(config, accelerator, model, 8) is fits
 
 
-def test_checkpointed_activations_take_less_than_half():
+def test_checkpointed_activations_need_less_than_half():
     plain, checkpointed = (activation_bytes(SHAPE, 8, 128, "no", flag) for flag in (False, True))
     assert checkpointed < plain / 2

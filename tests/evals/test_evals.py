@@ -1,4 +1,4 @@
-"""Scores against a plain loop over transformers' GPT-2, one continuation after the other."""
+"""The evaluations, compared with a plain loop over transformers' GPT-2 that scores one continuation at a time."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def accelerator():
 
 @pytest.fixture(scope="module")
 def models(data_dir, tmp_path_factory):
-    """A model that has learned a little, and the same in transformers."""
+    """A briefly trained model, and the same model in transformers."""
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(
         data_dir, folder, n_positions=POSITIONS, total_batch_size=4 * POSITIONS, max_steps=250
@@ -50,7 +50,7 @@ def models(data_dir, tmp_path_factory):
 
 @torch.no_grad()
 def plain_loop(hf, context: str, continuation: str) -> list[tuple[float, bool]]:
-    """For each byte of the continuation, its nats and whether it is the likeliest."""
+    """Returns, for each byte of the continuation, its loss in nats and whether it is the likeliest byte."""
     prompt, target = list(context.encode()), list(continuation.encode())
     ids = (prompt + target)[-(POSITIONS + 1) :]
     logits = hf(torch.tensor([ids[:-1]])).logits[0, -len(target) :]
@@ -60,7 +60,7 @@ def plain_loop(hf, context: str, continuation: str) -> list[tuple[float, bool]]:
     )
 
 
-def test_hellaswag_is_that_of_a_plain_loop_over_transformers(accelerator, models):
+def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)
     data = load_hellaswag(items, byte_tokenizer(), POSITIONS)
@@ -86,7 +86,7 @@ def test_hellaswag_is_that_of_a_plain_loop_over_transformers(accelerator, models
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
-def test_each_convention_divides_by_its_own_length(accelerator, monkeypatch):
+def test_each_accuracy_normalises_by_its_own_length(accelerator, monkeypatch):
     row = [Score(nats, tokens, False, 0.0, False) for nats, tokens in ((10, 2), (12, 6), (14, 4))]
     monkeypatch.setattr("gpt2_accel.evals.hellaswag.score", lambda *_: [row] * 4)
     data = HellaSwag([], [[10, 10, 100]] * 4, labels=[0, 1, 2, 2], cut=0, left_out=[])
@@ -98,7 +98,7 @@ def test_each_convention_divides_by_its_own_length(accelerator, monkeypatch):
     assert [found[f"hellaswag/{name}"] for name in names] == [0.75, 0.25, 0.0]
 
 
-def test_lambada_is_that_of_a_plain_loop_over_transformers(accelerator, models):
+def test_lambada_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     passages = [make_text(n % 20 + 2, n)[:-2] for n in range(40)]
     loop = [plain_loop(hf, p.rpartition(" ")[0], " " + p.rpartition(" ")[2]) for p in passages]
@@ -115,16 +115,14 @@ def test_lambada_is_that_of_a_plain_loop_over_transformers(accelerator, models):
 
 
 @pytest.mark.parametrize("stride", [None, 1, 7, 64])
-def test_a_corpus_is_read_token_by_token_with_the_context_that_its_stride_leaves(
-    accelerator, models, stride
-):
+def test_corpus_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
     documents = load_corpus("text", [text], byte_tokenizer())
     found = corpus_perplexity(accelerator, model, task="text", documents=documents, stride=stride)
     ids = [256, *text.removesuffix("\n").encode()]
     nats, start = [], 1
-    while start < len(ids):  # each window predicts what the one before did not
+    while start < len(ids):  # each window predicts the tokens after the previous window
         end = min(len(ids), start + (POSITIONS if start == 1 else stride or POSITIONS))
         window = torch.tensor([ids[max(0, end - 1 - POSITIONS) : end]])
         with torch.no_grad():
@@ -140,7 +138,7 @@ def test_a_corpus_is_read_token_by_token_with_the_context_that_its_stride_leaves
     assert found["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_pages_are_scored_each_by_itself_and_together(accelerator, models):
+def test_perplexity_of_pages_is_the_mean_over_their_words(accelerator, models):
     model, _ = models
     pages = [make_text(n, n) for n in (1, 40, 3)]
     documents = load_pages(pages, byte_tokenizer())
@@ -154,14 +152,14 @@ def test_pages_are_scored_each_by_itself_and_together(accelerator, models):
     assert math.log(found["w/lm_eval_word_perplexity"]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_tokenizer_without_an_end_of_text_reads_the_first_token_only(accelerator):
+def test_without_end_of_text_the_first_token_is_context_only(accelerator):
     text = "abcabcabc"
     model = GPT(GPTConfig(3, n_positions=4, n_layer=1, n_head=1, n_embd=8))
     [document] = load_corpus("text", [text], char_tokenizer(text))
     found = corpus_perplexity(accelerator, model, task="text", documents=[document])
     assert len(document.ids) == 9 and 0.8 < found["text/loss"] < 1.4
     with pytest.raises(
-        ValueError, match="item 5 has no context, and the tokenizer no token that starts a text"
+        ValueError, match="item 5 has no context, and the tokenizer has no token that starts a text"
     ):
         encode_question(char_tokenizer(text), "", ["a"], "item 5")
 
@@ -189,7 +187,7 @@ def test_validation_loss_has_a_standard_error_over_windows(accelerator, models, 
     assert validation_loss(accelerator, model, lambda: True, loader=loader) == {}
 
 
-def test_what_is_interrupted_has_no_result_and_leaves_the_mode_alone(accelerator, models):
+def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
     model, _ = models
     asked = []
     data = load_hellaswag(hellaswag_items(400), byte_tokenizer(), POSITIONS)
@@ -199,7 +197,7 @@ def test_what_is_interrupted_has_no_result_and_leaves_the_mode_alone(accelerator
     model.eval()
 
 
-# Sentences as the corpora have them, and the words that a tokenizer would cut them into again.
+# Sentences in the format of each corpus.
 WIKITEXT = """ = Robert Boulter =
 
  Robert Boulter is an English film , television and theatre actor . He had a guest @-@ starring role
@@ -211,7 +209,7 @@ it 's $ N billion or # N in the traders ' view <unk>"""
 
 
 def tokenized(text: str, corpus: str) -> str:
-    """The rules of the corpora's own tokenizers, as far as the samples need them."""
+    """Applies the tokenization rules of the corpus that the samples need."""
     if corpus == "wikitext":
         text = re.sub(r"(?<=\w)([-,.])(?=\w)", r" @\1@ ", text)
         text = re.sub(r"(?<!@)([,.;:!?()\[\]\"%$£])(?!@)", r" \1 ", text)
@@ -221,7 +219,7 @@ def tokenized(text: str, corpus: str) -> str:
 
 
 @pytest.mark.parametrize(("corpus", "text"), [("wikitext", WIKITEXT), ("ptb", PTB)])
-def test_detokenized_text_reads_as_written_and_can_be_tokenized_again(corpus, text):
+def test_detokenize_is_inverted_by_tokenization(corpus, text):
     written = detokenize(text, corpus)
     expected = "\n".join(" ".join(line.split()) for line in text.split("\n"))
     assert tokenized(written, corpus) == expected
@@ -229,13 +227,13 @@ def test_detokenized_text_reads_as_written_and_can_be_tokenized_again(corpus, te
     assert count_words(text) == sum(len(line.split()) + 1 for line in text.split("\n"))
 
 
-def test_detokenized_wikitext_as_an_example():
+def test_detokenized_wikitext_example():
     assert detokenize(WIKITEXT, "wikitext").split("\n")[3] == (
         'He didn\'t say: "I\'m 21.5% (or 1,234) years [old]!"; the dogs\' owner said "No?"'
     )
 
 
-def test_the_formulas():
+def test_formulas_of_the_metrics():
     assert scores.mean_loss([2.0, 1.0], [3, 1]) == {
         "loss": 0.75,
         "loss_stderr": 0.125,
@@ -262,12 +260,12 @@ def test_the_formulas():
         ({"ctx": None}, "item 2 of HellaSwag has ctx = None: expected str"),
         ({"ctx": " "}, "item 2 of HellaSwag has an empty context or ending"),
         ({"endings": ["a", "", "b", "c"]}, "item 2 of HellaSwag has an empty context or ending"),
-        ({"endings": ["a"]}, r"item 2 of HellaSwag has endings = \['a'\]: expected two texts"),
-        ({"endings": ["a", 5]}, "expected two texts or more"),
+        ({"endings": ["a"]}, r"item 2 of HellaSwag has endings = \['a'\]: expected two strings"),
+        ({"endings": ["a", 5]}, "expected two strings or more"),
         ({"endings": "abcd"}, "has endings = 'abcd': expected list"),
         (
             {"label": 4},
-            "item 2 of HellaSwag has label = 4: expected the number of an ending, 0 to 3",
+            "item 2 of HellaSwag has label = 4: expected the index of an ending, 0 to 3",
         ),
         ({"label": -1}, "has label = -1"),
         ({"label": ""}, "has label = ''"),
@@ -275,7 +273,7 @@ def test_the_formulas():
         ({"label": 1.5}, r"has label = 1.5: expected int \| str"),
     ],
 )
-def test_a_bad_item_is_named_before_anything_is_scored(change, message):
+def test_bad_item_is_refused_by_number(change, message):
     items = hellaswag_items(4)
     items[2] |= change
     with pytest.raises(ValueError, match=message):
@@ -285,11 +283,11 @@ def test_a_bad_item_is_named_before_anything_is_scored(change, message):
         load_hellaswag(items, byte_tokenizer(), POSITIONS)
 
 
-def test_what_does_not_fit_is_counted_and_named(accelerator, models):
+def test_continuations_that_do_not_fit_are_skipped_or_refused(accelerator, models):
     items = hellaswag_items(5)
     items[3]["endings"] = ["a" * 70, "b", "c", "d"]
     prepared = prepare_task(byte_tokenizer(), models[0].config, "hellaswag", items)
-    note = "1 of 5 items are left out, since they have an ending of more than 64 tokens: 3"
+    note = "1 of 5 items are skipped, because they have an ending of more than 64 tokens: 3"
     assert prepared.notes[-1] == f"hellaswag: {note}"
     data = load_hellaswag(items, byte_tokenizer(), POSITIONS)
     del items[3]
@@ -306,12 +304,12 @@ def test_what_does_not_fit_is_counted_and_named(accelerator, models):
         score(accelerator, models[0], [question])
 
 
-def test_other_bad_input(tmp_path):
+def test_other_bad_input_is_refused(tmp_path):
     tokenizer = byte_tokenizer()
     config = GPTConfig(257, n_positions=POSITIONS, n_layer=1, n_head=1, n_embd=8)
     with pytest.raises(ValueError, match="no HellaSwag items"):
         load_hellaswag([], tokenizer, POSITIONS)
-    with pytest.raises(ValueError, match="item 1 of LAMBADA has no last word"):
+    with pytest.raises(ValueError, match="item 1 of LAMBADA needs at least two words"):
         load_lambada(["the cat", "cat"], tokenizer, POSITIONS)
     with pytest.raises(ValueError, match="item 0 of lambada has no field 'text'"):
         prepare_task(tokenizer, config, "lambada", [{"passage": "the cat"}])
@@ -335,7 +333,7 @@ def test_other_bad_input(tmp_path):
     text.write_bytes(b"the cat\n\nsat on\r\n")
     assert read_items("lambada", text) == [{"text": "the cat"}, {"text": "sat on"}]
     assert read_items("ptb", text) == [{"text": "the cat\n\nsat on\r\n"}]
-    text.write_bytes("the cat".encode("utf-8-sig"))  # as Windows writes it
+    text.write_bytes("the cat".encode("utf-8-sig"))  # with a byte-order mark, as on Windows
     assert read_items("ptb", text) == [{"text": "the cat"}]
     text.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="items.txt is not UTF-8 text"):
@@ -346,7 +344,7 @@ def test_other_bad_input(tmp_path):
         read_items("hellaswag")
 
 
-def test_in_a_compiled_run_no_length_compiles_anything(data_dir, tmp_path, monkeypatch):
+def test_evaluations_compile_nothing_in_a_compiled_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(20)))

@@ -1,4 +1,4 @@
-"""The metrics of the `evaluate` library, used as one uses that library, without the rest of the package."""
+"""The metrics of the `evaluate` library, used through that library only."""
 
 import json
 import math
@@ -16,7 +16,7 @@ CHOICES, LABELS = (
     [0, 1, 1, 1, 1],
 )
 
-ONE_OF_TWO = """
+RANK_SCRIPT = """
 import json, os, sys
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
 
@@ -41,7 +41,7 @@ def expected() -> list[dict]:
     ]
 
 
-def test_batch_by_batch_or_at_once_the_result_is_that_of_all_samples(tmp_path):
+def test_batches_and_one_call_give_the_same_result(tmp_path):
     loss = TokenLoss(cache_dir=str(tmp_path))
     loss.add_batch(nats=NATS[:1], tokens=TOKENS[:1])
     loss.add_batch(nats=NATS[1:], tokens=TOKENS[1:])
@@ -59,10 +59,10 @@ def test_batch_by_batch_or_at_once_the_result_is_that_of_all_samples(tmp_path):
     )
     assert found[1]["perplexity"] == pytest.approx(math.exp(13.75 / 16))
     assert found[3]["accuracy"] == 3 / 5
-    assert "nats" in loss.inputs_description and "Mean loss per token" in loss.description
+    assert "nats" in loss.inputs_description and "mean loss per token" in loss.description
 
 
-def test_two_processes_count_as_one(tmp_path):
+def test_two_processes_give_the_result_of_one(tmp_path):
     columns = {
         "token_loss": {"nats": NATS, "tokens": TOKENS},
         "perplexity": {"nats": NATS, "tokens": TOKENS},
@@ -73,12 +73,12 @@ def test_two_processes_count_as_one(tmp_path):
     def batch(of: dict, *rows: int) -> dict:
         return {name: [values[row] for row in rows] for name, values in of.items()}
 
-    # Ranks of four samples in two batches, and of one.
+    # Rank 0 has four samples in two batches, rank 1 has one.
     samples = {
         name: [[batch(of, 0, 2), batch(of, 3, 4)], [batch(of, 1)]] for name, of in columns.items()
     }
-    script = tmp_path / "one_of_two.py"
-    script.write_text(ONE_OF_TWO)
+    script = tmp_path / "rank.py"
+    script.write_text(RANK_SCRIPT)
     argv = [str(script), str(tmp_path), json.dumps(samples)]
     done = forked(argv, [{**os.environ, "RANK": str(rank)} for rank in range(2)])
     assert done.returncode == 0, done.stderr
@@ -88,11 +88,13 @@ def test_two_processes_count_as_one(tmp_path):
         assert found == pytest.approx(whole)
 
 
-def test_bad_samples():
+def test_bad_samples_are_refused():
     metric = ChoiceAccuracy(keep_in_memory=True)
-    with pytest.raises(ValueError, match="sample 1 has the label 2, but 2 choices"):
+    with pytest.raises(
+        ValueError, match="sample 1 has the label 2: give the index of one of its 2 choices"
+    ):
         metric.compute(predictions=CHOICES[2:], references=[0, 2, 1])
     with pytest.raises(ValueError, match="at least one"):
         TokenLoss(keep_in_memory=True).compute(nats=[], tokens=[])
-    with pytest.raises(ValueError, match="nothing to take the mean of"):
+    with pytest.raises(ValueError, match="mean loss of no tokens"):
         Perplexity(keep_in_memory=True).compute(nats=[0.0], tokens=[0])
