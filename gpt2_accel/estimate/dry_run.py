@@ -55,7 +55,7 @@ def dry_run(config: TrainConfig) -> str:
         f"processes     {devices}, precision {launch.mixed_precision}{sharded}",
         f"memory (GB)   {needed / 1e9:.2f} per device{f' of {available / 1e9:.0f}' if available else ''}: {parts}; "
         f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation",
-        f"days          {days}, with {devices} of them at {TYPICAL_MFU:.0%} of the peak in half precision",
+        f"days          {days}, {devices} of them, at {TYPICAL_MFU:.0%} of the peak in half precision",
         note,
     ]
     if available and needed > available:
