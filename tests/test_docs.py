@@ -3,8 +3,10 @@
 import ast
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
+import yaml
 from launching import ROOT
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -25,10 +27,21 @@ def test_the_contents_have_every_page_once():
     assert sorted(named) == [path.relative_to(ROOT / "docs").as_posix() for path in PAGES]
 
 
+def anchors_of(page: Path) -> set[str]:
+    """What a link can add to a page's name: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
-def test_files_that_a_page_links_to_are_there(page):
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())  # with a colon: addresses
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_files_and_headings_that_a_page_links_to_are_there(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", page.read_text())  # with a colon: addresses
+    assert [file for file, _ in links if not (page.parent / file).exists()] == []
+    assert [
+        (file, anchor)
+        for file, anchor in links
+        if anchor and anchor not in anchors_of(page.parent / file)
+    ] == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
@@ -37,6 +50,12 @@ def test_files_that_a_page_names_are_there(page):
     folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_citation_names_the_licence_and_what_the_format_requires():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    assert cited["license"] == "MIT" and cited["authors"][0]["name"]
 
 
 def texts_of(source: str) -> set[str]:
