@@ -129,6 +129,7 @@ def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
     missing, `RuntimeError` if the device cannot be described.
     """
     require_matplotlib()
+    Path(output_dir).mkdir(parents=True, exist_ok=True)  # before ten minutes of measuring
     device = run_job({})
     if "problem" in device:
         raise RuntimeError(f"the device cannot be described: {device['problem']}")

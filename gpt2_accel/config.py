@@ -206,8 +206,8 @@ class TrainConfig:
             below_one="beta1 beta2 dropout",
         )
         for name in ("data_dir", "output_dir"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty: give the path of a folder")
+            if not (path := getattr(self, name)) or Path(path).is_file():
+                raise ValueError(f"{name} is {path!r}, which is no folder: give the path of one")
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
         if self.patience and not self.eval_every:
@@ -291,7 +291,7 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
         allow_abbrev=False,
         formatter_class=argparse.HelpFormatter,
     )
-    parser.error = raise_value_error
+    parser.error = file_option.error = raise_value_error
     # A switch has two actions, --x and --no_x; keep the first, which takes a value.
     options = {action.dest: action for action in reversed(parser._actions)}
     if "micro_batch_size" in options:

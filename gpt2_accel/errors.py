@@ -9,5 +9,5 @@ def first_line(error: BaseException) -> str:
 def sentence(error: BaseException) -> str:
     """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename2 or error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

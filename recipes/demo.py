@@ -9,6 +9,7 @@ GRADIO_SERVER_PORT. Visitors take turns: while one text is written, the others s
 queue. `--write_space FOLDER` writes the page as a Hugging Face Space, complete with what it needs.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,12 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 try:
     import gradio as gr
-
-    PROBLEM = None  # said in `main`
-except ImportError:
-    PROBLEM = "the page needs Gradio: pip install 'gpt2_accel[demo]'"
-except ValueError as error:
-    PROBLEM = f"Gradio takes GRADIO_SERVER_PORT and GRADIO_NUM_PORTS as numbers ({error})"
+except (ImportError, ValueError):  # it is missing, or reads a port that is none: said in `main`
+    gr = None
 
 import gpt2_accel
 from gpt2_accel import GPT, cli, save_pretrained
@@ -88,8 +85,9 @@ def main() -> None:
     settings = Path(__file__).with_name(SPACE_SETTINGS)
     in_space = len(sys.argv) == 1 and settings.exists()
     config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
-    if PROBLEM is not None:
-        raise ValueError(PROBLEM)
+    check_ports()
+    if gr is None:
+        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'")
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return
@@ -100,6 +98,14 @@ def main() -> None:
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page.queue(max_size=QUEUE).launch(theme=theme)
+
+
+def check_ports() -> None:
+    """Raises `ValueError` for a variable of Gradio's that is no port or number of ports."""
+    for name in ("GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS"):
+        value = os.environ.get(name, "1")
+        if not (value.isdecimal() and int(value) < 2**16):
+            raise ValueError(f"{name} is {value!r}: give a number below 65536")
 
 
 def build_page(models: list[LoadedModel], compile: bool) -> "gr.Blocks":

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.runtime.processes import main_process_first, processes
-from gpt2_accel.tokenizer import load_tokenizer
 from gpt2_accel.train import train
 
 
@@ -60,7 +59,7 @@ def main() -> None:
         prepare_text(
             config.input,
             config.data_dir,
-            lambda text: load_tokenizer(local_directory(config.init_from)),
+            lambda text: model_tokenizer(config.init_from),
         )
     if train(config):
         processes().print(f"\nThe model of lowest validation loss is in {config.output_dir}/best")

@@ -14,7 +14,7 @@ from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.hf.convert import describe, read_config
-from gpt2_accel.hf.hub import PICTURE, push_model
+from gpt2_accel.hf.hub import PICTURE, check_repo_id, push_model
 from gpt2_accel.hf.model_card import model_card
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.report.figures import draw_loss
@@ -29,6 +29,7 @@ class PushToHub:
 
 def main() -> None:
     config = parse_config(PushToHub)
+    check_repo_id(config.repo_id)
     directory = Path(model_directory(config.model))
     shape = read_config(directory)
     weight_files(directory)  # raises if they are not whole

@@ -23,9 +23,9 @@ from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import read_text, text_files
-from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.runtime.processes import main_process_first, processes
-from gpt2_accel.tokenizer import load_tokenizer, train_bpe
+from gpt2_accel.tokenizer import train_bpe
 from gpt2_accel.train import train
 
 VOCAB_SIZE = 4096
@@ -83,7 +83,7 @@ def prepare_corpus(config: Quickstart) -> None:
             split = "val" if held_out(name.as_posix()) else "train"
             texts[split].append(read_text(path))
     if config.init_from:
-        tokenizer = load_tokenizer(local_directory(config.init_from))
+        tokenizer = model_tokenizer(config.init_from)
     else:
         tokenizer = train_bpe(
             texts["train"], VOCAB_SIZE if config.vocab_size is None else config.vocab_size

@@ -30,18 +30,19 @@ def launch(
     processes: int = 1,
     config: str = "cpu",
     launcher: bool = False,
+    cwd: Path = ROOT,
     **env: str,
 ) -> subprocess.CompletedProcess:
     """`accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, from the project's root.
 
     Flags of the launcher may stand before the script's name. On several processes `config` "cpu" means the launcher's
-    own flags for them, as the README says it. With `launcher` it is the real command.
+    own flags for them, as the README says it. With `launcher` it is the real command, given in the folder `cwd`.
     """
     flags, environment = launch_flags(script, *args, processes=processes, config=config, **env)
     if launcher:
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
         return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
     return forked(*launched(flags, environment))
 
@@ -50,7 +51,7 @@ def launch_flags(
     script: str | Path, *args: object, processes: int = 1, config: str = "cpu", **env: str
 ) -> tuple[list[str], dict[str, str]]:
     """What stands behind `accelerate launch`, and the environment in which it is typed."""
-    where = ["--config_file", f"accelerate_configs/{config}.yaml"]
+    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
     several = ["--num_processes", str(processes), "--main_process_port", free_port()]
     if config == "cpu" and processes > 1:
         where = ["--multi_gpu", *several]

@@ -61,7 +61,7 @@ def test_the_sequence_is_as_long_as_the_positions_unless_set():
         (["--decay_share", "7"], "decay_share must be between 0 and 1"),
         (["--min_lr_ratio", "5"], "min_lr_ratio must be between 0 and 1"),
         (["--max_hours", "0"], "max_hours must be above 0"),
-        (["--output_dir", ""], "output_dir is empty"),
+        (["--output_dir", ""], "output_dir is '', which is no folder"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )

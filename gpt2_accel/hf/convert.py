@@ -24,7 +24,7 @@ from gpt2_accel.hf.safetensors_files import (
     write_weights,
 )
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
-from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
+from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer
 
 PREFIX = "transformer."
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -216,14 +216,7 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
     run as code.
     """
     directory = local_directory(name)
-    config = read_config(directory, dropout)
-    files = weight_files(directory)
-    needed = 2 * config.parameter_count  # bytes, in half precision
-    if needed > sum(path.stat().st_size for path in files):
-        raise ValueError(
-            f"{directory / 'config.json'} asks for {needed // 2:,} parameters, more than "
-            f"{', '.join(path.name for path in files)} can hold: one of them is not of this model, or cut"
-        )
+    config, files = find_model(directory, dropout)
     return build(config, from_hf(read_tensors(files), config, str(directory)))
 
 
@@ -235,6 +228,28 @@ def local_directory(name: str | Path) -> Path:
     if not any(directory.glob("*.safetensors")):
         directory = hub.download(str(name), (*hub.MODEL_FILES, "pytorch_model*.bin*"))
     return directory
+
+
+def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[Path]]:
+    """The shape of a directory's model and the files of its weights; raises what `from_pretrained` raises, but for what
+    only reading the tensors shows."""
+    config = read_config(directory, dropout)
+    files = weight_files(directory)
+    needed = 2 * config.parameter_count  # bytes, in half precision
+    if needed > sum(path.stat().st_size for path in files):
+        raise ValueError(
+            f"{directory / 'config.json'} asks for {needed // 2:,} parameters, more than "
+            f"{', '.join(path.name for path in files)} can hold: one of them is not of this model, or cut"
+        )
+    return config, files
+
+
+def model_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, an HF directory or Hub id, after a look at the model: no data is prepared for one that
+    cannot be trained on. Raises what `find_model` and `load_tokenizer` raise."""
+    directory = local_directory(name)
+    find_model(directory)
+    return load_tokenizer(directory)
 
 
 def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, PrecisionType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
@@ -35,8 +35,13 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         accelerator = Accelerator()
     except ValueError as error:  # such as fp16 on a CPU
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started != accelerator.num_processes:
+    if accelerator.mixed_precision not in PrecisionType.list():
+        raise ValueError(
+            f"the Accelerate config asks for the precision {accelerator.mixed_precision!r}: choose of "
+            f"{', '.join(PrecisionType.list())}"
+        )
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != str(accelerator.num_processes):
         raise ValueError(
             f"WORLD_SIZE is {started}, but Accelerate sees {accelerator.num_processes} process(es): for "
             "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
