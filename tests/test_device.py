@@ -1,4 +1,4 @@
-"""Questions about the machine, and their override."""
+"""Properties of the machine, and their overrides by an environment variable."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from gpt2_accel import GPT, GPTConfig, device
 CPU = torch.device("cpu")
 
 
-def test_answers_can_be_overridden_in_the_environment(monkeypatch):
+def test_environment_overrides_the_properties(monkeypatch):
     monkeypatch.setenv(device.OVERRIDES, json.dumps({"has_bf16": False, "free_memory": 5}))
     assert device.free_memory(CPU) == 5
     assert "emulates bf16" in device.precision_problem(CPU, "bf16")
@@ -22,13 +22,13 @@ def test_answers_can_be_overridden_in_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["{bad", "3", '{"nonsense": 1}'])
-def test_an_override_that_cannot_be_meant_is_refused(text, monkeypatch):
+def test_invalid_override_is_refused(text, monkeypatch):
     monkeypatch.setenv(device.OVERRIDES, text)
     with pytest.raises(ValueError, match=device.OVERRIDES):
         device.has_cpp_compiler()
 
 
-def test_a_cpu_held_to_avx2_has_no_bf16_units():
+def test_cpu_limited_to_avx2_has_no_bf16_units():
     code = (
         "import torch; from gpt2_accel.device import has_bf16; print(has_bf16(torch.device('cpu')))"
     )
@@ -37,7 +37,7 @@ def test_a_cpu_held_to_avx2_has_no_bf16_units():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_memory_speed_and_sharding_are_those_of_this_machine(monkeypatch):
+def test_properties_of_this_machine(monkeypatch):
     monkeypatch.delenv(device.OVERRIDES, raising=False)
     assert 0 < device.free_memory(CPU)
     assert 0 < device.memory_gb("cpu") < 1000
@@ -60,5 +60,5 @@ def test_memory_speed_and_sharding_are_those_of_this_machine(monkeypatch):
         ("Tesla T4", 65e12),
     ],
 )
-def test_the_peak_of_a_device_follows_from_its_name(name, expected):
+def test_peak_flops_by_device_name(name, expected):
     assert device.peak_flops(name) == expected

@@ -1,4 +1,4 @@
-"""Atomic writes and locks, on file systems that lack what they need, and beside other writers."""
+"""Atomic writes and locks: with concurrent writers, and on file systems without locks or links."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ for number in range(300):
 """
 
 
-def test_two_processes_write_one_file_without_disturbing_each_other(tmp_path):
+def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
     path = tmp_path / "status.json"
     command = [sys.executable, "-c", WRITE, str(path)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -41,7 +41,7 @@ def test_two_processes_write_one_file_without_disturbing_each_other(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_only_what_ended_processes_left_is_removed(tmp_path):
+def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
     mine = scratch_path(tmp_path / "a.json")
@@ -54,7 +54,7 @@ def test_only_what_ended_processes_left_is_removed(tmp_path):
     assert {*tmp_path.iterdir()} == {mine, elsewhere}
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     write_file(tmp_path / "a.txt", "old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
     with pytest.raises(OSError, match="no room"):
@@ -62,7 +62,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
-def test_without_file_locks_only_a_holder_that_runs_here_is_refused(tmp_path, monkeypatch, capsys):
+def test_without_file_locks_a_running_holder_on_this_host_is_refused(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -78,9 +78,9 @@ def test_without_file_locks_only_a_holder_that_runs_here_is_refused(tmp_path, mo
     assert "has no file locks" in capsys.readouterr().err
 
 
-def test_links_are_a_convenience(tmp_path, monkeypatch):
+def test_missing_links_are_no_error(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "latest").mkdir()  # of a copied run
+    (tmp_path / "latest").mkdir()  # in a copied run
     with pytest.raises(IsADirectoryError):
         point_to(tmp_path / "latest", tmp_path / "checkpoint-4")
     assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
@@ -94,6 +94,6 @@ def test_links_are_a_convenience(tmp_path, monkeypatch):
     write_json(tmp_path / "a.json", 1)
 
 
-def test_json_that_is_nested_too_deeply_is_a_value_error():
+def test_json_nested_too_deeply_is_a_value_error():
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)

@@ -19,14 +19,14 @@ def train_step(model, optimizer, seed):
     optimizer.step()
 
 
-def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do(monkeypatch):
-    # torch's iterates in bf16 on every CPU, ours in fp32 on one that emulates bf16.
+def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
+    # torch's Muon iterates in bf16 on every CPU; ours uses fp32 on a CPU that emulates bf16.
     monkeypatch.setattr(optim, "iteration_dtype", lambda device: torch.bfloat16)
     model = GPT(CONFIG)
     reference = copy.deepcopy(model)
     ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)
     named = dict(reference.named_parameters())
-    apart = {  # a parameter of its own for each matrix, those of q, k and v too
+    apart = {  # one parameter per matrix; q, k and v are separate
         name: [torch.nn.Parameter(part.clone()) for part in p.chunk(3 if "c_attn" in name else 1)]
         for name, p in named.items()
     }
@@ -53,14 +53,14 @@ def test_muon_and_adamw_together_do_what_torchs_two_optimizers_do(monkeypatch):
         torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
 
 
-def test_orthogonalize_brings_all_singular_values_near_one():
+def test_orthogonalize_wide_tall_and_square_matrices():
     for shape in ((2, 8, 32), (1, 32, 8), (3, 16, 16)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
         assert values.min() > 0.3 and values.max() < 1.5
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_decay_shrinks_matrices_and_leaves_biases_and_norms_alone(name):
+def test_weight_decay_applies_to_matrices_only(name):
     model = GPT(CONFIG)
     optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.5)
     for parameter in model.parameters():
@@ -72,7 +72,7 @@ def test_decay_shrinks_matrices_and_leaves_biases_and_norms_alone(name):
         torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected))
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else():
+def test_muon_updates_only_the_matrices_of_the_blocks():
     model = GPT(CONFIG)
     names = dict(model.named_parameters())
     muon = [g for g in build_optimizer(model, "muon", lr=0.1).param_groups if g["muon"]]
@@ -81,14 +81,14 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else():
     ]
 
 
-def test_an_unknown_optimizer_or_schedule_is_refused():
+def test_unknown_optimizer_or_schedule_is_refused():
     with pytest.raises(ValueError, match="adamw, muon"):
         build_optimizer(GPT(CONFIG), "sgd", lr=0.1)
     with pytest.raises(ValueError, match="cosine"):
         learning_rate(0, peak=1.0, schedule="step", max_steps=10)
 
 
-def test_the_schedules_pass_through_their_known_points():
+def test_known_values_of_the_schedules():
     def rate(step, schedule):
         return learning_rate(
             step, peak=1.0, schedule=schedule, warmup_steps=9, max_steps=109, min_ratio=0.1
@@ -104,7 +104,7 @@ def test_the_schedules_pass_through_their_known_points():
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 256), (256, 64)])
-def test_singular_values_end_near_one_as_the_docstring_says(shape):
+def test_orthogonalize_brings_singular_values_near_one(shape):
     matrices = torch.randn(4, *shape)
     before = torch.linalg.svdvals(matrices) / matrices.norm(dim=(-2, -1))[:, None]
     after = torch.linalg.svdvals(orthogonalize(matrices).float())
@@ -112,7 +112,7 @@ def test_singular_values_end_near_one_as_the_docstring_says(shape):
     assert after[before > 0.002].min() > 0.5
 
 
-def test_two_ranks_share_the_matrices_of_muon_and_get_the_update_of_one():
+def test_two_ranks_share_the_matrices_of_muon():
     done = launch("tests/muon_script.py", processes=2)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"rank (\d): ([\d.e+-]+), (\d+) matrices", done.stdout)

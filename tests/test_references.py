@@ -1,4 +1,4 @@
-"""Parity with references that are small enough to stand here: a plain loop around transformers, its logits processors."""
+"""Training and sampling, compared with transformers: a plain training loop, and its logits processors."""
 
 import math
 
@@ -22,16 +22,14 @@ UPDATES, WARMUP, PEAK = 20, 3, 3e-3
 
 
 def nanogpt_rate(step):
-    """nanoGPT's schedule: linear warmup, then a cosine to a tenth."""
+    """nanoGPT's learning rate: linear warmup, then cosine decay to a tenth."""
     if step < WARMUP:
         return PEAK * (step + 1) / (WARMUP + 1)
     share = (step - WARMUP) / (UPDATES - WARMUP)
     return PEAK / 10 + 0.5 * (1 + math.cos(math.pi * share)) * (PEAK - PEAK / 10)
 
 
-def test_a_plain_loop_with_nanogpts_settings_around_transformers_gives_the_same_losses(
-    data_dir, tmp_path
-):
+def test_losses_equal_a_plain_loop_around_transformers(data_dir, tmp_path):
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(257, 32, 2, 2, 32)), tmp_path / "start", byte_tokenizer())
     lines = run(
@@ -77,7 +75,7 @@ def test_a_plain_loop_with_nanogpts_settings_around_transformers_gives_the_same_
     "settings",
     [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}],
 )
-def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(settings):
+def test_samples_follow_the_distribution_of_transformers_processors(settings):
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
     logits, draws = torch.randn(20) * 2, 4000
     scores = TemperatureLogitsWarper(options["temperature"])(None, logits[None])
@@ -90,6 +88,6 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers_processors(setti
     found = choose(logits.expand(draws, -1), Sampling(1, **options), generators)
     shares = torch.bincount(found, minlength=20) / draws
     assert not shares[expected == 0].any()
-    # Three standard deviations, and a little for the twenty of them.
+    # Four standard deviations, since there are twenty tokens.
     allowed = 4 * (expected * (1 - expected) / draws).sqrt() + 1e-3
     assert ((shares - expected).abs() <= allowed).all()

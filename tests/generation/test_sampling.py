@@ -1,4 +1,4 @@
-"""Generation: the same tokens as transformers, text that ends where it should, one compilation."""
+"""Generation: tokens equal to transformers', the end of a text, the number of compilations."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
 
 @pytest.fixture(scope="module")
 def model():
-    """Random, with weights large enough that its choices differ from each other."""
+    """A random model with weights so large that its choices vary."""
     torch.manual_seed(3)
     model = GPT(
         GPTConfig(vocab_size=257, n_positions=48, n_layer=2, n_head=2, n_embd=32, dropout=0.1)
@@ -38,7 +38,7 @@ def hf(model, tmp_path_factory):
 
 
 def ids(model, prompts, max_new_tokens, compile=False, **sampling):
-    """The new tokens of each row; greedy unless `sampling` says otherwise."""
+    """Returns the new tokens of each row; greedy by default."""
     sampling = Sampling(max_new_tokens, **{"temperature": 0, **sampling})
     steps = [ids for ids, _ in tokens(model, prompts, sampling, compile=compile)]
     return [list(row) for row in zip(*steps, strict=True)]
@@ -59,7 +59,7 @@ def hf_ids(hf, prompts, max_new_tokens):
 
 
 @pytest.mark.parametrize("prompts", [[[5]], [[1, 2, 3], [200, 100, 7]], RAGGED])
-def test_greedy_tokens_are_those_of_transformers(model, hf, prompts):
+def test_greedy_tokens_equal_transformers(model, hf, prompts):
     assert ids(model, prompts, 40) == hf_ids(hf, prompts, 40)
 
 
@@ -68,11 +68,11 @@ def test_greedy_tokens_are_those_of_transformers(model, hf, prompts):
     st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=30), min_size=1, max_size=5),
     st.integers(1, 18),
 )
-def test_greedy_tokens_are_those_of_transformers_for_any_prompts(model, hf, prompts, length):
+def test_greedy_tokens_equal_transformers_for_any_prompts(model, hf, prompts, length):
     assert ids(model, prompts, length) == hf_ids(hf, prompts, length)
 
 
-def test_bf16_weights_choose_what_transformers_finds_likeliest_in_bf16(model, hf):
+def test_greedy_tokens_in_bf16_are_likeliest_in_transformers(model, hf):
     half, theirs = GPT(model.config), GPT2LMHeadModel(hf.config)
     half.load_state_dict(model.state_dict())
     theirs.load_state_dict(hf.state_dict())
@@ -82,11 +82,11 @@ def test_bf16_weights_choose_what_transformers_finds_likeliest_in_bf16(model, hf
         for prompt, row in zip(RAGGED, rows, strict=True):
             logits = theirs(torch.tensor([row])).logits[0, len(prompt) - 1 : -1].float()
             chosen = logits.gather(1, torch.tensor(row[len(prompt) :])[:, None])[:, 0]
-            # Two tokens may tie to bf16's 8 bits; the kernels round in different places.
+            # Logits may tie in bf16's 8 bits, and the kernels round differently.
             assert (chosen >= logits.amax(1) - 0.05 * logits.abs().amax(1)).all()
 
 
-def test_the_compiled_forward_serves_every_length_with_the_same_tokens(model, monkeypatch):
+def test_compiled_forward_gives_equal_tokens_at_every_length(model, monkeypatch):
     compiled = torch.compile(kv_cache.next_logits, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(kv_cache, "compiled", lambda: compiled)
     torch._dynamo.reset()
@@ -94,11 +94,11 @@ def test_the_compiled_forward_serves_every_length_with_the_same_tokens(model, mo
     for prompts in ([[7]], [[7] * 9], RAGGED, RAGGED[:2], [[1], [2]], [[4] * 20] * 3):
         for length in (2, 3, 11, 60):
             assert ids(model, prompts, length, compile=True) == ids(model, prompts, length)
-    # One row, several, several of different lengths.
+    # One row, several rows of one length, several rows with padding.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-def test_inductor_compiles_it_to_the_same_tokens():
+def test_forward_compiled_by_inductor_gives_equal_tokens():
     model = GPT(GPTConfig(vocab_size=257, n_positions=48, n_layer=1, n_head=2, n_embd=32))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,7 +106,7 @@ def test_inductor_compiles_it_to_the_same_tokens():
     assert ids(model, [[7] * 9], 60, compile=True) == ids(model, [[7] * 9], 60)
 
 
-def test_logprobs_are_those_of_the_models_distribution(model):
+def test_logprobs_equal_the_models_log_softmax(model):
     sampling = Sampling(20, temperature=0.5, top_k=5, top_p=0.9, num_samples=2)
     for sample in complete(model, byte_tokenizer(), ["ab", "xyz"], sampling, logprobs=True):
         row = [*sample.prompt.encode(), *sample.ids]
@@ -118,14 +118,14 @@ def test_logprobs_are_those_of_the_models_distribution(model):
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=0)
 
 
-def test_likeliest_are_the_models_next_tokens(model):
+def test_likeliest_next_tokens(model):
     found = likeliest(model, byte_tokenizer(), "x" * 100, 300)
     assert len(found) == 257 and sum(probability for _, probability in found) == pytest.approx(1)
     [greedy] = complete(model, byte_tokenizer(), ["x" * 48], Sampling(1, temperature=0))
     assert found[0][0] == greedy.ids[0] and found == sorted(found, key=lambda pair: -pair[1])
 
 
-def test_the_seed_decides_and_the_global_state_is_left_alone(model):
+def test_samples_depend_on_their_seed_only(model):
     def rows(prompts, **sampling):
         return ids(model, prompts, 20, temperature=1, top_k=0, **sampling)
 
@@ -134,12 +134,12 @@ def test_the_seed_decides_and_the_global_state_is_left_alone(model):
     assert first != second != third
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
-    # A sample depends on its seed alone: not on how many there are, nor on what is beside it.
+    # Neither the number of samples nor the other prompts change a sample.
     assert rows([[5]], seed=2) == [second]
     assert rows([[9, 9, 9, 9], [5]], seed=1, num_samples=2)[2:] == [first, second]
 
 
-def test_past_the_positions_the_older_half_is_dropped(model):
+def test_text_beyond_n_positions_drops_its_older_half(model):
     model.eval()
     row = list(RAGGED[1])
     with torch.no_grad():
@@ -150,14 +150,14 @@ def test_past_the_positions_the_older_half_is_dropped(model):
             window = window[-24:] if len(window) > 48 else window
     model.train()
     assert ids(model, RAGGED, 150)[1] == row[len(RAGGED[1]) :]
-    # A prompt that is too long is read from its last n_positions tokens on.
+    # Only the last n_positions tokens of a longer prompt are used.
     assert ids(model, [row[:100]], 9) == ids(model, [row[52:100]], 9)
     with pytest.raises(ValueError, match=r"prompt of 7 tokens and 42 new ones exceed .* \(48\)"):
         ids(model, RAGGED, 42, overflow="error")
     assert len(ids(model, RAGGED, 41, overflow="error")[1]) == 41
 
 
-def test_top_k_and_top_p_keep_only_the_likeliest():
+def test_top_k_and_top_p_keep_the_likeliest():
     logits = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log().expand(2000, 4)
 
     def drawn(**changes):
@@ -178,7 +178,7 @@ def test_top_k_and_top_p_keep_only_the_likeliest():
 
 
 def scripted(monkeypatch, text, prompts=1):
-    """Makes generation write `text`, byte by byte, as each continuation."""
+    """Makes `tokens` yield `text`, byte by byte, for each prompt; "|" is the end of the text."""
     data = [256 if part == ord("|") else part for part in text.encode()]
 
     def written(model, prompt_ids, sampling, **_):
@@ -192,14 +192,14 @@ def scripted(monkeypatch, text, prompts=1):
     ]
 
 
-def test_a_text_ends_at_end_of_text_at_a_stop_string_or_at_its_length(monkeypatch):
+def test_text_ends_at_end_of_text_stop_string_or_length(monkeypatch):
     write = scripted(monkeypatch, "one\ntwo|three")
     assert write()[-1] == [("one\ntwo", "end_of_text")]
     assert write(stop=["tw", "e\nt"])[-1] == [("on", "stop")]
     assert write(max_new_tokens=3)[-1] == [("one", "length")]
 
 
-def test_a_text_only_grows_whole_characters_and_no_beginning_of_a_stop_string(monkeypatch):
+def test_stream_holds_back_partial_characters_and_stop_strings(monkeypatch):
     write = scripted(monkeypatch, "a€ STOR STOP b", prompts=2)
     texts = [row[0][0] for row in write(stop=[" STOP", "never"])]
     assert texts[:6] == ["a", "a", "a", "a€", "a€", "a€"]
@@ -208,7 +208,7 @@ def test_a_text_only_grows_whole_characters_and_no_beginning_of_a_stop_string(mo
     assert write(max_new_tokens=2)[-1] == [("a\ufffd", "length")] * 2
 
 
-def test_an_empty_prompt_starts_a_text_where_the_tokenizer_can(model):
+def test_empty_prompt_needs_an_end_of_text_token(model):
     sampling = Sampling(5, num_samples=2)
     assert len(complete(model, byte_tokenizer(), [""], sampling)) == 2
     assert complete(model, byte_tokenizer(), [], sampling) == []
@@ -220,7 +220,7 @@ def test_an_empty_prompt_starts_a_text_where_the_tokenizer_can(model):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_weights_that_are_not_finite_are_named(value, temperature):
+def test_logits_that_are_not_finite_are_refused(value, temperature):
     model = GPT(GPTConfig(vocab_size=257, n_positions=8, n_layer=1, n_head=1, n_embd=8))
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight[0, 0] = value
@@ -246,6 +246,6 @@ def test_weights_that_are_not_finite_are_named(value, temperature):
         ("overflow", "wrap"),
     ],
 )
-def test_a_setting_out_of_range_is_named(name, value):
+def test_setting_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=name):
         Sampling(**{name: value})

@@ -1,4 +1,4 @@
-"""The attention kernel: as close to fp64 as torch's own attention, at every size of the scores."""
+"""The attention kernel: its error relative to fp64 is about that of torch's attention, at each scale of the scores."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def problem(T, B=2, H=3, D=16, scale=1.0):
-    """q, k, v as the model cuts them out of one tensor, q and k times `scale`, and a gradient of the result."""
+    """Returns q, k and v in one tensor, as in the model, with q and k times `scale`, and a gradient of the output."""
     qkv = torch.randn(B, T, 3, H * D)
     qkv[:, :, :2] *= scale
     return qkv.flatten(2).to(torch.bfloat16).requires_grad_(), torch.randn(B, H, T, D).bfloat16()
@@ -21,20 +21,20 @@ def cut(qkv, H, D):
 
 
 def gradients(function, qkv, grad):
-    """The result, and the gradients of q, k and v, (B, H, T, D) each."""
+    """Returns the output and the gradients of q, k and v, (B, H, T, D) each."""
     _, H, _, D = grad.shape
     y = function(*cut(qkv, H, D))
     (found,) = torch.autograd.grad(y, qkv, grad.to(y.dtype))
     return y.detach(), *cut(found, H, D)
 
 
-def torchs(q, k, v):
+def torch_attention(q, k, v):
     return sdpa(q, k, v, is_causal=True)
 
 
 def errors(function, qkv, grad):
-    """How far the result and the gradients are from those in fp64, relative to them."""
-    exact = gradients(torchs, qkv.detach().double().requires_grad_(), grad)
+    """Returns the relative errors of the output and the gradients, compared with fp64."""
+    exact = gradients(torch_attention, qkv.detach().double().requires_grad_(), grad)
     found = gradients(function, qkv, grad)
     assert all(part.dtype == torch.bfloat16 for part in found)
     pairs = zip(found, exact, strict=True)
@@ -44,22 +44,22 @@ def errors(function, qkv, grad):
 @pytest.mark.parametrize("scale", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("T", [8, 64, 128])
 @pytest.mark.parametrize("D", [16, 48, 64])
-def test_results_and_gradients_are_as_exact_as_torchs(T, scale, D):
+def test_output_and_gradients_are_as_exact_as_torch(T, scale, D):
     torch.manual_seed(0)
     qkv, grad = problem(T, B=512 // T, H=4, D=D, scale=scale)
-    own, torchs_own = errors(causal_attention, qkv, grad), errors(torchs, qkv, grad)
-    for name, error, limit in zip(("y", "dq", "dk", "dv"), own, torchs_own, strict=True):
+    own, limits = (errors(run, qkv, grad) for run in (causal_attention, torch_attention))
+    for name, error, limit in zip(("y", "dq", "dk", "dv"), own, limits, strict=True):
         assert error <= 1.2 * limit + 1e-4, name
 
 
 @pytest.mark.parametrize("scale", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("T", [1, 64, 128])
-def test_a_query_that_sees_one_key_has_no_gradient(T, scale):
+def test_query_that_attends_to_one_key_has_no_gradient(T, scale):
     qkv, grad = problem(T, D=64, scale=scale)
     assert gradients(causal_attention, qkv, grad)[1][:, :, 0].abs().max() <= 1e-3
 
 
-def test_a_compiled_model_takes_the_operator_too(monkeypatch):
+def test_compiled_attention_calls_the_operator(monkeypatch):
     calls = []
     original = module.attention_backward
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ def test_a_compiled_model_takes_the_operator_too(monkeypatch):
     assert found == errors(causal_attention, qkv, grad)
 
 
-def test_masks_dropout_other_dtypes_evaluation_and_long_sequences_are_left_to_torch():
+def test_kernel_applies_only_to_short_causal_bf16_training():
     short, long = (
         torch.zeros(1, 1, T, 8, dtype=torch.bfloat16).requires_grad_() for T in (128, 129)
     )
@@ -85,7 +85,7 @@ def test_masks_dropout_other_dtypes_evaluation_and_long_sequences_are_left_to_to
         assert not applies(short, None, 0.0)
 
 
-def test_the_operator_is_one_that_compilers_can_trust():
+def test_operator_passes_opcheck():
     qkv, grad = problem(64)
     parts = [part.detach() for part in cut(qkv, 3, 16)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,4 +1,4 @@
-"""Inductor's cache tells apart what inductor itself does not."""
+"""The key of inductor's cache includes the CPU's instruction set."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ print(rows(torch.linspace(-3, 3, 24 * 33).view(24, 33)).norm().item())
 """
 
 
-def test_code_compiled_for_other_instructions_is_not_taken_from_the_cache(tmp_path):
+def test_cached_code_for_another_instruction_set_is_not_used(tmp_path):
     def norm(**capability):
         env = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **capability}

@@ -24,7 +24,7 @@ def problem(spread=1.0):
 
 
 def reference(x, weight, targets):
-    """Loss and gradients in fp64, through the whole logits."""
+    """Returns loss and gradients in fp64, computed from all logits at once."""
     x, weight = (part.double().requires_grad_() for part in (x, weight))
     loss = F.cross_entropy(x @ weight[:VOCAB].T, targets)
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
@@ -42,19 +42,19 @@ def distance(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
 
 
-# Several roundings of each dtype; a confident model has probabilities close to 1 and to 0.
+# The tolerance is several rounding errors. A large spread gives probabilities near 0 and 1.
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [(torch.float64, 1e-12), (None, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
 )
-def test_loss_and_gradients_equal_those_in_fp64(dtype, tolerance, spread):
+def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread):
     x, weight, targets = problem(spread)
     if dtype == torch.float64:
         found = ours(x.double(), weight.double(), targets)
     else:
         rounded = dtype or torch.float32
-        x, weight = x.to(rounded).float(), weight.to(rounded).float()  # what the products see
+        x, weight = x.to(rounded).float(), weight.to(rounded).float()  # the inputs of the products
         found = ours(x, weight, targets, dtype=dtype)
     assert [part.dtype for part in found] == [found[0].dtype] * 3
     for part, expected in zip(found, reference(x, weight, targets), strict=True):
@@ -62,7 +62,7 @@ def test_loss_and_gradients_equal_those_in_fp64(dtype, tolerance, spread):
     assert not found[2][VOCAB:].any()
 
 
-def test_the_smallest_probabilities_survive_fp16():
+def test_small_probabilities_do_not_underflow_in_fp16():
     V = 50_000
     x, weight = torch.randn(N, C).half(), (torch.randn(V, C) * 0.02).half()
     targets = torch.randint(V, (N,))
@@ -70,17 +70,17 @@ def test_the_smallest_probabilities_survive_fp16():
     double = weight.double().requires_grad_()
     F.cross_entropy(x.double() @ double.T, targets, reduction="sum").backward()
     others = torch.ones(V, dtype=bool)
-    others[targets] = False  # their gradients are of probabilities of 2e-5 alone
+    others[targets] = False  # rows whose gradients come from probabilities of 2e-5 only
     assert distance(grad[others], double.grad[others]) < 5e-3
 
 
-def test_a_loss_scale_and_its_absence_give_the_same_gradients():
+def test_loss_scale_does_not_change_the_gradients():
     plain, scaled = (ours(*problem_, scale=s) for problem_ in [problem()] for s in (1.0, 2.0**16))
     for one, other in zip(plain, scaled, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_fp16_learns_with_a_real_scaler_which_skips_what_overflows():
+def test_fp16_trains_with_grad_scaler_which_skips_overflows():
     inputs, start, targets = problem()
 
     def train(scale):
@@ -102,14 +102,14 @@ def test_fp16_learns_with_a_real_scaler_which_skips_what_overflows():
     exact = train(0)
     assert exact[-1] < exact[0] - 1
     assert train(2.0**12) == pytest.approx(exact, abs=5e-3)
-    overflows = train(2.0**24)  # the gradient of x in fp16, until the scale is small enough
+    overflows = train(2.0**24)  # the fp16 gradient of x overflows until the scale is small enough
     skipped = overflows.count(overflows[0]) - 1
     assert 2 < skipped < 15
     assert overflows[skipped:] == pytest.approx(exact[: 30 - skipped], abs=5e-3)
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_loss_of_each_row_and_their_mean(grad):
+def test_reductions_none_and_mean(grad):
     x, weight, targets = problem()
     with torch.set_grad_enabled(grad):
         each, mean = (
@@ -121,7 +121,7 @@ def test_the_loss_of_each_row_and_their_mean(grad):
     torch.testing.assert_close(mean, expected.sum() / (targets != -100).sum())
 
 
-def test_compiled_it_is_the_same_and_the_logits_of_all_rows_never_exist():
+def test_compiled_loss_is_equal_and_all_logits_are_never_in_memory():
     x, weight, targets = problem()
     sizes = []
 
@@ -145,14 +145,14 @@ def test_compiled_it_is_the_same_and_the_logits_of_all_rows_never_exist():
         torch.testing.assert_close(one, other)
 
 
-def test_the_operator_is_one_that_autograd_and_compilers_can_trust():
+def test_operator_passes_opcheck():
     x, weight, targets = problem()
     inputs = (x.requires_grad_(), weight.requires_grad_(), targets, VOCAB, 10, False)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(cross_entropy.chunked_cross_entropy, inputs, test_utils=checks)
 
 
-def test_without_any_target_the_loss_is_nan_and_its_gradients_zero():
+def test_without_targets_the_loss_is_nan_and_gradients_are_zero():
     x, weight, targets = problem()
     found = ours(x, weight, torch.full_like(targets, -100))
     assert found[0].isnan() and not found[1].any() and not found[2].any()

@@ -8,23 +8,23 @@ from gpt2_accel.kernels import gelu
 from gpt2_accel.kernels.gelu import tanh_gelu
 
 
-def with_slope(function, x):
+def with_gradient(function, x):
     y = function(x)
     return y.detach(), *torch.autograd.grad(y.sum(), x)
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_value_and_slope_equal_those_in_fp64(dtype, rounding):
+def test_value_and_gradient_equal_fp64(dtype, rounding):
     x = torch.cat([torch.linspace(-8, 8, 4001), torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])])
     x = x.to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    expected = with_slope(lambda x: F.gelu(x, approximate="tanh"), exact)
-    for found, wanted in zip(with_slope(tanh_gelu, x), expected, strict=True):
+    expected = with_gradient(lambda x: F.gelu(x, approximate="tanh"), exact)
+    for found, wanted in zip(with_gradient(tanh_gelu, x), expected, strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=rounding)
 
 
-def test_only_a_compiled_tanh_is_replaced():
+def test_kernel_applies_only_to_compiled_tanh_gelu():
     def choose(x):
         return x + 1 if gelu.applies(x, "tanh") else x
 

@@ -1,4 +1,4 @@
-"""All kernels together: turned off, a model is plain PyTorch and computes the same."""
+"""All kernels together: a model without them runs plain PyTorch, with equal results."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from gpt2_accel.models import LayerCache
 
 
 def step(model, tokens):
-    """Loss and gradients in bf16, as training computes them."""
+    """Returns loss and gradients in bf16 autocast, as in training."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, tokens.roll(-1, 1))
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_with_and_without_kernels_loss_and_gradients_are_equal(compiled, monkeypatch):
+def test_loss_and_gradients_are_equal_without_kernels(compiled, monkeypatch):
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 40 * 128)  # several chunks at this size
     model = GPT(GPTConfig(100, n_positions=48, n_layer=2, n_head=2, n_embd=32))
     tokens = torch.randint(100, (4, 48))
@@ -36,7 +36,7 @@ def test_with_and_without_kernels_loss_and_gradients_are_equal(compiled, monkeyp
         assert (one - other).norm() < 2e-2 * other.norm()
 
 
-def test_a_single_token_is_multiplied_the_same_way(monkeypatch):
+def test_logits_of_a_single_token_are_equal_without_kernels(monkeypatch):
     model = GPT(GPTConfig(100, n_positions=16, n_layer=1, n_head=2, n_embd=32)).eval()
 
     def logits():

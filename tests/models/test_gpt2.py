@@ -10,13 +10,13 @@ from gpt2_accel.models.gpt2 import SIZES
 TINY = {"vocab_size": 100, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
-def test_parameter_count_is_the_models_for_every_option():
+def test_parameter_count_equals_the_models_with_and_without_biases():
     for bias in (True, False):
         config = GPTConfig(**{**TINY, "vocab_size": 128}, bias=bias)
         assert config.parameter_count == sum(p.numel() for p in GPT(config).parameters())
 
 
-def test_released_sizes_have_their_known_parameter_counts():
+def test_parameter_counts_of_the_released_sizes():
     counts = [GPTConfig.from_name(name).parameter_count for name in SIZES]
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
@@ -26,7 +26,7 @@ def test_flops_per_token_of_124m():
     assert flops_per_token(GPTConfig(), 1024) == 6 * parameters + attention
 
 
-def test_initial_loss_is_that_of_a_uniform_guess():
+def test_initial_loss_is_that_of_uniform_probabilities():
     model = GPT(GPTConfig(**TINY))
     input_ids, targets = torch.randint(0, 100, (2, 4, 16))
     assert model(input_ids, targets).item() == pytest.approx(math.log(100), abs=0.1)
@@ -45,14 +45,14 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_100():
     input_ids, targets = torch.randint(0, 100, (2, 4, 16))
     targets[1, 3:] = -100
     with torch.no_grad():
-        model.wte.weight[:100] -= 1.0  # far from zero, where pad rows would show
+        model.wte.weight[:100] -= 1.0  # far from zero, so that padding rows would change the loss
         logits = model(input_ids)
     assert logits.shape == (4, 16, 100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(input_ids, targets), expected)
 
 
-def test_pad_rows_of_the_vocabulary_never_learn():
+def test_vocabulary_padding_gets_no_gradient():
     model = GPT(GPTConfig(**TINY))
     assert model.wte.weight.shape[0] == 128
     input_ids, targets = torch.randint(0, 100, (2, 4, 16))
@@ -62,7 +62,7 @@ def test_pad_rows_of_the_vocabulary_never_learn():
     assert model.wte.weight.grad[:100].all(dim=1).any()
 
 
-def test_a_position_does_not_see_the_ones_after_it():
+def test_attention_is_causal():
     model = GPT(GPTConfig(**TINY)).eval()
     input_ids = torch.randint(0, 100, (1, 16))
     changed = input_ids.clone()
@@ -72,7 +72,7 @@ def test_a_position_does_not_see_the_ones_after_it():
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_is_active_in_training_only():
     model = GPT(GPTConfig(**TINY, dropout=0.5))
     input_ids = torch.randint(0, 100, (2, 16))
     assert not torch.equal(model(input_ids), model(input_ids))
@@ -80,7 +80,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model(input_ids), model(input_ids))
 
 
-def test_a_single_batch_is_overfitted():
+def test_model_overfits_a_single_batch():
     model = GPT(GPTConfig(**TINY))
     input_ids, targets = torch.randint(0, 100, (2, 4, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -101,22 +101,22 @@ def test_a_single_batch_is_overfitted():
         ({"dropout": 1.0}, "dropout"),
     ],
 )
-def test_impossible_shapes_are_refused_by_name(changes, field):
+def test_invalid_shape_is_refused_with_the_name_of_the_field(changes, field):
     with pytest.raises(ValueError, match=field):
         GPTConfig(**{**TINY, **changes})
 
 
-def test_a_sequence_longer_than_the_positions_is_refused():
+def test_sequence_longer_than_n_positions_is_refused():
     with pytest.raises(ValueError, match="17 tokens is longer than n_positions"):
         GPT(GPTConfig(**TINY))(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_an_unknown_size_is_refused():
+def test_unknown_size_is_refused():
     with pytest.raises(ValueError, match="gpt2-medium"):
         GPTConfig.from_name("gpt3")
 
 
-def test_texts_that_share_a_row_do_not_see_each_other():
+def test_packed_texts_equal_separate_rows():
     torch.manual_seed(0)
     model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16)).eval()
     first, second = torch.randint(0, 50, (1, 5)), torch.randint(0, 50, (1, 7))
@@ -133,7 +133,7 @@ def test_texts_that_share_a_row_do_not_see_each_other():
     torch.testing.assert_close(model(first, logits_to_keep=2), last, atol=1e-6, rtol=1e-5)
 
 
-def test_the_loss_of_each_target_has_the_mean_loss():
+def test_loss_of_each_target_averages_to_the_mean_loss():
     torch.manual_seed(0)
     model = GPT(GPTConfig(50, n_positions=8, n_layer=2, n_head=2, n_embd=16))
     input_ids, targets = torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (2, 8))
@@ -144,7 +144,7 @@ def test_the_loss_of_each_target_has_the_mean_loss():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_checkpointed_activations_give_the_same_gradients_from_less_memory(backend):
+def test_checkpointed_activations_give_equal_gradients_with_less_memory(backend):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=100, n_positions=64, n_layer=3, n_head=2, n_embd=32))
     tokens = torch.randint(100, (2, 64))
