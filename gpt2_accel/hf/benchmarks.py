@@ -1,10 +1,10 @@
-"""Where the benchmarks' data is on the Hugging Face Hub."""
+"""The Hub data sets of the benchmarks."""
 
 from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A split of a data set on the Hub, and the column that its text is in."""
+    """A split of a data set on the Hub, and its text column."""
 
     repo_id: str
     config: str
@@ -13,7 +13,7 @@ class Source(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Where the Hub keeps the split as Parquet; all of those here are small enough to be one file."""
+        """The Hub's Parquet file of the split; all splits here fit into one file."""
         return f"{self.config}/{self.split}/0000.parquet"
 
 

@@ -1,10 +1,9 @@
-"""Between this toolkit's `GPT` and Hugging Face's GPT-2: state dicts, directories, Hub ids.
+"""Converts between `GPT` and Hugging Face's GPT-2: state dicts, directories, Hub ids.
 
-A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. Four things differ
-between the two sides. HF's `Conv1D` stores the transpose of a Linear weight, so four matrices per
-block are transposed. HF always has biases, so a model without them writes zeros and says
-`"bias": false` in `config.json`. The vocabulary's pad rows stay on this side. The tied head is not
-stored.
+A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. The two formats differ in four ways.
+HF's `Conv1D` stores the transpose of a Linear weight, so four matrices per block are transposed. HF always has biases,
+so a model without biases writes zeros and `"bias": false` in `config.json`. Vocabulary padding is not stored. The tied
+head is not stored.
 """
 
 import copy
@@ -29,9 +28,9 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer
 PREFIX = "transformer."
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 LEGACY_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
-# HF's names of the activation -> `GPTConfig.gelu`; the first of a kind is the one written.
+# HF's activation names -> `GPTConfig.gelu`; the first name of each value is the one written.
 ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}
-# Values of HF's options under which its GPT-2 is the model of `models/gpt2.py`.
+# The values of HF's options for which its GPT-2 equals `models/gpt2.py`.
 SUPPORTED = {
     "activation_function": tuple(ACTIVATIONS),
     "layer_norm_epsilon": (1e-5,),
@@ -43,8 +42,7 @@ SUPPORTED = {
 
 
 def to_hf(model: GPT) -> dict[str, torch.Tensor]:
-    """The weights under HF's names and shapes: views of the model's own where they can be, so not all
-    contiguous."""
+    """Returns the weights under HF's names and shapes, as views where possible, so not all are contiguous."""
     config = model.config
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -66,12 +64,11 @@ def from_hf(
     *,
     transposed: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """HF's GPT-2 weights as the fp32 state dict of a `GPT` of this config, on CPU, in memory of its own.
+    """Converts HF's GPT-2 weights to the fp32 state dict of a `GPT` of this config, on CPU, in its own memory.
 
-    Takes keys with or without the `transformer.` prefix and ignores old files' mask buffers. `source`
-    names the file in errors. With `transposed` False the four matrices of a block are those of Linear
-    modules, as in nanoGPT and its kin. Raises `ValueError` for a missing, unknown or misshapen tensor, a
-    head that is not tied to the embedding, or a bias that is not zero where `config.bias` is False.
+    Keys may have the `transformer.` prefix; the mask buffers of old files are ignored. `source` names the file in
+    errors. With `transposed` False the four matrices of a block are Linear weights, as in nanoGPT. Raises `ValueError`
+    for a missing, unknown or misshapen tensor, an untied head, or a nonzero bias if `config.bias` is False.
     """
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
@@ -118,7 +115,7 @@ def from_hf(
 
 
 def build(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
-    """A `GPT` that takes over the tensors of a state dict as they are, without another copy."""
+    """Builds a `GPT` that uses the tensors of a state dict without copying them."""
     with torch.device("meta"):
         model = config.build()
     model.load_state_dict(state, assign=True)
@@ -176,7 +173,7 @@ def save_pretrained(
 
 
 def describe(config: GPTConfig) -> str:
-    """The model in one sentence, for its card."""
+    """Describes the model in one sentence, for its card."""
     return (
         f"A GPT-2 of {config.parameter_count:,} parameters: {config.n_layer} layers, {config.n_head} "
         f"heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
@@ -185,7 +182,7 @@ def describe(config: GPTConfig) -> str:
 
 
 def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
-    """HF's config of the same model; `n_ctx` is there for readers outside transformers."""
+    """Returns HF's config of the same model. Readers outside transformers need `n_ctx`."""
     return GPT2Config(
         vocab_size=config.vocab_size,
         n_positions=config.n_positions,
@@ -206,10 +203,10 @@ def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
 
 
 def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
-    """A `GPT` with the weights of an HF GPT-2, in fp32 on CPU, in training mode.
+    """Loads an HF GPT-2 as a `GPT`, in fp32 on CPU, in training mode.
 
-    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a setting of the
-    training to come, so the file's is not taken over.
+    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting; the value
+    in the file is ignored.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if it is not a
     GPT-2 that `models/gpt2.py` can be, or is damaged; the message names the file or tensor. Files are never
@@ -221,7 +218,7 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
 
 
 def local_directory(name: str | Path) -> Path:
-    """`name` if it is a directory, else the local copy of the Hub repo of that id."""
+    """Returns `name` if it is a directory, else the local copy of that Hub repository."""
     if Path(name).is_dir():
         return Path(name)
     directory = hub.download(str(name), hub.MODEL_FILES)
@@ -231,8 +228,8 @@ def local_directory(name: str | Path) -> Path:
 
 
 def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[Path]]:
-    """The shape of a directory's model and the files of its weights; raises what `from_pretrained` raises, but for what
-    only reading the tensors shows."""
+    """Returns the shape of a directory's model and its weight files. Raises the errors of `from_pretrained` that need no
+    reading of tensors."""
     config = read_config(directory, dropout)
     files = weight_files(directory)
     needed = 2 * config.parameter_count  # bytes, in half precision
@@ -245,15 +242,16 @@ def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[P
 
 
 def model_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, an HF directory or Hub id, after a look at the model: no data is prepared for one that
-    cannot be trained on. Raises what `find_model` and `load_tokenizer` raise."""
+    """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can be trained.
+
+    Raises the errors of `find_model` and `load_tokenizer`."""
     directory = local_directory(name)
     find_model(directory)
     return load_tokenizer(directory)
 
 
 def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
-    """The shape in a directory's `config.json`; raises `ValueError` where `models/gpt2.py` is not that model."""
+    """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/gpt2.py` cannot be that model."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")

@@ -19,17 +19,17 @@ LLMC_HEADER_BYTES = 256 * 4
 
 
 class PickledConfig:
-    """Stands for the config object that build-nanogpt pickles: its values, none of its code."""
+    """Replaces the config object that build-nanogpt pickles: its values without its code."""
 
 
 def read_checkpoint(path: str | Path) -> GPT:
-    """The model in a checkpoint of nanoGPT, build-nanogpt or llm.c, told apart by their content.
+    """Loads a checkpoint of nanoGPT, build-nanogpt or llm.c; the format is detected from the content.
 
-    The pad rows of a vocabulary of 50,304 are left out. A model of nanoGPT keeps its exact GELU; those of
-    nanoGPT's first weeks had GPT-2's approximation, which their files do not tell.
+    The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The models of nanoGPT's
+    first weeks used GPT-2's approximation, which their files do not record.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it is none of the three, is
-    damaged, or holds anything but tensors and plain values.
+    Raises `FileNotFoundError` if there is no such file, `ValueError` if it has none of the three formats, is damaged,
+    or holds anything but tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -40,7 +40,7 @@ def read_checkpoint(path: str | Path) -> GPT:
 
 
 def read_pt(path: Path) -> GPT:
-    """A checkpoint of nanoGPT (`model_args`) or build-nanogpt (`config`)."""
+    """Reads a checkpoint of nanoGPT (`model_args`) or build-nanogpt (`config`)."""
     names = ("__main__.GPTConfig", "train_gpt2.GPTConfig")
     with torch.serialization.safe_globals([(PickledConfig, name) for name in names]):
         checkpoint = load_pickle(path)
@@ -69,7 +69,7 @@ def read_pt(path: Path) -> GPT:
 def unpadded(
     tensors: dict[str, torch.Tensor], vocab_size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors without what `torch.compile` put before their names and without the vocabulary's padding."""
+    """Removes `torch.compile`'s prefix from the names, and the vocabulary padding."""
     for key, tensor in tensors.items():
         name = key.removeprefix("_orig_mod.")
         yield (
@@ -79,7 +79,7 @@ def unpadded(
 
 
 def read_llmc(path: Path) -> GPT:
-    """A checkpoint of llm.c: the header, then each kind of parameter, for all layers together."""
+    """Reads a checkpoint of llm.c: a header, then each kind of parameter for all layers."""
     header = np.fromfile(path, "<i4", 256)
     if len(header) < 256 or header[1] not in LLMC_DTYPES:
         raise ValueError(

@@ -21,11 +21,11 @@ OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, un
 
 @dataclass
 class Training:
-    """What a model card says of how a model was made.
+    """The training section of a model card.
 
-    `settings` of the run; `data`: what the text was; `tokens` seen, `hours` of training, `flops` spent
-    in all; `hardware` and precision in words; `results`: metric -> value, such as `val/loss`, and
-    `updates` the update at which each was computed.
+    `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training, total `flops`;
+    `hardware` and precision in words; `results`, metric -> value, such as `val/loss`; `updates`, the update at which
+    each result was computed.
     """
 
     settings: Mapping[str, object]
@@ -39,10 +39,10 @@ class Training:
 
 
 def model_card(name: str, description: str, training: Training | None = None) -> str:
-    """The `README.md` of a model directory: metadata that the Hub reads, then text and code.
+    """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
-    `name` is the repository's id, or the folder until there is one; `description` the model in words. Absolute paths in
-    `training` are shortened to their last part.
+    `name` is the repository id, or the folder's name; `description` is the model in words. Absolute paths in `training`
+    are shortened to their last part.
     """
     settings = training.settings if training else {}
     init_from = str(settings.get("init_from") or "")
@@ -78,7 +78,7 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """A card that names the repository in its title, metadata and code in place of the folder that it was made in."""
+    """Replaces the folder's name in the card's title, metadata and code by the repository's."""
     card = ModelCard(text, ignore_metadata_errors=True)
     folder, name = card.data.model_name, repo_id.rpartition("/")[2]
     if folder:
@@ -90,16 +90,16 @@ def named_card(text: str, repo_id: str) -> str:
 
 
 def without_folders(value: object) -> object:
-    """A text in which absolute paths of this machine, which mean nothing elsewhere, are only their last part."""
+    """Shortens the absolute paths in a text to their last part."""
     if not isinstance(value, str):
         return value
     return re.sub(r"(?<!\S)/\S+", lambda match: Path(match[0].rstrip("/")).name or "/", value)
 
 
 def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:
-    """Results by `TASK/METRIC` in the Hub's own form, standard errors left out; None if there are none.
+    """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none.
 
-    `data` says what the run's own data was, of which train and val are splits.
+    `data` describes the run's data, of which train and val are splits.
     """
     found = []
     for name, value in results.items():
@@ -125,7 +125,7 @@ def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalRes
 
 
 def add_results(directory: Path, results: Mapping[str, float], description: str) -> None:
-    """Puts results into the metadata of a model directory's card, in place of those of the same name.
+    """Adds results to the metadata of a model directory's card; they replace results of the same name.
 
     A directory without a card gets one; `description` is the model in words.
     """
@@ -145,7 +145,7 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
 
 
 def training_section(training: Training) -> str:
-    """The part of the card that says how the model was trained."""
+    """Returns the training section of the card."""
     versions = ", ".join(f"{name} {found}" for name, found in installed_versions().items())
     results = "".join(
         f"| {name} | {value:.4f} | {training.updates.get(name, '')} |\n"
@@ -170,13 +170,13 @@ def training_section(training: Training) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of Python and `PACKAGES`."""
+    """Returns the versions of Python and `PACKAGES`."""
     found = {package: installed_version(package) for package in PACKAGES}
     return {"python": platform.python_version(), **found}
 
 
 def installed_version(package: str) -> str:
-    """The version of an installed package, `(from source)` where it is not installed."""
+    """Returns the version of a package, `(from source)` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

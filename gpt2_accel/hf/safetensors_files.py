@@ -1,4 +1,4 @@
-"""Files of tensors: HF's safetensors, whole or in shards, and the pickles of old.
+"""Reads and writes weight files: HF's safetensors, in one file or sharded, and old pickles.
 
 Tensors are written and read one at a time, so that a model is never in memory twice.
 """
@@ -23,10 +23,7 @@ MAX_SHARD_SIZE = "50GB"  # that of transformers 5
 def write_weights(
     folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
 ) -> list[str]:
-    """Writes `tensors` as one safetensors file or as shards with an index, the way HF lays them out.
-
-    Returns the names of the files.
-    """
+    """Writes `tensors` as one safetensors file, or as shards with an index in HF's layout. Returns the file names."""
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     split = split_torch_state_dict_into_shards(
         shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -46,10 +43,10 @@ def write_weights(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes fp32 tensors as `safetensors.torch.save_file` does, to the byte, but one at a time.
+    """Writes fp32 tensors one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
 
-    The library wants all of them contiguous in host memory at once, which for transposed views of a
-    model is a second model. Format: https://huggingface.co/docs/safetensors.
+    The library needs all tensors contiguous in host memory at once, which for transposed views is a second copy of the
+    model. Format: https://huggingface.co/docs/safetensors.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -67,8 +64,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a model directory's weights: safetensors, or else an old `pytorch_model.bin`;
-    where there is an index, those that it lists.
+    """Returns the weight files of a model directory: safetensors, else an old `pytorch_model.bin`, or the shards that
+    an index lists.
 
     Raises `FileNotFoundError` if one of them is missing, `ValueError` for an index that is damaged.
     """
@@ -82,7 +79,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The files that an index of shards lists."""
+    """Returns the files that an index of shards lists."""
     try:
         names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         assert all(Path(name).name == name for name in names)
@@ -96,7 +93,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of some weight files, one at a time, on pages of the files themselves."""
+    """Yields the tensors of weight files one at a time, memory-mapped."""
     for path in files:
         if path.suffix == ".bin":
             yield from load_pickle(path).items()
@@ -110,9 +107,9 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_pickle(path: Path) -> dict:
-    """What `torch.save` wrote, on CPU; nothing but tensors and plain values, so that no code runs.
+    """Loads what `torch.save` wrote, on CPU, restricted to tensors and plain values, so that no code runs.
 
-    Raises `ValueError` if there is anything else in it, or if it is damaged.
+    Raises `ValueError` if the file holds anything else or is damaged.
     """
     try:
         return torch.load(
