@@ -137,11 +137,25 @@ def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of an HF directory or Hub id. Raises `FileNotFoundError` if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower for a damaged file
         raise FileNotFoundError(
             f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
         ) from error
+    if not tokenizer.vocab_size:  # what the library makes of a model without one
+        raise FileNotFoundError(
+            f"{name} holds no tokenizer: put the files of the one that the model was trained with there"
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | Path) -> None:
+    """Raises `ValueError` if the model `name` has no row for some token of the tokenizer."""
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: put "
+            "the tokenizer there that the model was trained with"
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

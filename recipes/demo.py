@@ -97,7 +97,10 @@ def main() -> None:
     page = build_page(models, config.compile)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    page.queue(max_size=QUEUE).launch(theme=theme)
+    try:
+        page.queue(max_size=QUEUE).launch(theme=theme)
+    except OverflowError as error:
+        raise ValueError(f"GRADIO_SERVER_PORT is not a port: {error}") from error
 
 
 def check_ports() -> None:

@@ -37,7 +37,7 @@ from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.processes import main_process_first
-from gpt2_accel.tokenizer import GPT2_FINGERPRINT, load_tokenizer
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT, check_vocabulary, load_tokenizer
 
 
 @dataclass
@@ -104,11 +104,7 @@ def evaluate(
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
     shape = model.config
-    if len(tokenizer) > shape.vocab_size:
-        raise ValueError(
-            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {shape.vocab_size}: put "
-            "the tokenizer there that the model was trained with"
-        )
+    check_vocabulary(tokenizer, shape.vocab_size, name)
     prepared = [
         prepare_task(tokenizer, shape, task, items[task], config.stride) for task in config.tasks
     ]

@@ -39,6 +39,10 @@ def main() -> None:
         tokenizer = load_tokenizer(config.tokenizer)
     save_pretrained(read_checkpoint(config.input), config.output_dir, tokenizer)
     print(f"The model is in {config.output_dir}.")
+    if tokenizer is None:
+        print(
+            "It has no tokenizer: put the files of its own there before it writes or is evaluated."
+        )
 
 
 if __name__ == "__main__":

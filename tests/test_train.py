@@ -183,6 +183,7 @@ def test_without_a_cpp_compiler_it_runs_uncompiled_and_says_so(
         ({"n_head": 5}, "n_embd .32. is not divisible by n_head"),
         ({"data_dir": "/no/such"}, "/no/such/manifest.json is missing"),
         ({"init_from": "nobody/nothing"}, "nobody/nothing is neither a folder nor"),
+        ({"sample_every": 9, "sample_prompts": ["x" * 10**5]}, "the prompt has 100,000 characters"),
         ({"resume_from": "/no/such"}, "/no/such is not a checkpoint"),
     ],
 )

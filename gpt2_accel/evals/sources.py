@@ -10,10 +10,12 @@ from types import UnionType
 
 from huggingface_hub import hf_hub_download
 
+from gpt2_accel.data.sources import LONGEST_LINE
 from gpt2_accel.errors import first_line
 from gpt2_accel.files import parse_json
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
+LARGEST_FILE = 10**9  # bytes of a local file, all of which is in memory
 PARQUET_REVISION = "refs/convert/parquet"  # the Hub's conversion of every data set
 
 
@@ -55,6 +57,8 @@ def from_hub(source: Source) -> list[dict]:
 
 def parse_file(path: Path, lines: bool) -> list[dict]:
     """Returns the items of a local file; unless it is JSONL, each of its `lines` or the whole text is an item."""
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise ValueError(f"{path} has {size:,} bytes, at most {LARGEST_FILE:,} are read: cut it")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,6 +66,8 @@ def parse_file(path: Path, lines: bool) -> list[dict]:
     if path.suffix == ".jsonl":
         return parse_lines(text, str(path))
     parts = re.split(r"\r?\n", text) if lines else [text]
+    for number, part in enumerate(parts, start=1):
+        check_length(part, f"{path}, line {number}," if lines else str(path))
     return [{"text": part} for part in parts if part.strip()]
 
 
@@ -73,6 +79,7 @@ def parse_lines(text: str, name: str) -> list[dict]:
     ):  # splitlines() would also split at U+2028
         if not line.strip():
             continue
+        check_length(line, f"{name}, line {number},")
         try:
             item = parse_json(line)
         except ValueError as error:
@@ -83,6 +90,14 @@ def parse_lines(text: str, name: str) -> list[dict]:
             )
         items.append(item)
     return items
+
+
+def check_length(item: str, where: str) -> None:
+    """Raises `ValueError` for an item that is too long to be scored."""
+    if len(item) > LONGEST_LINE:
+        raise ValueError(
+            f"{where} has {len(item):,} characters, more than the {LONGEST_LINE:,} that an item may have: cut it"
+        )
 
 
 def field(item: dict, name: str, kind: type | UnionType, where: str):

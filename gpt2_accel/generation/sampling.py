@@ -16,9 +16,10 @@ from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel
-from gpt2_accel.tokenizer import encode, load_tokenizer
+from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_PROMPT = 50_000  # characters of a prompt, far more than the positions of GPT-2 hold
 OVERFLOW = ("slide", "error")
 NOT_FINITE = (
     "the model's logits are not finite: its weights are damaged, or its training diverged; take an "
@@ -37,7 +38,9 @@ def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTo
     directory = model_directory(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = from_pretrained(directory).to(device, DTYPES[dtype]).eval()
-    return model, load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    check_vocabulary(tokenizer, model.config.vocab_size, name)
+    return model, tokenizer
 
 
 @dataclass
@@ -162,7 +165,14 @@ def overlap(text: str, stop: str) -> int:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text."""
+    """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text.
+
+    Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
+    """
+    if len(prompt) > MAX_PROMPT:
+        raise ValueError(
+            f"the prompt has {len(prompt):,} characters: give its end, at most {MAX_PROMPT:,}"
+        )
     ids = encode(tokenizer, [prompt])[0]
     if not ids and tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no token that starts a text: give a prompt")

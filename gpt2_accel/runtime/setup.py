@@ -25,6 +25,7 @@ from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import Evaluation, prepare_task
 from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.convert import from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.gpt2 import GPTConfig
@@ -85,6 +86,8 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     torch.manual_seed(config.seed)
     with all_or_none(accelerator):
         tokenizer = load_data_tokenizer(config.data_dir)
+        for prompt in config.sample_prompts if config.sample_every else []:
+            encode_prompt(tokenizer, prompt)  # raises now what it would raise at the first sample
         plain = build_model(config, len(tokenizer), checkpoint)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask:

@@ -11,7 +11,16 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.generation import kv_cache
-from gpt2_accel.generation.sampling import Sampling, choose, complete, likeliest, stream, tokens
+from gpt2_accel.generation.sampling import (
+    MAX_PROMPT,
+    Sampling,
+    choose,
+    complete,
+    likeliest,
+    load,
+    stream,
+    tokens,
+)
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
@@ -216,6 +225,27 @@ def test_empty_prompt_needs_an_end_of_text_token(model):
         complete(model, char_tokenizer("abc"), [""], sampling)
     with pytest.raises(ValueError, match="no tokens"):
         ids(model, [[1], []], 1)
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(model):
+    complete(model, byte_tokenizer(), ["a" * MAX_PROMPT], Sampling(1))
+    message = f"the prompt has 5,000,000 characters: give its end, at most {MAX_PROMPT:,}"
+    with pytest.raises(ValueError, match=message):
+        complete(model, byte_tokenizer(), ["ab cd" * 10**6], Sampling(1))
+    with pytest.raises(ValueError, match=message):
+        likeliest(model, byte_tokenizer(), "ab cd" * 10**6)
+
+
+def test_a_model_without_a_tokenizer_or_with_a_larger_one_does_not_load(tmp_path):
+    save_pretrained(GPT(GPTConfig(257, 8, 1, 1, 8)), tmp_path / "none")
+    with pytest.raises(
+        FileNotFoundError, match="none holds no tokenizer: put the files of the one"
+    ):
+        load(str(tmp_path / "none"))
+    save_pretrained(GPT(GPTConfig(100, 8, 1, 1, 8)), tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="has a tokenizer of 257 tokens, but a vocabulary of 100"):
+        load(str(tmp_path / "small"))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -231,6 +231,22 @@ def test_weights_that_are_not_finite_are_a_message(models):
         next(talk("x", 1.0, 50, 1.0, 5, 1, 1))
 
 
+def test_a_prompt_that_is_too_long_is_a_message_at_once(models):
+    demo = load_recipe("demo")
+    page = demo.build_page([demo.LoadedModel("a", *demo.load(models[0]))], compile=False)
+    [talk] = [function.fn for function in page.fns.values() if function.fn is not None]
+    begun = time.monotonic()
+    with pytest.raises(gradio.Error, match="5,000,000 characters: give its end, at most 50,000"):
+        next(talk("ab cd" * 10**6, 1.0, 50, 1.0, 5, 1, 1))
+    assert time.monotonic() - begun < 1
+
+
+def test_a_port_that_is_none_ends_in_one_sentence(models):
+    done = python("recipes/demo.py", "--model", models[0], GRADIO_SERVER_PORT="99999")
+    assert "GRADIO_SERVER_PORT is not a port" in one_sentence(done)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_mistake_ends_in_one_sentence(models):
     done = python("recipes/demo.py", "--model", "recipes")
     assert "recipes is not a Hugging Face model" in one_sentence(done)

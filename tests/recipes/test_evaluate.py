@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from launching import ROOT, launch, python
 
 from gpt2_accel import from_pretrained
+from gpt2_accel.evals import sources
 from gpt2_accel.evals.table import BASELINES, markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
@@ -289,6 +290,28 @@ def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
     newest = sorted(model.glob("checkpoint-*"))[-1]
     mistake("--model", newest, "--update_card", message="a checkpoint that has changed counts as")
     mistake("--update_card", "--baselines", message="update_card needs a local --model")
+
+
+def test_items_and_files_that_are_too_long_are_named(items, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_LINE", 2000)
+    text, rows = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("a\n" + "b " * 1001)
+    rows.write_text('{"text": "a"}\n{"text": "' + "b" * 2000 + '"}\n')
+    for task, path, place in (
+        ("lambada", text, "a.txt, line 2,"),
+        ("text", text, "a.txt"),
+        ("lambada", rows, "a.jsonl, line 2,"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{place} has [0-9,]* characters, more than the 2,000"
+        ):
+            sources.read_items(task, path)
+    monkeypatch.setattr(sources, "LARGEST_FILE", 1000)
+    with pytest.raises(ValueError, match="a.txt has 2,004 bytes, at most 1,000 are read"):
+        sources.read_items("text", text)
+    rows.write_text("[" * 900)
+    with pytest.raises(ValueError, match="line 1, is not valid JSON"):
+        sources.read_items("hellaswag", rows)
 
 
 def test_items_from_the_hub_are_the_parquet_files_that_it_makes(tmp_path):
