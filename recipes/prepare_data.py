@@ -19,8 +19,8 @@ with any number of workers.
 - text: files and folders of .txt (each a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (each row).
 - hf: any data set that `datasets` can load.
 
-Of several documents one in 20 is held out for validation, by a hash of its name; of text files that are too few for
-that, the last 5% of each. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
+Of several documents one in 20 is held out for validation, by a hash of its name; of files whose documents are too
+few for that, the last 5% of each. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
 `--executor datatrove`, which is its local one, is).
 """
 

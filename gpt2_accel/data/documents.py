@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+VAL_SHARE = 0.05  # of a corpus for validation
 PIECE_BYTES = 128 * 2**20
 CHUNK = 2**20  # characters that are tokenized at once
 LONGEST_WORD = 2**20  # characters without a place to cut before one is made
@@ -62,6 +63,14 @@ class ByHash:
 
 
 @dataclass(frozen=True)
+class LastPart:
+    """Holds out no document, but the last `VAL_SHARE` of each (`split_document`)."""
+
+    def __call__(self, name: str) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class Drawn:
     """Holds out a share of `count` rows, named by their numbers: those that `datasets`' `train_test_split`
     draws with `seed`."""
@@ -87,6 +96,18 @@ def split_of(is_held_out: bool) -> str:
 
 
 # Cutting a text
+
+
+def split_document(text: str, name: str, is_held_out: HeldOut, place: str) -> Iterator[Document]:
+    """The document of that name, in its split; two of them where the last part of each is held out."""
+    cut = len(text)
+    if isinstance(is_held_out, LastPart):
+        cut = int(cut * (1 - VAL_SHARE))
+        match = re.search(r"\w(?=[ \n])", text[cut:])
+        cut = cut + match.end() if match else len(text)
+    yield Document(split_of(is_held_out(name)), chunks([text[:cut]]), place=place)
+    if text[cut:]:
+        yield Document("val", chunks([text[cut:]]), place=place)
 
 
 def chunks(parts: Iterable[str]) -> Iterator[str]:

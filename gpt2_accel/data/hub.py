@@ -16,8 +16,7 @@ from gpt2_accel.data.documents import (
     Document,
     HeldOut,
     Piece,
-    chunks,
-    split_of,
+    split_document,
 )
 from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces, reading
 from gpt2_accel.errors import first_line
@@ -42,8 +41,7 @@ class StreamPiece:
         for number, row in enumerate(self.rows()):
             place = f"the data set {self.name}, row {number:,} of its file {self.number + 1}"
             text = column_of(row, self.column, place)
-            split = split_of(self.is_held_out(f"{self.number}:{number}"))
-            yield Document(split, chunks([text]), place=place)
+            yield from split_document(text, f"{self.number}:{number}", self.is_held_out, place)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of the file."""

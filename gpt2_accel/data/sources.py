@@ -22,13 +22,15 @@ from typing import Any, NamedTuple, TypeVar
 from gpt2_accel.data.documents import (
     CHUNK,
     PIECE_BYTES,
+    VAL_SHARE,
     ByHash,
     Document,
     HeldOut,
+    LastPart,
     Piece,
     chunks,
-    held_out,
     next_cut,
+    split_document,
     split_of,
 )
 from gpt2_accel.errors import first_line
@@ -41,11 +43,8 @@ ROW_SUFFIXES = (
 )  # files of many documents, one a row
 SUFFIXES = (".txt", *ROW_SUFFIXES)
 LONGEST_LINE = 2**26  # bytes of a line of JSON
-VAL_SHARE = 0.05  # of a corpus for validation
-FEWEST, MOST = (
-    0.01,
-    0.15,
-)  # the share of whole text files for validation, if it is to be whole files
+FEWEST, MOST = 0.01, 0.15  # of a corpus for validation, if that is whole documents
+SMALL = 2**22  # bytes of files of rows in which rows are few, perhaps
 PAUSES = (0.5, 1, 3)  # seconds before a download that failed is tried again
 
 Result = TypeVar("Result")
@@ -194,8 +193,7 @@ class JsonLinesPiece:
                 continue
             place = f"{self.path}, at byte {offset:,}"
             text = column_of(parse_line(line, place), self.column, place)
-            split = split_of(self.is_held_out(f"{self.name}:{offset}"))
-            yield Document(split, chunks([text]), place=place)
+            yield from split_document(text, f"{self.name}:{offset}", self.is_held_out, place)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The lines with their offsets in the (uncompressed) file."""
@@ -287,8 +285,7 @@ class ParquetPiece:
         for number, text in enumerate(self.texts(), start=self.first_row):
             place = f"{self.url}, row {number:,}"
             text = column_of({self.column: text}, self.column, place)
-            split = split_of(self.is_held_out(f"{self.name}{number}"))
-            yield Document(split, chunks([text]), place=place)
+            yield from split_document(text, f"{self.name}{number}", self.is_held_out, place)
 
     def texts(self) -> Iterator[Any]:
         """The values of the column."""
@@ -346,28 +343,51 @@ def file_pieces(
 ) -> list[Piece]:
     """Files, with the names by which their documents are held out, as pieces.
 
-    A row's name is its file's and its place there. Where all are text files and those held out would be
-    too small or too large a part, the last of each is held out. Raises `ValueError` for a file that does
-    not begin as its kind does.
+    A row's name is its file's and its place there. Where those held out would be too small or too large a
+    part, the last of each document is held out. Raises `ValueError` for a file that does not begin as its
+    kind does.
     """
+    pieces = pieces_of(files, ByHash(), column, piece_bytes)
+    if not FEWEST <= share_held_out(pieces) <= MOST:
+        pieces = pieces_of(files, LastPart(), column, piece_bytes)
+    return join_texts(pieces, piece_bytes)
+
+
+def pieces_of(
+    files: dict[Path, str], is_held_out: HeldOut, column: str, piece_bytes: int
+) -> list[Piece]:
+    """The pieces of files; `is_held_out` says what of them is for validation."""
     pieces: list[Piece] = []
-    texts = {path: path.stat().st_size for path in files if not path.name.endswith(ROW_SUFFIXES)}
-    share = sum(size for path, size in texts.items() if held_out(files[path])) / (
-        sum(texts.values()) or 1
-    )
-    whole = len(texts) < len(files) or FEWEST <= share <= MOST
     for path, name in files.items():
         if path.suffix == ".parquet":
-            pieces += parquet_pieces(str(path), column, f"{name}:", ByHash(), piece_bytes)
-        elif path not in texts:
-            pieces += json_pieces(path, column, name, ByHash(), piece_bytes)
-        elif whole:
-            check_text(path)
-            spans = text_spans(path, 0, texts[path], split_of(held_out(name)), piece_bytes)
-            pieces += text_pieces(spans)
-        else:
+            pieces += parquet_pieces(str(path), column, f"{name}:", is_held_out, piece_bytes)
+        elif path.name.endswith(ROW_SUFFIXES):
+            pieces += json_pieces(path, column, name, is_held_out, piece_bytes)
+        elif isinstance(is_held_out, LastPart):
             pieces += one_text_pieces(path, VAL_SHARE, piece_bytes)
-    return join_texts(pieces, piece_bytes)
+        else:
+            check_text(path)
+            split = split_of(is_held_out(name))
+            pieces += text_pieces(text_spans(path, 0, path.stat().st_size, split, piece_bytes))
+    return pieces
+
+
+def share_held_out(pieces: list[Piece]) -> float:
+    """Which part of the text is for validation; of many rows that is as expected, few are read."""
+    sizes = {"train": 0.0, "val": 0.0}
+    rows = [piece for piece in pieces if not isinstance(piece, TextPiece)]
+    few = sum(piece.size for piece in rows) <= SMALL
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            for span in piece.spans:
+                sizes[span.split] += span.end - span.start
+        elif few:
+            for document in piece.documents():
+                sizes[document.split] += sum(map(len, document.chunks))
+        else:
+            sizes["val"] += VAL_SHARE * piece.size
+            sizes["train"] += (1 - VAL_SHARE) * piece.size
+    return sizes["val"] / (sum(sizes.values()) or 1)
 
 
 def json_pieces(

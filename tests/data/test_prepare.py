@@ -171,7 +171,8 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
     ]
     (folder / "a.jsonl").write_bytes(b"\n".join(lines))
     (folder / "b.txt").write_bytes("ü Z".encode() + b"\xfcrich")
-    monkeypatch.setattr(sources, "held_out", lambda name: name == "b.txt")
+    monkeypatch.setattr(documents, "held_out", lambda name: name == "b.txt")
+    monkeypatch.setattr(sources, "FEWEST", 0)
     pieces = file_pieces(names_of(folder))
     manifest = carry_out(plan(pieces, tmp_path / "d"))
     assert manifest["counts"] == {
@@ -204,12 +205,12 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
 def test_a_wrong_line_is_named(tmp_path, monkeypatch, line, message):
     monkeypatch.setattr(sources, "LONGEST_LINE", 400 if "400" in message else 10**6)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    pieces = file_pieces(names_of(tmp_path))
     with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
-        carry_out(plan(pieces, tmp_path / "d"))
+        carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
 
 
-def test_a_wrong_line_is_said_by_a_worker_as_by_this_process(tmp_path):
+def test_a_wrong_line_is_said_by_a_worker_as_by_this_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
     pieces = file_pieces(names_of(tmp_path), piece_bytes=10)
     with pytest.raises(ValueError, match="a.jsonl, at byte 17, has no column") as caught:
@@ -258,9 +259,8 @@ def test_flipped_bits_in_parquet_are_said_in_a_sentence(tmp_path):
 
 def test_a_column_that_is_no_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    [piece] = file_pieces(names_of(tmp_path))
     with pytest.raises(ValueError, match="a.parquet, row 0, has a value of type int in 'text'"):
-        list(piece.documents())
+        file_pieces(names_of(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
@@ -381,6 +381,19 @@ def test_of_texts_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, wo
     assert 0.02 < val["tokens"] / (train["tokens"] + val["tokens"]) < 0.08
     for document in documents_in(tmp_path / "d", "val"):
         assert any(path.read_text().endswith(document) for path in tmp_path.glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_rows_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, name):
+    texts = [make_text(100, seed) for seed in range(3)]
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
+    train, val = (documents_in(tmp_path / "d", split) for split in ("train", "val"))
+    assert [first + last for first, last in zip(train, val, strict=True)] == texts
+    assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
 
 
 def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
@@ -639,6 +652,7 @@ def test_a_mistake_leaves_nothing_in_the_way_of_its_correction(tmp_path):
 
 
 def test_the_correction_of_a_late_mistake_costs_what_was_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SMALL", 0)
     for i in range(6):
         lines = [json.dumps({"text": make_text(30, 10 * i + j)}) for j in range(8)]
         (tmp_path / f"{i}.jsonl").write_text("\n".join(lines))
