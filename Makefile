@@ -18,7 +18,7 @@ test-avx2: .venv/installed  ## the tests that depend on the CPU, as a plain lapt
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 20 minutes
-	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py
+	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py
 
 bench: .venv/installed  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
