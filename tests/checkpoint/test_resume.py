@@ -165,7 +165,9 @@ def test_a_folder_that_cannot_be_one_is_refused_in_a_sentence(place, data_dir, t
     (tmp_path / "file").write_text("mine")
     folder = tmp_path / place
     with pytest.raises(
-        OSError, match=f"{folder} is no folder that can be written to .*--output_dir"
+        (OSError, ValueError),
+        match=f"output_dir is '{folder}', which is no folder|"
+        f"{folder} is no folder that can be written to .*--output_dir",
     ):
         run(tiny_config(data_dir, folder))
     assert (tmp_path / "file").read_text() == "mine"
