@@ -1,7 +1,8 @@
-"""The contestants of `training.py`: each is a process of its own, which makes updates when it is told to.
+"""The contestants of `training.py`. Each runs in its own process and makes updates on request.
 
-`python contestants.py JOB`, a `Job` as JSON. It warms up, then answers each line on stdin, a number of
-updates, with a line on stdout: {"seconds", "memory", …} as JSON. At the end of stdin it ends.
+`python contestants.py JOB`, where JOB is a `Job` as JSON. The process warms up and replies, then reads a number of
+updates per line from stdin and writes {"seconds", "memory", …} as a line of JSON to stdout. It exits at the end of
+stdin.
 """
 
 import itertools
@@ -23,16 +24,16 @@ from gpt2_accel.device import matmul_flops
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.runtime.signals import end_with_parent
 
-# Contestants import the rest where they need it: what one of them imports is no memory of another's.
+# Each contestant imports what it needs inside its function, so that its imports do not use the memory of others.
 
 WARMUP = 2
-ENDLESS = 10**7  # updates: the parent says when it is enough
+ENDLESS = 10**7  # updates; the parent process ends the run
 LEARNING_RATE, BETA2 = 6e-4, 0.95
 
 
 @dataclass
 class Job:
-    """What a contestant is to train: `shape` are the fields of a `GPTConfig`."""
+    """The training job of a contestant; `shape` are fields of a `GPTConfig`."""
 
     contestant: str
     shape: dict
@@ -48,14 +49,14 @@ class Job:
 
 
 class Gate:
-    """Called after each update, it lets the next ones begin when the parent asks for them."""
+    """A callback after each update: reports to the parent process, and waits until it requests more updates."""
 
     def __init__(self, replies: TextIO):
         self.device, self.replies = this_device(), replies
         self.left, self.begun = WARMUP, time.perf_counter()
 
     def __call__(self, **figures: float) -> None:
-        """An update is done, of which there are further `figures` to report."""
+        """Counts an update. After the last one requested, replies with its `figures` and waits."""
         self.left -= 1
         if self.left:
             return
@@ -65,12 +66,12 @@ class Gate:
         print(json.dumps(reply), file=self.replies, flush=True)
         asked = sys.stdin.readline()
         if not asked:
-            os._exit(0)  # from inside any trainer; the parent removes what it leaves
+            os._exit(0)  # works inside any trainer; the parent removes the files
         self.left, self.begun = int(asked), time.perf_counter()
 
 
 def toolkit(job: Job, gate: Gate) -> None:
-    """The toolkit's own loop, `train`; precision and compilation come from the environment, as ever."""
+    """The toolkit's `train`; precision and compilation come from the environment, as in a launched run."""
     import gpt2_accel.runtime.context as context
     from gpt2_accel.config import TrainConfig
     from gpt2_accel.train import train
@@ -99,8 +100,10 @@ def toolkit(job: Job, gate: Gate) -> None:
 
 
 def hf_trainer(job: Job, gate: Gate) -> None:
-    """`transformers.Trainer` with the same model in `transformers`, no cache; without dropout, unless the
-    contestant's name says that it has that of `GPT2Config`."""
+    """`transformers.Trainer` with the transformers model of the same shape, without a KV cache.
+
+    Only the contestant `HF_DEFAULTS` has dropout: the default of `GPT2Config`.
+    """
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -143,7 +146,7 @@ def hf_trainer(job: Job, gate: Gate) -> None:
 
 
 class Windows(torch.utils.data.Dataset):
-    """The windows of the training split, as the Trainer takes them."""
+    """The windows of the training split, in the Trainer's format."""
 
     def __init__(self, job: Job):
         from gpt2_accel.data.shards import TokenStream
@@ -159,7 +162,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def plain_loop(job: Job, gate: Gate) -> None:
-    """nanoGPT's loop: the loss from all logits. Its vocabulary has the pad rows too, as nanoGPT's has."""
+    """nanoGPT's loop: the loss uses all logits at once, and the vocabulary includes the padding, as in nanoGPT."""
     from nanogpt import plain_optimizer, update
     from reference_model import PlainLoss
 
@@ -175,7 +178,7 @@ def plain_loop(job: Job, gate: Gate) -> None:
 
 
 def bare_loop(job: Job, gate: Gate) -> None:
-    """The toolkit's model, kernels, optimizer and batches in a loop without Accelerate, log or guard."""
+    """The toolkit's model, kernels, optimizer and batches, in a loop without Accelerate, log or anomaly guard."""
     from nanogpt import update
 
     from gpt2_accel.kernels.cpu import tune_memory
@@ -194,7 +197,7 @@ def bare_loop(job: Job, gate: Gate) -> None:
 
 
 def matmul(job: Job, gate: Gate) -> None:
-    """No training: how fast the device multiplies matrices just then."""
+    """No training: measures the speed of matrix products in each turn."""
     on_cpu = gate.device.type == "cpu"
     while True:
         dtype = torch.bfloat16 if job.bf16 else torch.float32
@@ -202,12 +205,12 @@ def matmul(job: Job, gate: Gate) -> None:
 
 
 def compiled(module: torch.nn.Module, job: Job) -> Callable[..., torch.Tensor]:
-    """`module`, compiled if the job says so."""
+    """Compiles `module` if `job.compile` is set."""
     return torch.compile(module) if job.compile else module
 
 
 def batches(job: Job, gate: Gate) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The toolkit's batches, one an update, without end."""
+    """Yields the toolkit's batches, one per update, without end."""
     from gpt2_accel.data.loader import TrainLoader, open_split
 
     loader = TrainLoader(
@@ -233,7 +236,7 @@ CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
 
 def main() -> None:
     end_with_parent(signal.SIGKILL)
-    # What a library prints on stdout must not get between the replies.
+    # Send the stdout of libraries to stderr, so that stdout has replies only.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = Job(**json.loads(sys.argv[1]))

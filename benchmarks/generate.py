@@ -1,13 +1,13 @@
-"""Tokens per second of generation: a loop without a cache, HF's `generate`, and this toolkit's.
+"""Tokens per second of generation: a loop without a KV cache, HF's `generate`, and this toolkit.
 
     python benchmarks/generate.py --batch_sizes 1 16 --dtypes float32 bfloat16
 
-Random weights of GPT-2 124M's shape, the same in all; a prompt of 16 tokens, 48 new ones, sampled
-greedily. In each round every contestant runs once, so that all meet the same machine; a figure is the
-median over the rounds, and the ratio to HF the median of the rounds' ratios. The prompt's forward and
-the choice of tokens count, compilation does not: it falls into a round before. The loop without a cache
-is nanoGPT's: a forward over all tokens so far for each new one. It runs for `--no_cache_tokens` tokens in
-the middle of the text, where its cost is that of the mean, and only in batches up to `--no_cache_batch`.
+All use the same random weights of GPT-2 124M's shape, a prompt of 16 tokens and 48 new tokens, greedy. Every contestant
+runs once per round, so that all share the state of the machine. The result is the median over the rounds; the ratio to
+HF is the median of the rounds' ratios. The time includes the forward of the prompt and the choice of tokens, but not
+compilation, which happens in a warmup round. The loop without a KV cache is nanoGPT's: a forward of the whole text for
+each new token. It runs for `--no_cache_tokens` tokens in the middle of the text, where a token has the mean cost, and
+only for batches up to `--no_cache_batch`.
 """
 
 import time
@@ -27,17 +27,15 @@ from gpt2_accel.hf.convert import hf_config, to_hf
 @dataclass
 class Benchmark:
     size: str = setting("gpt2", "gpt2, gpt2-medium, gpt2-large or gpt2-xl")
-    batch_sizes: list[int] = setting([1, 16], "rows at once")
-    dtypes: list[str] = setting(["float32", "bfloat16"], "of the weights")
+    batch_sizes: list[int] = setting([1, 16], "batch sizes")
+    dtypes: list[str] = setting(["float32", "bfloat16"], "dtypes of the weights")
     prompt_tokens: int = setting(16, "length of the prompt")
     new_tokens: int = setting(48, "length of the continuation")
-    rounds: int = setting(3, "times that each contestant runs")
-    no_cache_tokens: int = setting(
-        8, "tokens that the loop without a cache writes; 0 leaves it out"
-    )
-    no_cache_batch: int = setting(1, "largest batch that it is given")
-    threads: int = setting(0, "torch's threads on a CPU; 0 leaves it to torch")
-    results: str = setting(str(RESULTS), "folder for the figures")
+    rounds: int = setting(3, "rounds; each contestant runs once per round")
+    no_cache_tokens: int = setting(8, "new tokens of the loop without a KV cache; 0 skips it")
+    no_cache_batch: int = setting(1, "largest batch of the loop without a KV cache")
+    threads: int = setting(0, "torch's threads on a CPU; 0 is torch's default")
+    results: str = setting(str(RESULTS), "folder of the results")
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def main() -> None:
 
 
 def build_models(size: str, dtype: torch.dtype, device: str) -> tuple[GPT, GPT2LMHeadModel]:
-    """A model and the same in `transformers`."""
+    """Builds a model, and the same model in `transformers`."""
     torch.manual_seed(0)
     model = GPT(GPTConfig.from_name(size)).eval()
     hf = GPT2LMHeadModel(hf_config(model.config, end_of_text=None))
@@ -75,7 +73,7 @@ def build_models(size: str, dtype: torch.dtype, device: str) -> tuple[GPT, GPT2L
 def contestants(
     config: Benchmark, model: GPT, hf: GPT2LMHeadModel, batch_size: int
 ) -> dict[str, Callable[[], int]]:
-    """By name, what writes once; each returns how many tokens a row it wrote."""
+    """Returns the contestants by name; each generates once and returns its new tokens per row."""
     device = model.device
     prompt = torch.randint(50257, (batch_size, config.prompt_tokens), device=device)
     sampling = Sampling(config.new_tokens, temperature=0)
@@ -89,19 +87,19 @@ def contestants(
             input_ids = torch.cat((input_ids, x.argmax(-1, keepdim=True)), dim=1)
         return config.no_cache_tokens
 
-    def theirs() -> int:
+    def hf_generate() -> int:
         mask = torch.ones_like(prompt)
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         hf.generate(prompt, attention_mask=mask, max_new_tokens=config.new_tokens, **options)
         return config.new_tokens
 
-    def ours(compile: bool) -> int:
+    def toolkit(compile: bool) -> int:
         return sum(1 for _ in tokens(model, prompt.tolist(), sampling, compile=compile))
 
     found = {
-        "HF generate": theirs,
-        "gpt2_accel": lambda: ours(compile=False),
-        "gpt2_accel, compiled": lambda: ours(compile=True),
+        "HF generate": hf_generate,
+        "gpt2_accel": lambda: toolkit(compile=False),
+        "gpt2_accel, compiled": lambda: toolkit(compile=True),
     }
     if config.no_cache_tokens and batch_size <= config.no_cache_batch:
         found = {"no cache": without_cache, **found}
@@ -111,7 +109,7 @@ def contestants(
 def compete(
     config: Benchmark, dtype: str, batch_size: int, runs: dict[str, Callable[[], int]]
 ) -> list[dict]:
-    """Lets all run in turn, and prints a row for each; returns the rows."""
+    """Runs all contestants in turn; prints and returns a row for each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round in range(config.rounds + 1):
         for name, run in runs.items():
@@ -120,7 +118,7 @@ def compete(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             took = time.perf_counter() - start
-            if round:  # the one before warms up, and compiles
+            if round:  # round 0 warms up and compiles
                 seconds[name].append(took / written)
     rows = []
     for name, each in seconds.items():

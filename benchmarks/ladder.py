@@ -1,8 +1,7 @@
-"""The speed ladder: a training step of GPT-2, one improvement after the other, each measured by itself.
+"""The speed ladder: measures a training step of GPT-2 as improvements are added one by one.
 
-`run_ladder` goes through `RUNGS` and writes what it finds; `recipes/speed_ladder.py` is its command. Each
-rung is measured in a process of its own, `rung.py`. So each begins with clean caches and a peak of memory of
-its own, and one that fails leaves the others alone.
+`run_ladder` measures all `RUNGS` and writes the results; its command is `recipes/speed_ladder.py`. Each rung runs in
+its own process, `rung.py`, so it has empty caches and its own peak memory, and a failure does not affect other rungs.
 """
 
 import csv
@@ -26,7 +25,7 @@ LADDER_SIZES = (*SIZES, "tiny")
 
 @dataclass(frozen=True)
 class Rung:
-    """One improvement: what it changes, and what `PUBLISHED` found after it."""
+    """One improvement: its changes to `Variant`, and the published results after it (see `PUBLISHED`)."""
 
     name: str
     changes: dict[str, object] = field(default_factory=dict)
@@ -40,9 +39,9 @@ PUBLISHED = """\
 - build-nanogpt: Andrej Karpathy's "Let's reproduce GPT-2 (124M)" (github.com/karpathy/build-nanogpt): 124M,
   B = 16, T = 1024, one A100; ms for 16,384 tokens. Its order is another: TF32, bf16, compile, flash,
   vocabulary, fused AdamW. On 8 GPUs it has about 1.5M tokens/s."""
-NANOGPT_TOKENS = 16 * 1024  # of its step
-DDP_GPUS = 4  # of LLMs-from-scratch's last figure
-# Milliseconds, from a tutorial's T4 in fp16: B = 32, 8 heads, T = 2048, 64 wide.
+NANOGPT_TOKENS = 16 * 1024  # tokens per step of build-nanogpt
+DDP_GPUS = 4  # GPUs of LLMs-from-scratch's last result
+# Milliseconds, from a tutorial, on a T4 in fp16: B = 32, H = 8, T = 2048, D = 64.
 PUBLISHED_ATTENTION = {"standard": 106, "SDPA": 13.9}
 
 RUNGS = (
@@ -66,19 +65,18 @@ RUNGS = (
 
 
 def default_workload(device_type: str) -> Workload:
-    """A GPU's is that of build-nanogpt; a CPU's keeps the ladder at some ten minutes on 2 cores."""
+    """Returns build-nanogpt's workload for a GPU, and one of about ten minutes on 2 cores for a CPU."""
     if device_type == "cpu":
         return Workload("gpt2", 2, 8, 512, 4, steps=3, warmup=1, attention=[4, 8, 512, 64])
     return Workload("gpt2", 16, 64, 1024, 8, steps=20, warmup=5, attention=[32, 8, 2048, 64])
 
 
-# By which a process that ended for lack of memory is known: torch's on CUDA and on a CPU, Python's, the
-# system's.
+# Signs of a process that ran out of memory: of torch on CUDA, torch on a CPU, Python, and the system.
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "SIGKILL")
 
 
 def run_job(job: dict, processes: int = 1) -> dict:
-    """What a process of its own finds, or a `problem` in words; several processes are started by torchrun."""
+    """Runs a job in a new process, or with torchrun in several; returns its result, or {"problem": message}."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     script = str(Path(__file__).with_name("rung.py"))
     command = [sys.executable, *(launcher if processes > 1 else []), script, json.dumps(job)]
@@ -94,10 +92,10 @@ def run_job(job: dict, processes: int = 1) -> dict:
 
 @dataclass
 class Row:
-    """A rung and what was found; figures are None where there are none, and `remark` says why.
+    """The results of a rung. A value that was not measured is None, and `remark` gives the reason.
 
-    `tokens_per_second` is that of all `devices`, `gain` the ratio to that of the last rung measured before,
-    `mfu` the share of the matmul rate measured in the best dtype.
+    `tokens_per_second` is the total of all `devices`. `gain` is its ratio to the previous measured rung. `mfu` is the
+    share of the fastest matrix-product rate measured on the device.
     """
 
     step: int
@@ -122,14 +120,13 @@ HEAD = (
 
 
 def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
-    """Measures all rungs, prints the table as it grows, and writes it to `output_dir` as Markdown, CSV and
-    PNG.
+    """Measures all rungs, prints each row, and writes the table to `output_dir` as Markdown, CSV and PNG.
 
-    `chosen` are fields of `Workload`, None for the device's default. Raises `ValueError` if matplotlib is
-    missing, `RuntimeError` if the device cannot be described.
+    `chosen` are fields of `Workload`; None is the device's default. Raises `ValueError` if matplotlib is missing and
+    `RuntimeError` if the device cannot be described.
     """
     require_matplotlib()
-    Path(output_dir).mkdir(parents=True, exist_ok=True)  # before ten minutes of measuring
+    Path(output_dir).mkdir(parents=True, exist_ok=True)  # fails before ten minutes of measurements
     device = run_job({})
     if "problem" in device:
         raise RuntimeError(f"the device cannot be described: {device['problem']}")
@@ -141,19 +138,19 @@ def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
     for number, rung in enumerate(RUNGS, start=1):
         reason = device["lacking"].get(rung.name)
         variant = variant if reason else replace(variant, **rung.changes)
-        rows.append(climb(number, rung, reason, workload, variant, device, rows))
+        rows.append(measure_rung(number, rung, reason, workload, variant, device, rows))
         print(markdown_row(rows[-1]), flush=True)
-        if rows[-1].remark and variant.large_batch:  # the one rung that asks for more memory
+        if rows[-1].remark and variant.large_batch:  # the only rung that needs more memory
             variant = replace(variant, large_batch=False)
     attention = attention_table(workload.attention)
     print(f"\n{attention}")
     write_results(Path(output_dir), title, rows, attention)
-    print(f"\n{output_dir} has this as speed_ladder.md, speed_ladder.csv and speed_ladder.png")
+    print(f"\nwrote speed_ladder.md, speed_ladder.csv and speed_ladder.png in {output_dir}")
     return rows
 
 
 def choose_workload(device_type: str, chosen: dict[str, object]) -> Workload:
-    """The device's defaults, with what was chosen in their place."""
+    """Returns the device's default workload with the `chosen` values."""
     chosen = {name: value for name, value in chosen.items() if value}
     if "micro_batch_size" in chosen:
         chosen.setdefault("large_micro_batch_size", 4 * chosen["micro_batch_size"])
@@ -161,7 +158,7 @@ def choose_workload(device_type: str, chosen: dict[str, object]) -> Workload:
 
 
 def describe(workload: Workload, device: dict) -> str:
-    """The lines above the table: model, device, sizes, and what MFU is measured against."""
+    """Returns the lines above the table: model, device, sizes, and the peak of the MFU."""
     rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in device["flops"].items())
     return (
         f"# Speed ladder: {workload.size} on {device['name']}\n\n"
@@ -172,7 +169,7 @@ def describe(workload: Workload, device: dict) -> str:
     )
 
 
-def climb(
+def measure_rung(
     number: int,
     rung: Rung,
     reason: str | None,
@@ -181,7 +178,7 @@ def climb(
     device: dict,
     before: list[Row],
 ) -> Row:
-    """Measures one rung, unless the device lacks it for a `reason`."""
+    """Measures one rung, unless there is a `reason` why the device cannot run it."""
     row = Row(number, rung.name, remark=f"lacking: {reason}" if reason else "")
     row.llms_from_scratch_tokens_per_second = rung.llms_from_scratch
     row.build_nanogpt_ms = rung.build_nanogpt
@@ -196,7 +193,7 @@ def climb(
     row.ms, row.tokens, row.loss = 1e3 * found["seconds"], found["tokens"], found["loss"]
     row.tokens_per_second = found["tokens"] / found["seconds"]
     row.peak_memory_gb = found["peak_memory"] / 1e9
-    # The FLOPs of the first rung's model for all, so that MFU compares the rungs as tokens/s do.
+    # All rungs use the FLOPs of the first rung's model, so that MFU is proportional to tokens/s.
     flops = flops_per_token(ladder_config(workload, Variant()), workload.sequence_length)
     row.mfu = row.tokens_per_second / row.devices * flops / max(device["flops"].values())
     speeds = [other.tokens_per_second for other in before if other.tokens_per_second]
@@ -205,7 +202,7 @@ def climb(
 
 
 def markdown_row(row: Row) -> str:
-    """A line of the table."""
+    """Formats a row of the table."""
     cells = (
         f"{row.step} {row.name}",
         shown(row.ms, ",.1f"),
@@ -222,12 +219,12 @@ def markdown_row(row: Row) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A figure in its format, nothing where there is none."""
+    """Formats a value; None becomes an empty string."""
     return "" if value is None else format(value, form)
 
 
 def attention_table(shape: list[int]) -> str:
-    """Attention alone, measured: standard beside SDPA, with the published figures."""
+    """Measures standard attention and SDPA alone; returns a table with the published results."""
     found = {kind: run_job({"attention": shape, "kind": kind}) for kind in PUBLISHED_ATTENTION}
     dtype = next((one["dtype"] for one in found.values() if "dtype" in one), "")
     lines = [
@@ -262,7 +259,7 @@ def write_results(folder: Path, title: str, rows: list[Row], attention: str) -> 
 
 
 def draw(rows: list[Row], title: str):
-    """Bars of tokens/s per device, a rung a line: measured on the left, published on the right."""
+    """Draws tokens/s per device as bars, one line per rung: measured on the left, published on the right."""
     figure, [[own, published]] = new_figure(11, 0.36 * len(rows) + 1.2, columns=2)
     places = [row.step for row in rows]
     speeds = [(row.tokens_per_second or 0) / row.devices for row in rows]
@@ -288,7 +285,7 @@ def draw(rows: list[Row], title: str):
 def bars(
     ax, places: list[float], values: list[float], height: float, colour: str, label: str = ""
 ) -> None:
-    """Horizontal bars from the top down, each with its figure; none for 0."""
+    """Draws horizontal bars from the top down, each with its value; a value of 0 has no bar."""
     from matplotlib.ticker import MaxNLocator
 
     kept = [(place, value) for place, value in zip(places, values, strict=True) if value]

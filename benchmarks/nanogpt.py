@@ -1,9 +1,9 @@
-"""The yardstick: a plain training loop as nanoGPT's, with this toolkit's model but not its loss.
+"""The baseline: nanoGPT's plain training loop, with this toolkit's model but a plain loss.
 
-    python benchmarks/nanogpt.py --input shakespeare.txt --output_dir runs/yardstick
+    python benchmarks/nanogpt.py --input shakespeare.txt --output_dir runs/baseline
 
-As a script it trains nanoGPT's settings for a CPU on a text, by the character: 4 layers of 128, 2,000 updates
-of 12 x 64 tokens in fp32, every 250 the losses over 20 batches of the training and the validation text.
+As a script it trains a character-level model with nanoGPT's settings for a CPU: 4 layers of 128 channels, 2,000 updates
+of 12 x 64 tokens in fp32, and every 250 updates the losses on 20 batches of the training and the validation split.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PEAK, LOWEST = 1e-3, 1e-4
 
 
 def plain_optimizer(model: GPT, lr: float, beta2: float) -> torch.optim.AdamW:
-    """AdamW as nanoGPT builds it: fused on a GPU only, weight decay on matrices."""
+    """Builds nanoGPT's AdamW: fused on a GPU only, weight decay on matrices only."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
@@ -40,7 +40,7 @@ def update(
     batch: Batch,
     bf16: bool,
 ) -> None:
-    """Forward, backward, clip, step: one update of `model`, whose loss is `loss_of(input_ids, targets)`."""
+    """Makes one update of `model`: forward through `loss_of(input_ids, targets)`, backward, clipping, step."""
     with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=bf16):
         loss = loss_of(*batch)
     loss.backward()
@@ -50,7 +50,7 @@ def update(
 
 
 def random_batch(tokens: torch.Tensor) -> Batch:
-    """`BATCH_SIZE` windows from anywhere in `tokens`, each with what follows."""
+    """Returns `BATCH_SIZE` random windows of `tokens`, and their targets."""
     T = CPU_SHAPE["n_positions"]
     starts = torch.randint(len(tokens) - T, (BATCH_SIZE,)).tolist()
     return (
@@ -61,12 +61,12 @@ def random_batch(tokens: torch.Tensor) -> Batch:
 
 @torch.no_grad()
 def estimate(loss_of: PlainLoss, tokens: torch.Tensor) -> float:
-    """The loss over some batches."""
+    """Returns the mean loss of `EVAL_BATCHES` random batches."""
     return sum(loss_of(*random_batch(tokens)).item() for _ in range(EVAL_BATCHES)) / EVAL_BATCHES
 
 
 def learning_rate(step: int, updates: int) -> float:
-    """Linear warmup, then a cosine."""
+    """Returns the learning rate: linear warmup, then cosine decay."""
     if step < WARMUP:
         return PEAK * (step + 1) / (WARMUP + 1)
     progress = (step - WARMUP) / max(updates - WARMUP, 1)
@@ -75,8 +75,8 @@ def learning_rate(step: int, updates: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", required=True, help="the text")
-    parser.add_argument("--output_dir", required=True, help="where the weights go, model.pt")
+    parser.add_argument("--input", required=True, help="text file")
+    parser.add_argument("--output_dir", required=True, help="folder of the weights, model.pt")
     parser.add_argument("--updates", type=int, default=UPDATES)
     options = parser.parse_args()
     text = Path(options.input).read_text(encoding="utf-8")

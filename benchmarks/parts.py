@@ -1,12 +1,12 @@
-"""What surrounds the updates: start, batches, preparation of text, checkpoints.
+"""Measures everything around the updates: startup, batches, preparation of text, checkpoints.
 
     python benchmarks/parts.py
 
-- Start: `import gpt2_accel.train`, and a whole command up to the first update of a tiny model.
-- Batches: tokens per second of the loader, 8 x 1,024 at a time, from random tokens.
-- Preparation: MB/s of text into shards with GPT-2's BPE, beside tiktoken alone on one core. The text is
-  made up; it is left out where GPT-2's BPE is not at hand.
-- Checkpoint: how long the loop waits for one of 124M with AdamW, beside a bare copy of the same tensors.
+- Startup: `import gpt2_accel.train`, and a whole command up to the first update of a tiny model.
+- Batches: tokens per second of the loader, in batches of 8 x 1,024 random tokens.
+- Preparation: MB/s of synthetic text to shards with GPT-2's BPE, compared with tiktoken alone on one core. It is
+  skipped if GPT-2's BPE is not available.
+- Checkpoint: the time that the loop waits for a checkpoint of 124M with AdamW, compared with a copy of the tensors.
 """
 
 import json
@@ -37,11 +37,11 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Parts:
-    rounds: int = setting(3, "times that each part is measured")
-    text_mb: int = setting(50, "MB of text that are tokenized")
-    workers: int = setting(2, "processes that tokenize it")
+    rounds: int = setting(3, "measurements of each part")
+    text_mb: int = setting(50, "MB of text to tokenize")
+    workers: int = setting(2, "processes that tokenize the text")
     size: str = setting("gpt2", "model of the checkpoint")
-    results: str = setting(str(RESULTS), "folder for the figures")
+    results: str = setting(str(RESULTS), "folder of the results")
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def python(*arguments: str | Path) -> None:
-    """Runs Python as a user would. Raises `RuntimeError` with what it said if it fails."""
+    """Runs Python in a new process. Raises `RuntimeError` with the end of its stderr if it fails."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -69,7 +69,7 @@ def python(*arguments: str | Path) -> None:
 
 
 def import_time(config: Parts, folder: Path) -> dict[str, float]:
-    """Seconds to import the loop."""
+    """Measures the seconds to import the loop."""
     cpu = torch.device("cpu")
     return summary(
         seconds_each(lambda: python("-c", "import gpt2_accel.train"), cpu, repeats=config.rounds)
@@ -77,9 +77,7 @@ def import_time(config: Parts, folder: Path) -> dict[str, float]:
 
 
 def first_update(config: Parts, folder: Path) -> dict[str, float]:
-    """Seconds from the start of a command to the end of a tiny model's first update, without its checkpoint.
-
-    It ends where its log says that the update is done."""
+    """Measures the seconds from the start of a command until the first update of a tiny model is logged."""
     random_shards(folder / "data", 65, 2**16)
     shape = "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 4"
     run = "--total_batch_size 128 --max_steps 2 --log_every 1 --eval_every 0 --sample_every 0"
@@ -99,7 +97,7 @@ def first_update(config: Parts, folder: Path) -> dict[str, float]:
 
 
 def loader_speed(config: Parts, folder: Path) -> dict[str, float]:
-    """Tokens per second of the training batches, on their device."""
+    """Measures the tokens per second of the training batches, copy to the device included."""
     random_shards(folder / "data", 50257, 2**20)
     device = this_device()
     loader = TrainLoader(
@@ -120,7 +118,7 @@ def loader_speed(config: Parts, folder: Path) -> dict[str, float]:
 
 
 def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
-    """MB/s of a JSONL file into shards, start of the command included, and of tiktoken on the same text."""
+    """Measures MB/s from a JSONL file to shards, startup included, and of tiktoken on the same text."""
     try:
         encoding = tiktoken_gpt2()
     except OSError:
@@ -146,7 +144,7 @@ def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
 
 
 def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
-    """Seconds that a save takes of the loop's time, and that copies of weights and optimizer state take."""
+    """Measures the seconds that a save blocks the loop, and those of a copy of weights and optimizer state."""
     accelerator = build_accelerator()
     model = GPT(GPTConfig.from_name(config.size))
     model, optimizer = accelerator.prepare(model, build_optimizer(model, lr=1e-4))

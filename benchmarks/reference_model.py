@@ -1,7 +1,7 @@
-"""GPT-2 as books on it write it: each formula by hand, with switches that put PyTorch's own in their place.
+"""A textbook GPT-2: each formula written by hand, with switches for PyTorch's own operations.
 
-The weights are those of `gpt2_accel.model.GPT` by name and shape, and so are the logits. The loss is taken
-from all logits at once.
+Names and shapes of the weights, and the logits, equal those of `gpt2_accel.models.gpt2.GPT`. The loss uses all logits
+at once.
 """
 
 import math
@@ -14,7 +14,7 @@ from gpt2_accel.models.gpt2 import GPT, MLP, CausalSelfAttention, GPTConfig
 
 
 class HandLayerNorm(nn.Module):
-    """LayerNorm over the last dimension, one operation after the other."""
+    """LayerNorm over the last dimension, written as separate operations."""
 
     def __init__(self, width: int, bias: bool):
         super().__init__()
@@ -30,7 +30,7 @@ class HandLayerNorm(nn.Module):
 
 
 def hand_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in the tanh approximation (Hendrycks & Gimpel, 2016, section 2), which GPT-2 has."""
+    """Computes tanh-approximated GELU (Hendrycks & Gimpel, 2016, section 2), as in GPT-2."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -45,10 +45,9 @@ class HandMLP(MLP):
 def standard_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Causal attention with all its weights, (B, H, T, T), in memory.
+    """Computes causal attention with all attention weights, (B, H, T, T), in memory.
 
-    q, k, v: (B, H, T, D) -> (B, H, T, D). `seen`, (T, T), is not zero where a row's position sees a column's;
-    without one it is made here.
+    q, k, v: (B, H, T, D) -> (B, H, T, D). `seen`, (T, T), is nonzero where attended; None builds the causal mask.
     """
     T = q.shape[-2]
     if seen is None:
@@ -58,7 +57,7 @@ def standard_attention(
 
 
 class HandAttention(CausalSelfAttention):
-    """The attention through `standard_attention`; with `stored_mask` each layer keeps its own (T, T) mask."""
+    """Attention with `standard_attention`; with `stored_mask` each layer stores its own (T, T) mask."""
 
     def __init__(self, config: GPTConfig, stored_mask: bool):
         super().__init__(config)
@@ -67,7 +66,7 @@ class HandAttention(CausalSelfAttention):
         self.register_buffer("seen", seen, persistent=False)
 
     def forward(self, x: torch.Tensor, mask: None = None, cache: None = None) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); there is no mask but the causal one, and no cache."""
+        """x: (B, T, C) -> (B, T, C); always causal, `mask` and `cache` are ignored."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
@@ -79,8 +78,10 @@ class HandAttention(CausalSelfAttention):
 
 
 def slow_gpt(config: GPTConfig, *, stored_mask: bool = True, hand_norm_gelu: bool = True) -> GPT:
-    """A `GPT` with the weights that `GPT(config)` would have now, attention by hand and, if `hand_norm_gelu`,
-    LayerNorm and GELU too. Dropout is left out."""
+    """Builds a `GPT` with hand-written attention and, if `hand_norm_gelu`, LayerNorm and GELU; without dropout.
+
+    Its initial weights equal those of `GPT(config)` with the same random state.
+    """
     model = GPT(config)
     weights = model.state_dict()
     for block in model.h:
@@ -96,7 +97,7 @@ def slow_gpt(config: GPTConfig, *, stored_mask: bool = True, hand_norm_gelu: boo
 
 
 class PlainLoss(nn.Module):
-    """A model whose forward is its loss, taken from the logits of all positions at once."""
+    """A wrapper that returns the loss of a model, computed from the logits of all positions at once."""
 
     def __init__(self, model: GPT):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the benchmarks leave what they measured: `benchmarks/results/<cpu or cuda>/<name>.json`."""
+"""Writes and reads the results of the benchmarks, `benchmarks/results/<cpu or cuda>/<name>.json`."""
 
 import datetime
 import json
@@ -11,8 +11,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, str | int]:
-    """What a figure depends on beside the code: device, threads, torch, and the date."""
-    import torch  # here: who only starts processes needs none of its memory
+    """Returns the device, threads, torch version and date of a measurement."""
+    import torch  # imported here, so that a process that only starts others needs no memory for it
 
     cuda = torch.cuda.is_available()
     return {
@@ -25,7 +25,7 @@ def machine() -> dict[str, str | int]:
 
 
 def processor() -> str:
-    """The name of this machine's CPU."""
+    """Returns the name of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -33,7 +33,7 @@ def processor() -> str:
 
 
 def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> Path:
-    """Writes `figures`, and the machine they are of, as the results of the benchmark `name`."""
+    """Writes the results of the benchmark `name`, with the machine; returns the path."""
     result = {"machine": machine(), **figures}
     path = Path(folder) / result["machine"]["type"] / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,16 +43,16 @@ def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> Path
 
 
 def read_result(name: str, kind: str = "cpu", folder: str | Path = RESULTS) -> dict | None:
-    """The newest results of the benchmark `name` on that kind of device, None if it was not run."""
+    """Returns the results of the benchmark `name` on a `kind` of device, or None if there are none."""
     path = Path(folder) / kind / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median and spread of what several rounds gave."""
+    """Returns median, minimum and maximum of the values of all rounds."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """`above` over `below`, round by round: what both rounds met of the machine drops out."""
+    """Returns `above` / `below` for each round, so that changes of the machine between rounds cancel."""
     return [a / b for a, b in zip(above, below, strict=True)]

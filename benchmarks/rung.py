@@ -1,7 +1,7 @@
-"""The process that measures a rung of the speed ladder: a training step of GPT-2 as `Variant` says.
+"""The process that measures one rung of the speed ladder: a training step of GPT-2 in a given `Variant`.
 
-`ladder.py` starts it, with a job in JSON as its argument; it prints a line of JSON. Other jobs are attention
-alone and what the device is.
+`ladder.py` starts it with a job as JSON; it prints the result as a line of JSON. Other jobs measure attention alone, or
+describe the device.
 """
 
 import json
@@ -29,7 +29,7 @@ TOKENS = 50257  # GPT-2's vocabulary without padding
 
 @dataclass
 class Workload:
-    """What is measured, the same on all rungs. `attention` is (B, H, T, D) of attention measured alone."""
+    """The sizes of the measurement, equal on all rungs. `attention` is (B, H, T, D) of attention alone."""
 
     size: str
     micro_batch_size: int
@@ -43,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """How it is done; the defaults are the first rung. `precision` is "no", "fp16" or "bf16"."""
+    """The options of a rung; the defaults are the first rung. `precision` is "no", "fp16" or "bf16"."""
 
     stored_mask: bool = True
     tf32: bool = False
@@ -62,7 +62,7 @@ class Variant:
 
 
 def describe_device() -> dict:
-    """What the device is, which rungs it lacks and why, and how fast it multiplies matrices, in FLOP/s."""
+    """Returns the device's type and name, the rungs it cannot run, and its matrix-product rates in FLOP/s."""
     device = this_device()
     threads = torch.get_num_threads()
     name = f"{device.type.upper()} with {threads} thread{'s' * (threads > 1)}"
@@ -88,7 +88,7 @@ def describe_device() -> dict:
 
 
 def lacking(device: torch.device) -> dict[str, str]:
-    """The rungs that `device` cannot do, by name, and why."""
+    """Returns the rungs that `device` cannot run, name -> reason."""
     reasons = {"bf16": precision_problem(device, "bf16") and "only emulated here"}
     reasons["compile"] = inductor_problem(device)
     if device.type != "cuda":
@@ -101,10 +101,10 @@ def lacking(device: torch.device) -> dict[str, str]:
 
 
 def measure_step(workload: Workload, variant: Variant) -> dict:
-    """The median time of a step in seconds, its tokens on all devices, the loss of the last, in nats, and
-    this process's peak of memory in bytes."""
+    """Returns the median time of a step in seconds, its tokens on all devices, the loss of the last step in nats, and
+    the peak memory of this process in bytes."""
     if variant.ddp:
-        if torch.accelerator.is_available():  # else gloo, for the tests
+        if torch.accelerator.is_available():  # gloo on a CPU, for the tests
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group()
     device, devices = this_device(), int(os.environ["WORLD_SIZE"]) if variant.ddp else 1
@@ -116,7 +116,7 @@ def measure_step(workload: Workload, variant: Variant) -> dict:
     accumulation = workload.accumulation if variant.accumulate else 1
     torch.manual_seed(1337)
     model = build_model(workload, variant).to(device)
-    torch.manual_seed(1337)  # the same tokens on all rungs, however the model was built
+    torch.manual_seed(1337)  # equal tokens on all rungs
     step = build_step(
         wrap(model, variant),
         optimizer_of(model, variant),
@@ -137,7 +137,7 @@ def measure_step(workload: Workload, variant: Variant) -> dict:
 
 
 def ladder_config(workload: Workload, variant: Variant) -> GPTConfig:
-    """The model of a rung."""
+    """Returns the model config of a rung."""
     options = {"bias": variant.bias, "vocab_size": variant.vocab_size}
     options["n_positions"] = workload.sequence_length
     if workload.size == "tiny":
@@ -146,7 +146,7 @@ def ladder_config(workload: Workload, variant: Variant) -> GPTConfig:
 
 
 def build_model(workload: Workload, variant: Variant) -> nn.Module:
-    """What maps (input_ids, targets), both (B, T), to the loss."""
+    """Builds a module that maps (input_ids, targets), both (B, T), to the loss."""
     config = ladder_config(workload, variant)
     if variant.hand_attention:
         switches = {"stored_mask": variant.stored_mask, "hand_norm_gelu": variant.hand_norm_gelu}
@@ -155,14 +155,14 @@ def build_model(workload: Workload, variant: Variant) -> nn.Module:
 
 
 def wrap(model: nn.Module, variant: Variant) -> nn.Module:
-    """DDP, then compilation, the order of Accelerate."""
+    """Applies DDP, then compilation, in Accelerate's order."""
     if variant.ddp:
         model = nn.parallel.DistributedDataParallel(model)
     return torch.compile(model) if variant.compile else model
 
 
 def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
-    """The toolkit's AdamW, or one that updates tensor by tensor, operation by operation."""
+    """Builds the toolkit's fused AdamW, or a plain AdamW that updates each tensor with separate operations."""
     if variant.fused:
         return build_optimizer(model, "adamw", lr=6e-4)
     return torch.optim.AdamW(
@@ -171,8 +171,10 @@ def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
 
 
 class Batches:
-    """Windows of B x T tokens from random places of a made-up text in host memory. With `ahead` a batch is
-    made while the device works on the one before, and copied from pinned memory."""
+    """Random windows of B x T tokens from random tokens in host memory.
+
+    With `ahead`, the next batch is made while the device is busy, and copied from pinned memory.
+    """
 
     def __init__(self, batch_size: int, sequence_length: int, device: torch.device, ahead: bool):
         self.batch_size, self.sequence_length = batch_size, sequence_length
@@ -181,18 +183,18 @@ class Batches:
         self.upcoming: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch on the device: input_ids and targets, (B, T) int64."""
+        """Returns the next batch on the device: input_ids and targets, (B, T) int64."""
         batch = self.upcoming or self.make()
         self.upcoming = None
         return batch
 
     def look_ahead(self) -> None:
-        """Makes the batch after; to be called while the device is busy."""
+        """Prefetches the next batch if `ahead`. Call it while the device is busy."""
         if self.ahead:
             self.upcoming = self.make()
 
     def make(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A new batch, as `take` returns it."""
+        """Makes a batch as `take` returns it."""
         T = self.sequence_length
         begins = torch.randint(len(self.text) - T, (self.batch_size,)).tolist()
         windows = torch.stack([self.text[begin : begin + T + 1] for begin in begins]).long()
@@ -209,8 +211,10 @@ def build_step(
     accumulation: int,
     precision: str,
 ) -> Callable[[], torch.Tensor]:
-    """A step as a function: forward and backward of `accumulation` micro-batches, clipping, update. It
-    returns the loss of the last micro-batch, in nats."""
+    """Returns a function that makes a step: forward and backward of `accumulation` micro-batches, clipping, update.
+
+    The function returns the loss of the last micro-batch in nats.
+    """
     device = batches.device.type
     dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
@@ -234,14 +238,16 @@ def build_step(
 
 
 def gradient_exchange(model: nn.Module, *, last: bool) -> AbstractContextManager:
-    """A context in which DDP sums the gradients over the processes for the last micro-batch only."""
+    """Returns a context in which DDP reduces the gradients for the last micro-batch only."""
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
 
 
 def measure_attention(shape: list[int], kind: str) -> dict:
-    """The median time of forward and backward of causal attention in seconds, "standard" or "SDPA", and the
-    peak of memory in bytes. Shape: (B, H, T, D). In fp16 on CUDA, elsewhere in bf16 where it is not
-    emulated."""
+    """Measures forward and backward of causal attention, (B, H, T, D); `kind` is "standard" or "SDPA".
+
+    Returns the median time in seconds, the peak memory in bytes and the dtype: fp16 on CUDA, otherwise bf16, or fp32
+    if the device only emulates bf16.
+    """
     device = this_device()
     dtype = torch.float32 if precision_problem(device, "bf16") else torch.bfloat16
     if device.type == "cuda":
@@ -266,7 +272,7 @@ def measure_attention(shape: list[int], kind: str) -> dict:
 
 
 def main() -> None:
-    """Does the job of the command line and prints what it found, on the first process only."""
+    """Runs the job of the command line and prints the result, on the main process only."""
     end_with_parent(signal.SIGKILL)
     job = json.loads(sys.argv[1])
     if "variant" in job:

@@ -1,10 +1,10 @@
-"""How long tiny Shakespeare takes to a validation loss of 1.90: the whole command, from start to end.
+"""Measures the wall time to a validation loss of 1.90 on tiny Shakespeare, for the whole command.
 
     python benchmarks/shakespeare.py --input shakespeare.txt
 
-`recipes/shakespeare_fast.py`, preparation of the text included, against nanoGPT's settings for a CPU in a
-plain loop (`nanogpt.py`), in turns. What the compiler keeps between runs is kept from both. The loss is afterwards
-computed over the whole validation text, the last 10%, in windows as long as the model was trained on.
+`recipes/shakespeare_fast.py`, preparation of the text included, and nanoGPT's settings for a CPU in a plain loop
+(`nanogpt.py`) run in turns. Each run has an empty compiler cache. The loss is then computed on the whole validation
+split, the last 10% of the text, in windows of the training length.
 """
 
 import os
@@ -33,10 +33,10 @@ GOAL = 1.90
 @dataclass
 class Race:
     input: str | None = setting(None, "text file; downloaded if not given")
-    rounds: int = setting(1, "times that both run")
-    recipe_flags: list[str] = setting([], "further settings of the recipe, as max_steps=100")
-    updates: int = setting(UPDATES, "of the plain loop")
-    results: str = setting(str(RESULTS), "folder for the figures")
+    rounds: int = setting(1, "runs of each")
+    recipe_flags: list[str] = setting([], "further settings of the recipe, such as max_steps=100")
+    updates: int = setting(UPDATES, "updates of the plain loop")
+    results: str = setting(str(RESULTS), "folder of the results")
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]]:
-    """One round: the seconds and the loss of both."""
+    """Runs one round; returns the seconds and the loss of both."""
     recipe, plain = str(folder / "recipe"), str(folder / "plain")
     given = ["--input", str(folder / "input.txt"), "--output_dir"]
     flags = [part for flag in config.recipe_flags for part in f"--{flag}".split("=")]
@@ -83,7 +83,7 @@ def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]
 
 
 def wall_time(command: list[str], folder: Path) -> float:
-    """Seconds that a Python command takes as a process. Raises `RuntimeError` with its words if it fails."""
+    """Returns the wall time of a Python command in seconds. Raises `RuntimeError` with its stderr if it fails."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     begun = time.perf_counter()
     done = subprocess.run(
@@ -97,7 +97,7 @@ def wall_time(command: list[str], folder: Path) -> float:
 
 @torch.no_grad()
 def validation_loss(model: GPT, text: str) -> float:
-    """The mean loss of a character over the last 10% of the text, in windows of the model's positions."""
+    """Returns the mean loss per character on the last 10% of the text, in windows of `n_positions`."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number[character] for character in split_text(text)["val"][0]])
     T = model.config.n_positions

@@ -1,7 +1,7 @@
-"""Data that needs no network: shards of random tokens, and text of random words.
+"""Synthetic data: shards of random tokens, and text of random words.
 
-`python synthetic_data.py SHAPE TOKENS FOLDER` makes the shards for a model of that shape, JSON, and says in a line
-of JSON what a benchmark has to know beside.
+`python synthetic_data.py SHAPE TOKENS FOLDER` writes shards for a model with the shape, given as JSON, and prints
+whether the device is a CUDA GPU, whether it has bf16, and the FLOPs per token, as a line of JSON.
 """
 
 import json
@@ -19,24 +19,26 @@ from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import char_tokenizer
 
-FIRST = 0x10000  # 65,536 code points from here on are characters, whatever comes before has gaps
+FIRST = 0x10000  # 65,536 characters without gaps start at this code point
 
 
 def many_characters(vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of so many characters, each a token, numbered from `FIRST` on."""
+    """Returns a tokenizer of `vocab_size` characters, numbered from the code point `FIRST`."""
     return char_tokenizer("".join(map(chr, range(FIRST, FIRST + vocab_size))))
 
 
 def random_shards(folder: str | Path, vocab_size: int, tokens: int) -> None:
-    """Training data of random tokens: random characters, each a token."""
+    """Writes training shards of uniformly random tokens."""
     numbers = np.random.default_rng(0).integers(vocab_size, size=tokens)
     text = (numbers + FIRST).astype("<u4").tobytes().decode("utf-32-le")
     prepare({"train": [text]}, many_characters(vocab_size), folder, source="random characters")
 
 
 def random_sentences(size: int) -> list[str]:
-    """Documents of so many characters in all, which tokenize about like English: words of random syllables,
-    the first ones much the most frequent."""
+    """Returns documents of `size` characters in total, with about as many tokens per character as English.
+
+    Words are random syllables, with frequencies by Zipf's law.
+    """
     chance = random.Random(0)
     syllables = [a + b for a in "tshrnlmdcw" for b in ("a", "e", "i", "o", "er", "ing", "on", "ed")]
     words = [

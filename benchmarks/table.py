@@ -1,9 +1,9 @@
-"""The benchmarks' figures as tables, printed and put into docs/performance.md between its markers.
+"""Prints the benchmark results as tables, and writes them into docs/performance.md between its markers.
 
     python benchmarks/table.py
 
-Reads what the benchmarks left in `benchmarks/results`. What is not there is marked as not measured. The speed ladder's
-picture is copied into `images/` beside the page.
+Reads `benchmarks/results`; missing results are marked as not measured. Copies the picture of the speed ladder to
+`images/` beside the page.
 """
 
 import argparse
@@ -21,8 +21,8 @@ Row = tuple[str, ...]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", default=RESULTS, help="folder of the figures")
-    parser.add_argument("--page", default=PAGE, help="file whose markers are filled")
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
+    parser.add_argument("--page", default=PAGE, help="file with the markers")
     options = parser.parse_args()
     kinds = ("cpu", "cuda")
     sections = {
@@ -48,18 +48,18 @@ def main() -> None:
 
 
 def fill(text: str, name: str, section: str) -> str:
-    """`text` with `section` between the markers called `name`. Raises `ValueError` if they are not there."""
+    """Returns `text` with `section` between the markers of `name`. Raises `ValueError` if they are missing."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(
-            f"the page needs the markers {begin} and {end}, once each: put them where the tables go"
+            f"the page needs the markers {begin} and {end}, once each: add them where the tables belong"
         )
     before, rest = text.split(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.split(end)[1]}"
 
 
 def targets(folder: str | Path) -> str:
-    """What is aimed at, beside what was measured."""
+    """Returns the table of targets and measurements."""
     gpt2, baby, shakespeare, generate = (
         read_result(name, "cpu", folder)
         for name in ("training-gpt2", "training-baby", "shakespeare", "generate")
@@ -74,7 +74,7 @@ def targets(folder: str | Path) -> str:
             0.6,
         ),
         *against(
-            gpt2, "… with `GPT2Config`'s dropout, as it comes", "HF Trainer, its dropout", 2.2, 0.6
+            gpt2, "… with `GPT2Config`'s default dropout", "HF Trainer, its dropout", 2.2, 0.6
         ),
         *against(gpt2, "124M on a CPU against a plain loop in fp32", "plain loop", 4.5, 0.55),
         share("124M on a CPU: share of the bf16 matmul ceiling", gpt2, 0.4),
@@ -100,7 +100,7 @@ def targets(folder: str | Path) -> str:
 
 
 def against(result: dict | None, what: str, other: str, speed: float, memory: float) -> list[Row]:
-    """The rows of speed and of memory beside another contestant."""
+    """Returns the rows of speed and memory relative to another contestant."""
     share = result and result["memory"].get(other)
     return [
         speedup(what, result and result["speed"].get(other), speed),
@@ -111,7 +111,7 @@ def against(result: dict | None, what: str, other: str, speed: float, memory: fl
 
 
 def speedup(what: str, found: Summary | None, aim: float, missing: str = NOT_MEASURED) -> Row:
-    """A row of a ratio of speeds that should be at least `aim`."""
+    """Returns the row of a speedup with a target of at least `aim`."""
     return row(
         what,
         f"≥ {aim:g} x",
@@ -122,7 +122,7 @@ def speedup(what: str, found: Summary | None, aim: float, missing: str = NOT_MEA
 
 
 def share(what: str, result: dict | None, aim: float, missing: str = NOT_MEASURED) -> Row:
-    """A row of a share of the ceiling that should be at least `aim`."""
+    """Returns the row of an MFU with a target of at least `aim`."""
     found = result and result["mfu"]
     return row(
         what, f"≥ {aim:.0%}", found and percent(found, 0), found and found["median"] >= aim, missing
@@ -130,14 +130,14 @@ def share(what: str, result: dict | None, aim: float, missing: str = NOT_MEASURE
 
 
 def overhead(size: str, result: dict | None, aim: float) -> Row:
-    """A row of what the loop costs beyond a bare one, which should be at most `aim`."""
+    """Returns the row of the loop's overhead over a bare loop, with a target of at most `aim`."""
     found = result and result["overhead"]
     what = f"the whole loop over a bare one with the same kernels, {size}"
     return row(what, f"≤ {aim:.0%}", found and percent(found, 1), found and found["median"] <= aim)
 
 
 def shakespeare_row(result: dict | None) -> Row:
-    """The row of tiny Shakespeare."""
+    """Returns the row of tiny Shakespeare."""
     what, aim = "tiny Shakespeare to a loss of 1.90 against nanoGPT's CPU settings", 4.0
     if result and "missing" in result:
         return row(what, f"≥ {aim:g} x", None, None, f"{NOT_MEASURED}: {result['missing']}")
@@ -149,7 +149,7 @@ def shakespeare_row(result: dict | None) -> Row:
 
 
 def tokens_row(folder: str | Path) -> Row:
-    """The row of Muon's tokens: of all studies the one in which Muon needs the largest share of tokens."""
+    """Returns the row of the share of tokens that Muon needs: the largest share of all studies."""
     what, aim = "the loss of nanoGPT's CPU settings: share of their tokens that Muon needs", 0.5
     found = {study["title"]: to_nanogpts_loss(study) for study in studies(folder)}
     if not found:
@@ -162,7 +162,7 @@ def tokens_row(folder: str | Path) -> Row:
 
 
 def best_generation(result: dict | None) -> Summary | None:
-    """The ratio to HF of batch 1 in bf16, of the compiled forward or the other, whichever is faster."""
+    """Returns the speedup over HF for batch 1 in bf16, compiled or not, whichever is faster."""
     rows = result["rows"] if result else []
     found = [
         entry["speed"]
@@ -174,7 +174,7 @@ def best_generation(result: dict | None) -> Summary | None:
 
 
 def speeds(kind: str, folder: str | Path) -> str:
-    """The figures of each contestant and part on one kind of device, empty if there are none."""
+    """Returns the tables of all contestants and parts on one kind of device; empty without results."""
     sizes = {name: read_result(f"training-{name}", kind, folder) for name in ("gpt2", "baby")}
     shakespeare, parts = (read_result(name, kind, folder) for name in ("shakespeare", "parts"))
     sections = [training(size, result) for size, result in sizes.items() if result]
@@ -186,7 +186,7 @@ def speeds(kind: str, folder: str | Path) -> str:
 
 
 def training(size: str, result: dict) -> str:
-    """The contestants of one size."""
+    """Returns the table of the contestants of one size."""
     shape = result["shape"]
     rows = [
         (
@@ -211,7 +211,7 @@ def training(size: str, result: dict) -> str:
 
 
 def race(result: dict) -> str:
-    """Tiny Shakespeare."""
+    """Returns the table of tiny Shakespeare."""
     names = {
         "recipe": "`recipes/shakespeare_fast.py`",
         "nanogpt": "nanoGPT's CPU settings, plain loop",
@@ -225,7 +225,7 @@ def race(result: dict) -> str:
 
 
 def parts_table(result: dict) -> str:
-    """What surrounds the updates."""
+    """Returns the table of `parts.py`."""
     preparation, checkpoint = result["preparation"], result["checkpoint"]
     if "missing" in preparation:
         prepared = f"{NOT_MEASURED}: {preparation['missing']}"
@@ -240,7 +240,7 @@ def parts_table(result: dict) -> str:
         ("batches, 8 x 1,024 tokens", f"{result['loader']['median'] / 1e6:.1f}M tokens/s"),
         ("tokenizing text into shards, GPT-2's BPE", prepared),
         (
-            "a checkpoint of 124M holds the loop up for",
+            "a checkpoint of 124M blocks the loop for",
             f"{spread(checkpoint['save'], ' s')}; a bare copy takes {spread(checkpoint['copy'], ' s')}",
         ),
     ]
@@ -248,32 +248,32 @@ def parts_table(result: dict) -> str:
 
 
 def tokens(folder: str | Path) -> str:
-    """The loss of each optimizer, schedule, batch and number of tokens."""
+    """Returns the table of losses by optimizer, schedule, batch and number of tokens."""
     found = studies(folder)
     if not found:
         return f"Optimizers and schedules: {NOT_MEASURED}."
     head = (*HEAD, *(study["title"] for study in found))
     return (
-        f"The loss over the validation split at the best of the learning rates tried, and that rate. "
+        f"The loss on the validation split at the best learning rate tried, and that rate. "
         f"{describe_machine(found[0])}\n\n{markdown(head, token_rows(folder))}"
     )
 
 
 def ladder(folder: str | Path) -> str:
-    """What `recipes/speed_ladder.py` left in `ladder/` of each kind of device, headings aside."""
+    """Returns the speed ladder's tables of all kinds of device, from `ladder/` in the results."""
     found = (Path(folder) / kind / "ladder" / "speed_ladder.md" for kind in ("cpu", "cuda"))
     texts = [path.read_text(encoding="utf-8").strip() for path in found if path.exists()]
     return "\n\n".join(text.lstrip("# ") for text in texts) or f"The ladder: {NOT_MEASURED}."
 
 
 def generation(folder: str | Path) -> str:
-    """Tokens per second of generation, a line for each dtype and batch."""
+    """Returns the tables of generation of all kinds of device."""
     found = (read_result("generate", kind, folder) for kind in ("cpu", "cuda"))
     return "\n\n".join(map(generation_table, filter(None, found))) or f"Generation: {NOT_MEASURED}."
 
 
 def generation_table(result: dict) -> str:
-    """Generation on one device."""
+    """Returns the table of generation on one device, with a row per dtype and batch."""
     names = list(dict.fromkeys(entry["name"] for entry in result["rows"]))
     cells: dict[tuple[str, int], dict[str, str]] = {}
     for entry in result["rows"]:
@@ -293,7 +293,7 @@ def generation_table(result: dict) -> str:
 
 
 def describe_machine(result: dict) -> str:
-    """The machine that a result is of, and when."""
+    """Describes the machine and the date of a result."""
     machine = result["machine"]
     threads = f", {machine['threads']} threads" if machine["type"] == "cpu" else ""
     return f"{machine['device']}{threads}, torch {machine['torch']}, {machine['date']}:"
@@ -302,23 +302,23 @@ def describe_machine(result: dict) -> str:
 def row(
     what: str, aim: str, measured: str | None, reached: bool | None, missing: str = NOT_MEASURED
 ) -> Row:
-    """A row of the targets; `missing` stands for what is None."""
+    """Returns a row of the targets; `missing` replaces a measurement that is None."""
     return what, aim, measured or missing, "" if reached is None else "yes" if reached else "no"
 
 
 def spread(found: Summary, unit: str = "", digits: int = 2) -> str:
-    """Median and range, such as `2.31 x (2.25 to 2.40)`."""
+    """Formats median and range, such as `2.31 x (2.25 to 2.40)`."""
     median, low, high = (f"{found[name]:,.{digits}f}" for name in ("median", "low", "high"))
     return f"{median}{unit} ({low} to {high})"
 
 
 def percent(found: Summary, digits: int) -> str:
-    """Median and range of shares, in per cent."""
+    """Formats median and range of shares in per cent."""
     return spread({name: value * 100 for name, value in found.items()}, "%", digits)
 
 
 def markdown(head: Row, rows: list[Row]) -> str:
-    """A table in Markdown."""
+    """Formats a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: time, memory, and how fast the device multiplies matrices."""
+"""Measures time and peak memory for the benchmarks."""
 
 import sys
 import time
@@ -8,12 +8,12 @@ import torch
 
 
 def this_device() -> torch.device:
-    """The accelerator of this machine, its CPU where there is none."""
+    """Returns the accelerator of this machine, or its CPU without one."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until `device` has done all that was asked of it; a CPU always has."""
+    """Waits until `device` has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -21,8 +21,7 @@ def synchronize(device: torch.device) -> None:
 def seconds_each(
     run: Callable[[], object], device: torch.device, *, warmup: int = 1, repeats: int = 5
 ) -> list[float]:
-    """How many seconds `run` takes, `repeats` times, each up to where `device` is done; `warmup` calls before
-    them do not count."""
+    """Returns the seconds of `repeats` calls of `run`, after `warmup` calls. Each includes the work of `device`."""
     seconds = []
     for _ in range(warmup + repeats):
         synchronize(device)
@@ -34,14 +33,15 @@ def seconds_each(
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory so far in bytes: on CUDA that of tensors on `device` (`max_memory_allocated`),
-    elsewhere what this process has held of the machine's (`ru_maxrss`; not on Windows).
+    """Returns the peak memory so far in bytes.
 
-    On Linux a process begins with the `ru_maxrss` of the one that started it, which is therefore best small.
+    On CUDA it is that of tensors on `device` (`max_memory_allocated`), otherwise the resident memory of this process
+    (`ru_maxrss`; not on Windows). On Linux a process inherits the `ru_maxrss` of its parent, so the parent should be
+    small.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # Windows has none
+    import resource  # not on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""What `token_value.py` found, as a table and as one figure."""
+"""The results of `token_value.py`: the table of losses, and the share of tokens that Muon needs."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,14 @@ HEAD = ("optimizer", "schedule", "batch", "tokens")
 
 
 def studies(folder: str | Path) -> list[dict]:
-    """The finished study of each size of model on each corpus: its `title`, the `length` of its sequences, its
-    `runs` and the milliseconds of its `updates`."""
+    """Returns the finished study of each model size on each corpus.
+
+    A study has a `title`, the `length` of its sequences, its `runs` and the milliseconds of its `updates`.
+    """
     found = []
     for path in sorted(Path(folder).glob("cpu/token_value-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        if "updates" not in result:  # still running
+        if "updates" not in result:  # unfinished
             continue
         corpus = path.stem.partition("-")[2]
         for size in dict.fromkeys(run["trial"]["size"] for run in result["runs"]):
@@ -25,7 +27,7 @@ def studies(folder: str | Path) -> list[dict]:
 
 
 def token_rows(folder: str | Path) -> list[tuple[str, ...]]:
-    """Rows below `HEAD` and the studies' titles: the loss at the best of the learning rates, and that rate."""
+    """Returns the rows below `HEAD` and the studies' titles: the loss at the best learning rate, and that rate."""
     found = studies(folder)
     best = [best_of_each(study["runs"], study["length"]) for study in found]
     kinds = sorted({kind for each in best for kind in each}, key=lambda kind: (-kind[-1], kind))
@@ -41,7 +43,7 @@ def token_rows(folder: str | Path) -> list[tuple[str, ...]]:
 
 
 def best_of_each(runs: list[dict], length: int) -> dict[tuple[str, str, int, int], dict]:
-    """The run of lowest loss for each optimizer, schedule, batch and number of tokens."""
+    """Returns the run with the lowest loss for each optimizer, schedule, batch and number of tokens."""
     best: dict[tuple[str, str, int, int], dict] = {}
     for run in runs:
         trial = run["trial"]
@@ -53,13 +55,15 @@ def best_of_each(runs: list[dict], length: int) -> dict[tuple[str, str, int, int
 
 
 def tokens_of(run: dict, length: int) -> int:
-    """The tokens that a run was trained on."""
+    """Returns the number of training tokens of a run."""
     return run["trial"]["updates"] * run["trial"]["sequences"] * length
 
 
 def to_nanogpts_loss(study: dict) -> tuple[float, float] | None:
-    """The shares of the tokens and of the time of nanoGPT's settings, the study's first run, in which Muon has
-    reached their loss; of the fewest tokens tried. None if it has not."""
+    """Returns the shares of tokens and time that Muon needs to reach the loss of nanoGPT's settings.
+
+    The study's first run has nanoGPT's settings. The Muon run with the fewest tokens counts; None if no run reaches it.
+    """
     first, *rest = study["runs"]
     reached = [
         run for run in rest if run["trial"]["optimizer"] == "muon" and run["loss"] <= first["loss"]
@@ -75,7 +79,7 @@ def to_nanogpts_loss(study: dict) -> tuple[float, float] | None:
 
 
 def seconds(run: dict, study: dict) -> float:
-    """The time of a run's updates."""
+    """Returns the time of a run's updates in seconds."""
     trial = run["trial"]
     [update] = [
         update

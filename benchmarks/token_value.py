@@ -1,13 +1,17 @@
-"""What a token buys: the loss that AdamW reaches, and Muon with a half, a third and a quarter of its tokens.
+"""Token efficiency: the loss of AdamW, and of Muon with a half, a third and a quarter of AdamW's tokens.
 
     python benchmarks/token_value.py --corpus data/python_stdlib
 
-On a corpus as `quickstart.py` (Python's standard library, in a BPE of 4,096) or `shakespeare_char.py` (tiny
-Shakespeare, in characters) prepare them, with two sizes of model, in updates of 12 x 64 tokens: nanoGPT's settings for a
-CPU; AdamW at its best learning rate under a linear schedule, to a factor of two, and there under other schedules;
-Muon the same with half of the updates, then in batches half and twice as large over the same tokens, then with fewer
-tokens at what was best. A figure is the loss in nats per token over the validation split, or its first 131,072
-tokens. Runs that the results hold already are not run again. At the end an update of each kind is timed, in turns.
+The corpus is the data of `quickstart.py` (Python's standard library, a BPE of 4,096 tokens) or `shakespeare_char.py`
+(tiny Shakespeare, characters). Two model sizes are trained, in updates of 12 x 64 tokens:
+
+- nanoGPT's settings for a CPU;
+- AdamW: the best learning rate with a linear schedule, to a factor of two, and the other schedules at that rate;
+- Muon: the same search with half of the updates, then half and twice the batch size with the same tokens, then the best
+  of these with fewer tokens.
+
+The result is the loss in nats per token on the validation split, at most its first 131,072 tokens. Runs that the
+results already contain are skipped. At the end the updates of each kind are timed, in turns.
 """
 
 import time
@@ -27,16 +31,19 @@ from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 
 LENGTH = 64
 SIZES = {"4 layers of 128": (4, 4, 128), "2 layers of 64": (2, 2, 64)}
-FIRST_RATE = {"adamw": 2e-3, "muon": 8e-3}  # a search doubles or halves it until that is worse
-WARMUP = 0.05  # of the updates
-WARM_UP, TIMED = 3, 50  # updates, of those that are timed
+FIRST_RATE = {
+    "adamw": 2e-3,
+    "muon": 8e-3,
+}  # the search doubles or halves it while the loss improves
+WARMUP = 0.05  # share of the updates
+WARM_UP, TIMED = 3, 50  # updates before and during timing
 
 
 @dataclass
 class Study:
-    corpus: str = setting("data/python_stdlib", "folder of token shards, as a recipe makes it")
-    updates: int = setting(2000, "of AdamW; Muon has half of them, and fewer")
-    results: str = setting(str(RESULTS), "folder for the figures")
+    corpus: str = setting("data/python_stdlib", "folder of token shards that a recipe prepared")
+    updates: int = setting(2000, "updates of AdamW; Muon has at most half of them")
+    results: str = setting(str(RESULTS), "folder of the results")
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Outcome:
 
 
 class Runs:
-    """The runs on one corpus: those of the results, and new ones, which are added to them."""
+    """The runs on one corpus. Earlier runs are read from the results; new ones are added to them."""
 
     def __init__(self, config: Study):
         self.config = config
@@ -72,7 +79,7 @@ class Runs:
         self.done = {outcome.trial: outcome for outcome in outcomes}
 
     def run(self, trial: Trial) -> Outcome:
-        """What came of `trial`."""
+        """Returns the outcome of `trial`; trains it unless the results contain it."""
         if trial not in self.done:
             self.done[trial] = train(self.config.corpus, trial)
             print(*asdict(self.done[trial]).values(), flush=True)
@@ -80,11 +87,11 @@ class Runs:
         return self.done[trial]
 
     def loss(self, trial: Trial) -> float:
-        """The validation loss that `trial` came to, in nats per token."""
+        """Returns the validation loss of `trial` in nats per token."""
         return self.run(trial).loss
 
     def write(self, **figures: object) -> None:
-        """Writes what has been run so far, and further `figures`."""
+        """Writes all runs so far, and further `figures`."""
         runs = [asdict(outcome) for outcome in self.done.values()]
         write_result(self.name, {"length": LENGTH, "runs": runs, **figures}, self.config.results)
 
@@ -103,12 +110,12 @@ def main() -> None:
 
 
 def nanogpt(size: str, updates: int) -> Trial:
-    """nanoGPT's settings for a CPU."""
+    """Returns nanoGPT's settings for a CPU."""
     return Trial(size, "adamw", 1e-3, updates, "cosine", min_ratio=0.1, beta2=0.99)
 
 
 def search(runs: Runs, size: str, optimizer: str, updates: int) -> Trial:
-    """The best learning rate under a linear schedule, and the best schedule there."""
+    """Returns the best learning rate with a linear schedule, and the best schedule at that rate."""
     best = Trial(size, optimizer, FIRST_RATE[optimizer], updates)
     for factor in (2, 0.5):
         while runs.loss(other := replace(best, rate=best.rate * factor)) < runs.loss(best):
@@ -119,7 +126,7 @@ def search(runs: Runs, size: str, optimizer: str, updates: int) -> Trial:
 
 
 def other_batches(trial: Trial) -> Iterator[Trial]:
-    """Half and twice the batch over the same tokens; the rate as the square root of the batch."""
+    """Yields half and twice the batch size with the same tokens; the rate scales with its square root."""
     for factor in (0.5, 2):
         yield replace(
             trial,
@@ -130,12 +137,12 @@ def other_batches(trial: Trial) -> Iterator[Trial]:
 
 
 def fewer_tokens(trial: Trial) -> Iterator[Trial]:
-    """A third and a quarter of the tokens of which `trial` has half."""
+    """Yields `trial` with two thirds and a half of its tokens: a third and a quarter of AdamW's."""
     return (replace(trial, updates=2 * trial.updates // part) for part in (3, 4))
 
 
 class Training:
-    """A new model, and the updates that `trial` says, each a call."""
+    """A new model, trained with the settings of `trial`; each call makes one update."""
 
     def __init__(self, corpus: str, trial: Trial):
         self.trial, device = trial, this_device()
@@ -154,7 +161,7 @@ class Training:
         )
 
     def __call__(self, step: int) -> None:
-        """Makes the update number `step`, from 0."""
+        """Makes update `step`; the first update is 0."""
         trial = self.trial
         lr = learning_rate(
             step,
@@ -173,7 +180,7 @@ class Training:
 
 
 def train(corpus: str, trial: Trial) -> Outcome:
-    """Trains a new model as `trial` says."""
+    """Trains a new model with the settings of `trial`."""
     training = Training(corpus, trial)
     for step in range(trial.updates):
         training(step)
@@ -188,7 +195,7 @@ def train(corpus: str, trial: Trial) -> Outcome:
 
 
 def update_times(corpus: str, trials: list[Trial]) -> list[dict]:
-    """The milliseconds of an update, of each size, optimizer and batch there is in `trials`."""
+    """Measures the milliseconds of an update for each size, optimizer and batch size in `trials`."""
     kinds = {(trial.size, trial.optimizer, trial.sequences): trial for trial in trials}
     trainings = [Training(corpus, trial) for trial in kinds.values()]
     milliseconds: list[list[float]] = [[] for _ in trainings]
@@ -207,7 +214,7 @@ def update_times(corpus: str, trials: list[Trial]) -> list[dict]:
 
 @torch.no_grad()
 def evaluate(model: GPT, loader: EvalLoader) -> float:
-    """The mean loss over the windows of `loader`, in nats per token."""
+    """Returns the mean loss on the windows of `loader`, in nats per token."""
     nats = count = 0.0
     for input_ids, targets in loader:
         nats += float(model(input_ids, targets, reduction="none").sum())

@@ -1,19 +1,19 @@
-"""How fast a whole update is, and in how much memory: this toolkit, HF's Trainer and plain loops, in turns.
+"""Measures the speed and memory of whole updates: this toolkit, HF's Trainer and plain loops, in turns.
 
     python benchmarks/training.py --size gpt2
 
-Each contestant (`contestants.py`) is a process of its own, all are there at once, and in each round each
-makes its updates while the others wait: so all meet the same machine. An update is forward, backward, clipping and
-step, from batches of random tokens; building, warming up and compilation do not count. A ratio is the median
-of the rounds' ratios. Sizes:
+Each contestant (`contestants.py`) is a process. In each round every contestant makes its updates while the others
+wait, so that all share the state of the machine. An update is forward, backward, clipping and step on random tokens.
+The time excludes building, warmup and compilation. A ratio is the median of the rounds' ratios. Sizes:
 
-- gpt2: 124M, sequences of 1,024 tokens, in bf16 (in fp32 on a CPU that only emulates bf16), the toolkit compiled (on a GPU the others too; there the
-  plain loop is in bf16, on a CPU in fp32). Nobody has dropout; after the others the toolkit meets HF's Trainer
-  as it comes, with the dropout of `GPT2Config`, and the bare loop, which has the toolkit's kernels but no Accelerate.
+- gpt2: 124M, sequences of 1,024 tokens, in bf16 (fp32 on a CPU that only emulates bf16), without dropout. HF's Trainer
+  and the plain loop are compiled on a GPU only, the others always. The plain loop is in fp32 on a CPU. A second group
+  compares the toolkit with HF's Trainer with the default dropout of `GPT2Config`, and with the bare loop, which has
+  the toolkit's kernels but no Accelerate.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
 - tiny: to try this script.
 
-The share of the ceiling (MFU) is of the product of two square matrices in the toolkit's precision, measured in each round too.
+MFU is relative to the product of two square matrices in the toolkit's precision, measured in each round.
 """
 
 import argparse
@@ -29,19 +29,22 @@ from pathlib import Path
 
 from results import RESULTS, ratios, summary, write_result
 
-# No torch before all contestants have ended: on Linux a process begins with the peak memory of its parent.
+# Do not import torch before all contestants have ended: on Linux a process inherits the peak memory of its parent.
 
 HERE = Path(__file__).parent
 ALL = ("gpt2_accel", "HF Trainer", "plain loop", "matmul")
 OVERHEAD = ("gpt2_accel", "bare loop")
 HF_DEFAULTS = "HF Trainer, its dropout"
-TOKENS = 2**20  # of data: no contestant comes to its end
+TOKENS = 2**20  # tokens of the data, more than any contestant reads
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, its batch on a CPU and on a GPU, how many updates a turn has there, and which contestants
-    meet at once. `fast` is bf16 where the device has it, and compiled on a GPU or in the toolkit."""
+    """A model shape with its contestants.
+
+    `batch_size` and `updates` of a turn are for a CPU and a GPU. The contestants of a group run at the same time.
+    `fast` turns on bf16 and compilation, see `build_job`.
+    """
 
     shape: dict
     batch_size: tuple[int, int]
@@ -76,9 +79,9 @@ SIZES = {
 
 
 class Process:
-    """A contestant's process. `turn` has it make updates; as a context manager it is ended.
+    """A contestant's process. `turn` makes updates; leaving the context kills the process.
 
-    Raises `RuntimeError` with what it last said if it ends by itself.
+    Raises `RuntimeError` with the end of its stderr if it exits by itself.
     """
 
     def __init__(self, job: dict, folder: Path):
@@ -90,13 +93,13 @@ class Process:
             self.process = subprocess.Popen(command, env=environment(job), stderr=log, **pipes)
 
     def turn(self, updates: int) -> dict:
-        """Its reply to being asked for so many updates: the seconds they took, the peak of its memory."""
+        """Requests `updates` updates; returns their seconds and the process's peak memory."""
         self.process.stdin.write(f"{updates}\n")
         self.process.stdin.flush()
         return self.reply()
 
     def reply(self) -> dict:
-        """Its next reply; the first says that it has warmed up."""
+        """Waits for the next reply; the first reply follows the warmup."""
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.name} ended: {self.log.read_text()[-2000:]}")
@@ -113,7 +116,7 @@ class Process:
 
 
 def environment(job: dict) -> dict[str, str]:
-    """This process's environment, with the toolkit's Accelerate config and nobody else's."""
+    """Returns the environment of a contestant: only the toolkit has Accelerate's variables."""
     found = {
         name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
     }
@@ -126,7 +129,7 @@ def environment(job: dict) -> dict[str, str]:
 def compete(
     jobs: Collection[dict], rounds: int, updates: int, folder: Path
 ) -> dict[str, dict[str, list]]:
-    """Lets all run in turn; returns for each contestant its replies' figures, round by round."""
+    """Runs all contestants in turn; returns contestant -> name of a value -> its values, one per round."""
     replies: dict[str, list[dict]] = {job["contestant"]: [] for job in jobs}
     with ExitStack() as stack:
         running = []
@@ -136,7 +139,7 @@ def compete(
         for process in running:
             process.reply()
         for number in range(rounds):
-            # There and back, so that none always has the same one before it.
+            # Alternate the direction, so that a contestant does not always follow the same one.
             for process in running if number % 2 == 0 else reversed(running):
                 reply = process.turn(1 if process.name == "matmul" else updates)
                 replies[process.name].append(reply)
@@ -150,7 +153,10 @@ def compete(
 def build_job(
     contestant: str, size: Size, shape: dict, batch_size: int, data_dir: Path, facts: dict
 ) -> dict:
-    """What a contestant is told; `facts` are what `prepare` returned. HF's Trainer and the plain loop, there in bf16, are compiled on a GPU only."""
+    """Returns the job of a contestant; `facts` is the result of `prepare`.
+
+    With `size.fast`, HF's Trainer and the plain loop are compiled on a GPU only; the plain loop is in fp32 on a CPU.
+    """
     own, cuda = contestant in OVERHEAD, facts["cuda"]
     return {
         "contestant": contestant,
@@ -163,7 +169,7 @@ def build_job(
 
 
 def figures(runs: list[dict], jobs: dict[str, dict], tokens: int, flops_per_token: int) -> dict:
-    """What the rounds come to: `tokens` are those of one turn."""
+    """Computes the results from the rounds of each group; `tokens` is the number of tokens of one turn."""
     first, last = runs[0], runs[-1]
     own = first["gpt2_accel"]
     contestants = {}
@@ -206,7 +212,7 @@ def figures(runs: list[dict], jobs: dict[str, dict], tokens: int, flops_per_toke
 
 
 def prepare(shape: dict, folder: Path) -> dict:
-    """Makes shards of random tokens in a process of its own; returns what that says beside."""
+    """Writes shards of random tokens in a new process; returns the facts that it prints."""
     command = [
         sys.executable,
         str(HERE / "synthetic_data.py"),
@@ -226,7 +232,7 @@ def measure(
     sequence_length: int | None,
     updates: int | None,
 ) -> dict:
-    """All contestants of a size; None stands for the size's own."""
+    """Measures all contestants of a size; None is the default of the size."""
     shape = size.shape | ({"n_positions": sequence_length} if sequence_length else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -256,10 +262,10 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="gpt2")
     parser.add_argument("--batch_size", type=int, help="sequences; gpt2: 4, on a GPU 32")
-    parser.add_argument("--sequence_length", type=int, help="by default the model's positions")
+    parser.add_argument("--sequence_length", type=int, help="default: the model's n_positions")
     parser.add_argument("--updates_per_turn", type=int, help="gpt2: 1, on a GPU 20; baby: 100")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", default=RESULTS, help="folder for the figures")
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     found = measure(
         SIZES[options.size],

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables say what was measured and what was not."""
+"""The benchmarks, and the tables of their results."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ def benchmark(name, *args):
 
 
 def page(folder):
-    """A page in which the tables are empty."""
+    """Writes a page with outdated text between the markers."""
     path = folder / "performance.md"
     marks = ("bench", "bench tokens", "bench generation", "bench ladder")
     path.write_text(
@@ -35,9 +35,9 @@ def spread(value):
     return {"median": value, "low": value * 0.9, "high": value * 1.1}
 
 
-def test_all_contestants_train_in_turns_and_the_figures_are_written(tmp_path):
+def test_training_measures_all_contestants(tmp_path):
     flags = ["--size", "tiny", "--rounds", "2", "--results", str(tmp_path)]
-    # A process begins with the peak memory of the one that forked it: this command begins small.
+    # A process inherits the peak memory of its parent, so this command is a new process.
     done = subprocess.run(
         [sys.executable, "benchmarks/training.py", *flags],
         cwd=ROOT,
@@ -55,7 +55,7 @@ def test_all_contestants_train_in_turns_and_the_figures_are_written(tmp_path):
     assert 0 < found["mfu"]["median"] < 1
 
 
-def test_a_contestant_that_fails_says_why(tmp_path, monkeypatch):
+def test_error_of_a_contestant_is_shown(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import training
 
@@ -69,7 +69,7 @@ def test_a_contestant_that_fails_says_why(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_the_tables_fill_the_markers_and_mark_what_was_not_measured(tmp_path):
+def test_table_fills_the_markers_and_marks_missing_results(tmp_path):
     path = page(tmp_path)
     assert benchmark("table", "--results", tmp_path, "--page", path).returncode == 0
     text = path.read_text()
@@ -80,7 +80,7 @@ def test_the_tables_fill_the_markers_and_mark_what_was_not_measured(tmp_path):
     assert "Generation: not measured." in text
 
 
-def test_the_tables_hold_what_was_measured(tmp_path):
+def test_table_has_the_results(tmp_path):
     contestant = {"bf16": True, "compile": True, "tokens_per_second": spread(800), "memory": 2**32}
     training = {
         "shape": {"n_positions": 1024},
@@ -136,7 +136,7 @@ def trial(optimizer, updates, loss, rate=4e-3, **others):
     return {"trial": common | own | others, "loss": loss}
 
 
-def test_the_table_of_tokens_has_the_best_rate_and_what_muon_needs(tmp_path):
+def test_token_table_has_best_learning_rates_and_muons_share(tmp_path):
     runs = [
         trial("adamw", 2000, 1.9, 1e-3, schedule="cosine", min_ratio=0.1),
         trial("adamw", 2000, 1.8, 2e-3),
@@ -168,7 +168,7 @@ def test_the_table_of_tokens_has_the_best_rate_and_what_muon_needs(tmp_path):
     assert "not reached: tiny Shakespeare, 4 layers of 128 | no |" in path.read_text()
 
 
-def test_the_study_goes_on_where_it_was(data_dir, tmp_path, monkeypatch, capsys):
+def test_token_study_skips_finished_runs(data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import token_value
 
@@ -186,11 +186,11 @@ def test_the_study_goes_on_where_it_was(data_dir, tmp_path, monkeypatch, capsys)
     path.write_text(json.dumps(found | {"runs": found["runs"][:-1]}))
     capsys.readouterr()
     token_value.main()
-    assert capsys.readouterr().out.count("wrote") == 2  # the one run, and the times
+    assert capsys.readouterr().out.count("wrote") == 2  # the missing run, and the times
     assert json.loads(path.read_text())["runs"] == found["runs"]
 
 
-def test_without_a_text_the_race_is_marked(tmp_path):
+def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):
     done = benchmark("shakespeare", "--input", tmp_path / "none.txt", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
     path = page(tmp_path)

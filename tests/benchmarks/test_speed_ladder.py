@@ -1,4 +1,4 @@
-"""The speed ladder: its slow models compute what `GPT` does, and its command writes what it promises."""
+"""The speed ladder: its hand-written models equal `GPT`, and its command writes all results."""
 
 import csv
 import importlib.util
@@ -29,8 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def forked_rungs(monkeypatch):
-    """Each rung in a forked process, on one CPU without a C++ compiler: compilation alone would take longer than all
-    else."""
+    """Runs each rung in a forked process, on a CPU without a C++ compiler, since compilation is slow."""
     hidden = {"CXX": "/no/compiler", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(command, **_):
@@ -46,7 +45,7 @@ def job(workload=TINY, **changes):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hand_norm_gelu", [True, False])
 @pytest.mark.parametrize("stored_mask", [True, False])
-def test_the_slow_model_computes_what_gpt_does(stored_mask, hand_norm_gelu, bias):
+def test_hand_written_model_equals_gpt(stored_mask, hand_norm_gelu, bias):
     config = GPTConfig(vocab_size=300, n_positions=16, n_layer=2, n_head=2, n_embd=32, bias=bias)
     slow = slow_gpt(config, stored_mask=stored_mask, hand_norm_gelu=hand_norm_gelu)
     for parameter in slow.parameters():
@@ -61,7 +60,7 @@ def test_the_slow_model_computes_what_gpt_does(stored_mask, hand_norm_gelu, bias
     assert [tuple(mask.shape) for mask in masks] == ([(16, 16)] * 2 if stored_mask else [])
 
 
-def test_the_slow_model_begins_with_the_weights_of_gpt():
+def test_hand_written_model_has_the_initial_weights_of_gpt():
     config = GPTConfig(vocab_size=300, n_positions=16, n_layer=1, n_head=2, n_embd=32)
     torch.manual_seed(3)
     expected = GPT(config).state_dict()
@@ -70,7 +69,7 @@ def test_the_slow_model_begins_with_the_weights_of_gpt():
 
 
 @needs_matplotlib
-def test_the_command_writes_every_step_and_marks_what_the_device_lacks(
+def test_command_writes_every_rung_and_marks_unsupported_ones(
     tmp_path, monkeypatch, capsys, forked_rungs
 ):
     flags = ["--size", "tiny", "--sequence_length", 32, "--steps", 2, "--output_dir", tmp_path]
@@ -90,7 +89,7 @@ def test_the_command_writes_every_step_and_marks_what_the_device_lacks(
         speed = 1e3 * float(row["tokens"]) / float(row["ms"])
         assert float(row["tokens_per_second"]) == pytest.approx(speed)
         assert float(row["peak_memory_gb"]) > 0.05 and 0 < float(row["mfu"]) < 1
-    for row in measured[:5]:  # up to SDPA they compute the same
+    for row in measured[:5]:  # equal computations up to SDPA
         assert float(row["loss"]) == pytest.approx(float(measured[0]["loss"]), abs=2e-3)
     assert [int(row["tokens"]) for row in measured[-3:]] == [64, 256, 512]
     table = (tmp_path / "speed_ladder.md").read_text()
@@ -100,7 +99,7 @@ def test_the_command_writes_every_step_and_marks_what_the_device_lacks(
     assert (tmp_path / "speed_ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_step_without_memory_or_with_an_error_is_marked_so(capfd, forked_rungs):
+def test_rung_out_of_memory_or_with_an_error_is_marked(capfd, forked_rungs):
     giant = replace(TINY, micro_batch_size=2**50)
     assert ladder.run_job(job(giant)) == {"problem": "not enough memory"}
     found = ladder.run_job(job(replace(TINY, size="huge")))
@@ -108,14 +107,14 @@ def test_a_step_without_memory_or_with_an_error_is_marked_so(capfd, forked_rungs
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_the_last_step_runs_on_several_processes():
+def test_last_rung_runs_on_several_processes():
     switches = {"hand_attention": False, "fused": True, "chunked_loss": True}
     found = ladder.run_job(job(**switches, accumulate=True, ddp=True), processes=2)
     assert found["tokens"] == 2 * 2 * 32 * 2, found
     assert found["loss"] == pytest.approx(10.84, abs=0.2)
 
 
-def test_each_rung_keeps_those_before_it():
+def test_each_rung_keeps_the_earlier_changes():
     variant = Variant()
     for rung in ladder.RUNGS:
         assert not rung.changes or replace(variant, **rung.changes) != variant
@@ -139,7 +138,7 @@ def test_each_rung_keeps_those_before_it():
     assert type(build_model(TINY, variant)) is GPT
 
 
-def test_the_timing_helpers():
+def test_timing_and_peak_memory():
     calls = []
     seconds = seconds_each(lambda: calls.append(1), CPU, warmup=2, repeats=3)
     assert len(seconds) == 3 and len(calls) == 5 and min(seconds) > 0
@@ -157,13 +156,13 @@ def test_the_timing_helpers():
         (["--batch", "2"], "unknown option --batch"),
     ],
 )
-def test_a_bad_setting_is_one_clear_line(flags, message, tmp_path):
+def test_bad_setting_is_one_line_of_error(flags, message, tmp_path):
     done = python("recipes/speed_ladder.py", *flags, "--output_dir", tmp_path / "out")
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_micro_batch_that_does_not_fit_is_not_kept(tmp_path, monkeypatch):
+def test_micro_batch_that_does_not_fit_is_dropped(tmp_path, monkeypatch):
     device = {"type": "cpu", "name": "a CPU", "devices": 1, "lacking": {}, "flops": {"float32": 1}}
 
     def answer(job, processes=1):
