@@ -81,9 +81,11 @@ def unpadded(
 def read_llmc(path: Path) -> GPT:
     """Reads a checkpoint of llm.c: a header, then each kind of parameter for all layers."""
     header = np.fromfile(path, "<i4", 256)
-    if len(header) < 256 or header[1] not in LLMC_DTYPES:
+    if len(header) < 256:
+        raise ValueError(f"{path} is shorter than llm.c's header: copy it again")
+    if header[1] not in LLMC_DTYPES:
         raise ValueError(
-            f"{path} is of llm.c's format version {header[1:2].tolist()}; only 3 (fp32) and 5 (bf16) load"
+            f"{path} is of llm.c's format version {header[1]}; only 3 (fp32) and 5 (bf16) load"
         )
     n_positions, vocab_size, n_layer, n_head, n_embd, rows = header[2:8].tolist()
     config = GPTConfig(vocab_size, n_positions, n_layer, n_head, n_embd)

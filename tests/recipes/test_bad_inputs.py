@@ -487,7 +487,11 @@ def the_rest() -> Iterator[Row]:
         ("x.pt", BINARY, "x.pt"),
         ("x.bin", b"", "x.bin"),
         ("x.bin", BINARY, "x.bin"),
-        ("x.bin", np.array([20240326, 3, 64, 257, 2, 2, 32, 384], "<i4").tobytes(), "x.bin"),
+        (
+            "x.bin",
+            np.array([20240326, 3, 64, 257, 2, 2, 32, 384], "<i4").tobytes(),
+            "llm.c's header",
+        ),
     ):
         arguments = f"--input {name} --output_dir m --tokenizer none"
         yield Row("import_checkpoint", arguments, words, {name: content})
