@@ -130,6 +130,15 @@ def test_table_has_the_results(tmp_path):
     assert (tmp_path / "images/speed_ladder.png").read_bytes() == b"a picture"
 
 
+def test_the_page_has_the_tables_of_the_results_that_are_there(tmp_path):
+    path = tmp_path / "performance.md"
+    path.write_text((ROOT / "docs/performance.md").read_text())
+    assert benchmark("table", "--page", path).returncode == 0
+    assert path.read_text() == (ROOT / "docs/performance.md").read_text()
+    picture = "images/speed_ladder.png"
+    assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes()
+
+
 def trial(optimizer, updates, loss, rate=4e-3, **others):
     own = {"size": "4 layers of 128", "optimizer": optimizer, "rate": rate, "updates": updates}
     common = {"schedule": "linear", "sequences": 12, "min_ratio": 0.0, "beta2": 0.95}
