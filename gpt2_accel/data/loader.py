@@ -206,6 +206,8 @@ class TrainLoader:
         self.device = torch.device(device)
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.windows = sum(self.set_windows)
+        # A block of few epochs: each is shuffled by itself.
+        self.block_size = min(ORDERED_AT_ONCE, 16 * min(self.set_windows))
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
     def micro_batches(self, sequences: int) -> tuple[int, int]:
@@ -238,16 +240,16 @@ class TrainLoader:
         """The samples at the given positions of the endless training order: (n,) -> (n, 2), the number of
         the data set and that of the window. Each data set has epoch after epoch of its own."""
         samples = np.empty((len(positions), 2), np.int64)
-        blocks = positions // ORDERED_AT_ONCE
+        blocks = positions // self.block_size
         for block in np.unique(blocks).tolist():
             here = blocks == block
-            samples[here] = self.ordered(block)[positions[here] % ORDERED_AT_ONCE]
+            samples[here] = self.ordered(block)[positions[here] % self.block_size]
         return samples
 
     def order_block(self, block: int) -> np.ndarray:
-        """The samples at `ORDERED_AT_ONCE` neighbouring positions: one at a time they take far longer."""
-        first = block * ORDERED_AT_ONCE
-        sets, places = self.mixture.locate(np.arange(first, first + ORDERED_AT_ONCE))
+        """The samples at `block_size` neighbouring positions: one at a time they take far longer."""
+        first = block * self.block_size
+        sets, places = self.mixture.locate(np.arange(first, first + self.block_size))
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
             size, seed = self.set_windows[number], self.seed + number

@@ -344,5 +344,26 @@ def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
     assert speed > 50 * 142_000
 
 
+def test_a_batch_of_tiny_data_orders_few_epochs(tmp_path, monkeypatch):
+    prepare(
+        {"train": ["a" * 300], "val": ["b" * 100]},
+        byte_tokenizer(),
+        tmp_path / "tiny",
+        source="letters",
+    )
+    stream = TokenStream(tmp_path / "tiny", "train")
+    loader = TrainLoader([(stream, 1.0)], sequence_length=32, micro_batch_size=4, seed=0)
+    assert loader.windows == 9
+    epochs = []
+
+    def counted(places, size, seed, epoch):
+        epochs.append(epoch)
+        return shuffled(places, size, seed, epoch)
+
+    monkeypatch.setattr("gpt2_accel.data.loader.shuffled", counted)
+    next(loader.update(0, 4))
+    assert len(epochs) <= 16
+
+
 def test_the_header_is_as_documented():
     assert HEADER.size == 64 and struct.calcsize("<8sIIQ32s8x") == 64
