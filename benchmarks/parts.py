@@ -122,7 +122,7 @@ def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
     try:
         encoding = tiktoken_gpt2()
     except OSError:
-        return {"missing": "GPT-2's BPE is not at hand"}
+        return {"missing": "GPT-2's BPE is not available"}
     documents = random_sentences(config.text_mb * 10**6)
     path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))

@@ -89,7 +89,7 @@ def describe_device() -> dict:
 
 def lacking(device: torch.device) -> dict[str, str]:
     """Returns the rungs that `device` cannot run, name -> reason."""
-    reasons = {"bf16": precision_problem(device, "bf16") and "only emulated here"}
+    reasons = {"bf16": precision_problem(device, "bf16") and "only emulated"}
     reasons["compile"] = inductor_problem(device)
     if device.type != "cuda":
         reasons |= dict.fromkeys(("TF32", "pinned, prefetched data", "fp16"), "CUDA only")

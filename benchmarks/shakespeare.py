@@ -45,7 +45,9 @@ def main() -> None:
         text = tiny_shakespeare(config.input)
     except OSError as error:
         print(f"not measured: {error}")
-        write_result("shakespeare", {"missing": "no tiny Shakespeare at hand"}, config.results)
+        write_result(
+            "shakespeare", {"missing": "tiny Shakespeare is not available"}, config.results
+        )
         return
     found = {name: {"seconds": [], "loss": []} for name in ("recipe", "nanogpt")}
     for number in range(config.rounds):

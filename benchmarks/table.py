@@ -14,7 +14,7 @@ from results import RESULTS, read_result
 from token_table import HEAD, studies, to_nanogpts_loss, token_rows
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
-NOT_MEASURED, NO_GPU = "not measured", "no GPU at hand"
+NOT_MEASURED, NO_GPU = "not measured", "no GPU available"
 Summary = dict[str, float]
 Row = tuple[str, ...]
 

@@ -241,12 +241,12 @@ def measure(
         updates = updates or size.updates[facts["cuda"]]
         runs, jobs = [], {}
         for group in size.groups:
-            here = {
+            group_jobs = {
                 name: build_job(name, size, shape, batch_size, folder / "data", facts)
                 for name in group
             }
-            runs.append(compete(here.values(), rounds, updates, folder / str(len(runs))))
-            jobs |= here
+            runs.append(compete(group_jobs.values(), rounds, updates, folder / str(len(runs))))
+            jobs |= group_jobs
     tokens = batch_size * shape["n_positions"] * updates
     return {
         "shape": shape,

@@ -19,8 +19,8 @@ DEVICES = ("A100", "H100", "H200")  # if `device` is not set
 def dry_run(config: TrainConfig) -> str:
     """Returns the memory and FLOPs estimate of a run as text.
 
-    The launch is that of this process, or of the config file `accelerate_config`. Of the data only the manifest is
-    read, if it exists.
+    The launch is that of this process, or of the config file `accelerate_config`. Only the manifest of the data is
+    read, if there is one.
 
     Raises `ValueError` for an unknown `device`, or if the batch cannot be divided among the processes.
     """

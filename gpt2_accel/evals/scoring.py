@@ -158,10 +158,10 @@ def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tenso
         branch[i, :shared] = 0
         start = width - answers  # of the continuations
         for number, ids in enumerate(row.continuations, start=1):
-            here = slice(start, start + len(ids))
-            input_ids[i, here] = torch.tensor([row.context[-1], *ids[:-1]])
-            position_ids[i, here] = torch.arange(shared, shared + len(ids))
-            branch[i, here] = number
+            span = slice(start, start + len(ids))
+            input_ids[i, span] = torch.tensor([row.context[-1], *ids[:-1]])
+            position_ids[i, span] = torch.arange(shared, shared + len(ids))
+            branch[i, span] = number
             targets[i, start + answers - width :][: len(ids)] = torch.tensor(ids)
             start += len(ids)
     branch = branch.to(device)

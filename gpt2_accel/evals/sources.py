@@ -15,7 +15,7 @@ from gpt2_accel.errors import first_line
 from gpt2_accel.files import parse_json
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
-LARGEST_FILE = 10**9  # bytes of a local file, all of which is in memory
+LARGEST_FILE = 10**9  # bytes of a local file, which is read into memory
 PARQUET_REVISION = "refs/convert/parquet"  # the Hub's conversion of every data set
 
 

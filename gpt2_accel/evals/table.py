@@ -89,8 +89,8 @@ def markdown_table(
             for name, found in results.items()
         ]
         cells += ["" if published[size] is None else f"{published[size]:.4g}" for size in others]
-        said = f" (published: {publisher})" if publisher else ""
-        rows.append([metric, *cells, convention(metric) + said])
+        source = f" (published: {publisher})" if publisher else ""
+        rows.append([metric, *cells, convention(metric) + source])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| "

@@ -75,7 +75,7 @@ def test_table_fills_the_markers_and_marks_missing_results(tmp_path):
     text = path.read_text()
     assert text.startswith("before\n<!-- bench -->\n") and text.endswith("after\n")
     assert "old" not in text
-    assert text.count("| not measured |") == 12 and text.count("| no GPU at hand |") == 3
+    assert text.count("| not measured |") == 12 and text.count("| no GPU available |") == 3
     assert "Optimizers and schedules: not measured." in text
     assert "Generation: not measured." in text
 
@@ -95,7 +95,7 @@ def test_table_has_the_results(tmp_path):
     runs = {"seconds": [1.0], "loss": [1.85], "time": spread(8)}
     parts = {
         **{name: spread(2.0) for name in ("import", "first_update", "loader")},
-        "preparation": {"missing": "GPT-2's BPE is not at hand"},
+        "preparation": {"missing": "GPT-2's BPE is not available"},
         "checkpoint": {"save": spread(0.3), "copy": spread(0.2)},
     }
     row = {"dtype": "bfloat16", "batch_size": 1, "tokens_per_second": spread(30)}
@@ -120,7 +120,7 @@ def test_table_has_the_results(tmp_path):
     assert "| ≤ 0.55 x | 0.60 x | no |" in text
     assert "5.00 x (4.50 to 5.50), loss 1.850 | yes |" in text
     assert "| ≥ 1.5 x | 1.70 x (1.53 to 1.87) | yes |" in text
-    assert "not measured: GPT-2's BPE is not at hand" in text
+    assert "not measured: GPT-2's BPE is not available" in text
     assert "| bfloat16 | 1 | 30.0 | 30.0 | 30.0 (1.60 x) | 30.0 (1.70 x) |" in text
     again = path.read_text()
     (tmp_path / "cpu/ladder").mkdir()
@@ -204,4 +204,4 @@ def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     path = page(tmp_path)
     benchmark("table", "--results", tmp_path, "--page", path)
-    assert "not measured: no tiny Shakespeare at hand" in path.read_text()
+    assert "not measured: tiny Shakespeare is not available" in path.read_text()
