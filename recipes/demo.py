@@ -2,7 +2,7 @@
 
     pip install 'gpt2_accel[demo]'
     python recipes/demo.py --model runs/quickstart
-    python recipes/demo.py --model runs/quickstart/checkpoint-500 runs/quickstart
+    python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
 
 Gradio's own variables say where it listens: GRADIO_SERVER_NAME (0.0.0.0 for the whole network) and
 GRADIO_SERVER_PORT. Visitors take turns: while one text is written, the others see their place in the
