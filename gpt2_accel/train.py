@@ -1,4 +1,4 @@
-"""The training loop. Read `train` from top to bottom; the rest of the file is what it calls."""
+"""The training loop. Read `train` from top to bottom; the other functions are its steps."""
 
 import json
 import math
@@ -34,15 +34,19 @@ from gpt2_accel.runtime.trackers import check_trackers
 
 
 def train(config: TrainConfig) -> bool:
-    """Trains as `config` says, on the hardware and in the precision of the Accelerate config.
+    """Trains a model with the settings of `config`, on the hardware and in the precision of the Accelerate config.
 
-    Leaves in `config.output_dir` checkpoints, logs and the final model, an HF directory. Every rank calls it. Returns
-    whether all updates are done: a signal or `max_hours` ends it earlier, with a checkpoint. Raises `ValueError` or an
-    `OSError` for settings or data that cannot work, before anything is written, and `ValueError` if the run diverges.
+    Writes checkpoints, logs and the final model, an HF directory, into `config.output_dir`. All ranks call it.
+
+    Returns True if the run is complete. A signal or `max_hours` ends it earlier, with a checkpoint; a dry run and
+    `eval_only` train nothing.
+
+    Raises `ValueError` or `OSError` for settings or data that cannot work, before anything is written, and
+    `ValueError` if the run diverges.
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
-    if config.dry_run:  # without an Accelerator: the hardware may not be here
+    if config.dry_run:  # needs no Accelerator: the planned hardware may be another machine's
         if int(os.environ.get("RANK", 0)) == 0:
             print(dry_run(config))
         return False
@@ -66,10 +70,10 @@ def train(config: TrainConfig) -> bool:
     model.train()
     with RunContext(config, accelerator, state, inputs) as run:
         interrupted = partial(should_stop, accelerator, run.stop)
-        stopping = diverged = put_off = False
-        converged = state.early_stopping.ended  # in the run that this one continues
+        stopping = diverged = save_due = False
+        converged = state.early_stopping.ended  # before a resume
         while state.step < inputs.updates and not (stopping or diverged or converged):
-            # Learning rate, data and dropout are functions of the step: nothing else to resume.
+            # Learning rate, data order and dropout seed are functions of the step, so a resume needs only the step.
             first, sequences = schedule.first(state.step), schedule.sequences(state.step)
             lr = learning_rate(
                 first / schedule.full,
@@ -110,11 +114,11 @@ def train(config: TrainConfig) -> bool:
             if due(config.sample_every, step, inputs.updates) and not stopping:
                 write_samples(run, state)
             last = stopping or converged or step == inputs.updates
-            # Not amid bad updates: if they do not end, the newest checkpoint is the one from before them.
-            put_off |= due(config.save_every, step, inputs.updates)
-            if (last or (put_off and problem is None)) and not diverged:
+            # A checkpoint waits for a good update: if the run diverges, the newest precedes the bad updates.
+            save_due |= due(config.save_every, step, inputs.updates)
+            if (last or (save_due and problem is None)) and not diverged:
                 run.save(state, step)
-                put_off = False
+                save_due = False
             run.log.end_step()
             run.profile.step()
 
@@ -123,7 +127,9 @@ def train(config: TrainConfig) -> bool:
         run.wait_for_checkpoint()
         run.log.say(closing(run.log))
         if converged:
-            run.log.say(f"no lower validation loss in {config.patience} evaluations: ended early")
+            run.log.say(
+                f"early stopping: no lower validation loss in {config.patience} evaluations"
+            )
         finished = converged or state.step >= inputs.updates
         if finished:
             export_model(run, state)
@@ -140,11 +146,7 @@ def accumulate_gradients(
     first: int,
     sequences: int,
 ) -> torch.Tensor:
-    """Backward over this rank's micro-batches of the update that has `sequences` sequences from position `first` on;
-    returns their mean loss, a scalar.
-
-    Ranks exchange gradients in the last backward only.
-    """
+    """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only."""
     _, count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
     for number, (input_ids, targets) in enumerate(loader.update(first, sequences), start=1):
@@ -158,9 +160,9 @@ def accumulate_gradients(
 def reduce_step_stats(
     accelerator: Accelerator, stop: StopRequest, loss: torch.Tensor, grad_norm: torch.Tensor
 ) -> tuple[float, float, bool]:
-    """The loss over all ranks, the gradient norm, and whether any rank has to stop.
+    """Returns the mean loss over all ranks, the gradient norm, and whether any rank has to stop.
 
-    The one moment of an update at which the host waits for the device.
+    The host waits for the device only here, once per update.
     """
     flag = torch.full_like(loss, float(stop.reason is not None))
     mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
@@ -178,7 +180,7 @@ def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
 
 
 def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
-    """Whether the run in this folder finished at this step, its final model included: then nothing is written again."""
+    """Whether the run in `config.output_dir` is finished at this step and its final model is written."""
     ended = state.step >= inputs.updates or state.early_stopping.ended
     if not ended or inputs.checkpoint is None:
         return False
@@ -190,13 +192,13 @@ def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> 
 
 
 def write_samples(run: RunContext, state: TrainState) -> None:
-    """Continues each of the run's prompts; on the main process only, uncompiled, in fp32.
+    """Generates a sample from each of `config.sample_prompts`, on the main process only, uncompiled, in fp32.
 
-    A sharded model is gathered, and written with on the main process's device: on its CPU the others would wait.
+    A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
     """
     config, accelerator, model = run.config, run.accelerator, state.model
     plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
-    with main_process_first():  # it may take longer than a collective may
+    with main_process_first():  # may exceed the time limit of a collective
         if accelerator.is_main_process:
             plain = plain.to(accelerator.device)
             sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
@@ -205,22 +207,21 @@ def write_samples(run: RunContext, state: TrainState) -> None:
 
 
 def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> None:
-    """Saves the weights, which are those from before the first of the bad updates, and raises `ValueError`."""
+    """Saves a checkpoint of the weights, which bad updates do not change, and raises `ValueError`."""
     bad = state.guard.bad_in_a_row
     run.save(state, state.step - bad)
     run.wait_for_checkpoint()
     raise ValueError(
-        f"{bad} updates in a row were bad, the last since {problem}: checkpoint-{state.step - bad} is from "
-        "before; lower --learning_rate or look at the samples that "
-        f"{run.config.output_dir}/metrics.jsonl names"
+        f"{bad} updates in a row were skipped, the last because {problem}: resume from checkpoint-"
+        f"{state.step - bad} with a lower --learning_rate, or look at the samples listed in "
+        f"{run.config.output_dir}/metrics.jsonl"
     )
 
 
 def export_model(run: RunContext, state: TrainState) -> None:
-    """Writes the final model into the run's folder, with which the run is complete, and then pushes it if that is
-    asked for.
+    """Writes the final model into the run's folder, marks the run as finished, and pushes it if `push_to_hub` is set.
 
-    Raises `OSError`, in one sentence, if it cannot be written.
+    Raises `OSError` if the model cannot be written.
     """
     config, accelerator = run.config, run.accelerator
     plain = full_model(accelerator, state.model)
@@ -228,11 +229,11 @@ def export_model(run: RunContext, state: TrainState) -> None:
         try:
             save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
         except Exception as error:
-            if not (isinstance(error, OSError) or "os error" in str(error)):  # that of tokenizers
+            if not (isinstance(error, OSError) or "os error" in str(error)):  # raised by tokenizers
                 raise
             raise OSError(
-                f"the final model could not be written to {config.output_dir} ({first_line(error)}): make that "
-                "possible and go on with --resume_from latest, the last checkpoint is whole"
+                f"the final model could not be written to {config.output_dir} ({first_line(error)}): make it "
+                "writable and continue from the last checkpoint with --resume_from latest"
             ) from error
     run.log.finished()
     if accelerator.is_main_process and config.push_to_hub:
@@ -244,13 +245,13 @@ def export_model(run: RunContext, state: TrainState) -> None:
 
 
 def push_final(config: TrainConfig, uploads: Uploads, inputs: TrainInputs) -> None:
-    """Starts to push the final model in the run's folder."""
+    """Starts the upload of the final model in the run's folder."""
     newest = (list_checkpoints(config.output_dir) or [inputs.checkpoint])[-1]
     uploads.push(Path(config.output_dir), newest, final=True)
 
 
 def push_complete(config: TrainConfig, accelerator: Accelerator, inputs: TrainInputs) -> None:
-    """Pushes what the Hub does not yet have of a complete run; the run's folder stays as it is."""
+    """Pushes a complete run to the Hub, without changing the run's folder. The client sends only changed files."""
     with (
         lock_run_dir(Path(config.output_dir), accelerator),
         StopRequest() as stop,
@@ -260,8 +261,5 @@ def push_complete(config: TrainConfig, accelerator: Accelerator, inputs: TrainIn
 
 
 def due(every: int, step: int, max_steps: int) -> bool:
-    """Whether something that happens every so many updates, and after the last, happens at `step`.
-
-    With 0 it never does.
-    """
+    """Whether an action of every `every` updates, and of the last, is due at `step`. 0 means never."""
     return every > 0 and (step % every == 0 or step == max_steps)

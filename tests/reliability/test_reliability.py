@@ -420,14 +420,14 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(
     with monkeypatch.context() as patch:
         poison(patch, range(7, 99))
         with pytest.raises(
-            ValueError, match=r"5 updates in a row were bad.*checkpoint-7 is from before"
+            ValueError, match=r"5 updates in a row were skipped.*resume from checkpoint-7"
         ):
             run(tiny_config(data_dir, tmp_path / "many", **settings))
     assert status(tmp_path / "many")["state"] == "failed"
     saved = tmp_path / "many/checkpoint-7/model.safetensors"
     assert saved.read_bytes() == weights(tmp_path / "before")
     assert len(read_json_lines(tmp_path / "many/metrics.jsonl")) == 12
-    # Once the cause is gone, it goes on from there, and not from amid the bad updates.
+    # Once the cause is gone, a resume continues from there, not from between the bad updates.
     assert find_checkpoint("latest", tmp_path / "many").name == "checkpoint-7"
     assert (tmp_path / "many/latest").resolve().name == "checkpoint-7"
     resumed = run(tiny_config(data_dir, tmp_path / "many", **settings))
