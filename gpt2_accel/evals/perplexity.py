@@ -6,8 +6,8 @@ divided by the harness's own word count.
 
 `<|endoftext|>` precedes each text. The text is read in windows: the first predicts `n_positions` tokens, each later one
 the next `stride` tokens after the longest context that fits. Every token is predicted once. With a stride of
-`n_positions`, the default here and in lm-evaluation-harness, windows do not overlap, except that the last one is full
-length. A shorter stride gives tokens more context and costs more.
+`n_positions`, the default here and in lm-evaluation-harness, windows do not overlap, except that the last one starts
+earlier, to be full. A shorter stride gives tokens more context and costs more.
 """
 
 import re

@@ -227,7 +227,7 @@ def test_empty_prompt_needs_an_end_of_text_token(model):
         ids(model, [[1], []], 1)
 
 
-def test_a_prompt_that_is_too_long_is_refused_at_once(model):
+def test_prompt_that_is_too_long_is_refused_before_generation(model):
     complete(model, byte_tokenizer(), ["a" * MAX_PROMPT], Sampling(1))
     message = f"the prompt has 5,000,000 characters: give its end, at most {MAX_PROMPT:,}"
     with pytest.raises(ValueError, match=message):
@@ -236,7 +236,7 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(model):
         likeliest(model, byte_tokenizer(), "ab cd" * 10**6)
 
 
-def test_a_model_without_a_tokenizer_or_with_a_larger_one_does_not_load(tmp_path):
+def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):
     save_pretrained(GPT(GPTConfig(257, 8, 1, 1, 8)), tmp_path / "none")
     with pytest.raises(
         FileNotFoundError, match="none holds no tokenizer: put the files of the one"
