@@ -146,7 +146,10 @@ def accumulate_gradients(
     first: int,
     sequences: int,
 ) -> torch.Tensor:
-    """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only."""
+    """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.
+
+    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only.
+    """
     _, count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
     for number, (input_ids, targets) in enumerate(loader.update(first, sequences), start=1):

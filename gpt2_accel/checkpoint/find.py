@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run's folder: the newest, the best, the one to resume."""
+"""Finds the checkpoints of a run's folder: the newest, the best and the one to resume."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from gpt2_accel.hf import hub
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run's folder, oldest first."""
+    """Returns the checkpoints of a run's folder, oldest first."""
     found = {
         int(match[1]): path
         for path in Path(run_dir).glob("checkpoint-*")
@@ -23,13 +23,13 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 def find_checkpoint(
     resume_from: str | None, run_dir: str | Path, say: Callable[[str], None] = print
 ) -> Path | None:
-    """The checkpoint that `--resume_from` means, None for a fresh start.
+    """Returns the checkpoint that `resume_from` names; None for a new run.
 
-    `latest` is the newest whole one of `run_dir`; those passed over are named through `say`. A Hub id
-    means what a run with `--hub_strategy checkpoint` pushed there.
+    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `say`. A Hub
+    id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
-    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged, or if `latest`
-    finds only damaged ones; `FileExistsError` if the run would write over checkpoints of another.
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or if `latest` finds only
+    damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run.
     """
     checkpoints = list_checkpoints(run_dir)
     if resume_from is None:
@@ -43,7 +43,7 @@ def find_checkpoint(
         for path in reversed(checkpoints):
             if (problem := find_corruption(path)) is None:
                 return path
-            say(f"{path} is passed over: {problem}")
+            say(f"{path} is skipped: {problem}")
         if checkpoints:
             raise ValueError(
                 f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
@@ -61,16 +61,15 @@ def find_checkpoint(
         raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
     if checkpoints and checkpoints[-1].resolve() != path.resolve():
         raise FileExistsError(
-            f"{run_dir} holds {checkpoints[-1].name}, which going on from {path} would write over: "
+            f"{run_dir} holds {checkpoints[-1].name}, which a resume from {path} would overwrite: "
             "choose another --output_dir"
         )
     return path
 
 
 def model_directory(name: str | Path) -> str | Path:
-    """Where the newest weights of a run's folder are: in the folder itself once training has ended, in
-    its last checkpoint before. For `latest` or `best` it is the checkpoint that they stand for. Any other name is
-    returned as it is."""
+    """Returns the directory of a run's newest weights: the run's folder if it has the final model, else its last
+    checkpoint. `latest` and `best` are resolved by `fresh`. Any other name is returned unchanged."""
     checkpoints = list_checkpoints(name)
     if checkpoints:
         return name if (Path(name) / "config.json").exists() else checkpoints[-1]
@@ -79,9 +78,9 @@ def model_directory(name: str | Path) -> str | Path:
 
 
 def fresh(path: Path) -> Path:
-    """The checkpoint that a run's `latest` or `best` stands for, any other path as it is.
+    """Resolves a run's `latest` or `best` to a checkpoint; returns any other path unchanged.
 
-    They are links, but in a copied run they may be folders, which no later save renews.
+    They are links. In a copied run they may be folders, which later saves do not update.
     """
     if path.name not in ("latest", "best") or path.is_symlink() or not path.is_dir():
         return path
@@ -90,17 +89,17 @@ def fresh(path: Path) -> Path:
         return best_checkpoint([path, *others]) or path
     try:
         return others[-1] if others and step_of(others[-1]) > read_state(path)["step"] else path
-    except ValueError:  # a folder of the user's
+    except ValueError:  # not a checkpoint
         return path
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of updates in a checkpoint's name."""
+    """Returns the number of updates in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def best_checkpoint(checkpoints: list[Path]) -> Path | None:
-    """The one of lowest validation loss among those that were evaluated."""
+    """Returns the checkpoint with the lowest validation loss; None if none was evaluated."""
     losses = {}
     for path in checkpoints:
         try:
@@ -113,10 +112,10 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Makes `link` a symbolic link to its neighbour `target`, in one step.
+    """Atomically makes `link` a symbolic link to `target`, in the same folder.
 
-    Such links are a convenience: file systems without them (buckets, Colab's Drive) stay without. Raises
-    `IsADirectoryError` if a folder stands in its place, as in a copied run.
+    The link is optional: does nothing on file systems without symbolic links (buckets, Colab's Drive). Raises
+    `IsADirectoryError` if `link` is a folder, as in a copied run.
     """
     if link.is_dir() and not link.is_symlink():
         raise IsADirectoryError(f"{link} is a folder, not a link to {target.name}")
@@ -128,9 +127,9 @@ def point_to(link: Path, target: Path) -> None:
 
 
 def clean_up(run_dir: str | Path) -> None:
-    """Removes half-written checkpoints of killed processes, also those of other machines.
+    """Removes partial checkpoints that killed processes left, also those of other machines.
 
-    Only the process that holds the folder's lock writes checkpoints there, so only it may call this.
+    The caller must hold the folder's lock, so that no other process is writing a checkpoint there.
     """
     for path in Path(run_dir).glob(".checkpoint-*"):
         remove(path)

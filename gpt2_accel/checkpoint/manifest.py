@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and SHA-256 of its files, and the check of its `state.json`."""
+"""Writes and verifies a checkpoint's manifest (size and SHA-256 of each file), and reads its `state.json`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ MANIFEST = f"{STATE}/manifest.json"
 
 
 def find_corruption(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if each file is as its manifest says."""
+    """Describes the first damage of a checkpoint; None if all files match its manifest."""
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = parse_json(text)["files"]
@@ -28,7 +28,7 @@ def find_corruption(checkpoint: Path) -> str | None:
 
 
 def find_file_corruption(check: tuple[Path, int, str]) -> str | None:
-    """What is wrong with one file: (path, its size, its SHA-256)."""
+    """Describes the damage of one file; None if it is intact. `check`: path, size in bytes, SHA-256."""
     path, size, sha256 = check
     try:
         if path.stat().st_size != size:
@@ -39,7 +39,7 @@ def find_file_corruption(check: tuple[Path, int, str]) -> str | None:
 
 
 def write_manifest(checkpoint: Path) -> None:
-    """Writes down the size and checksum of each file of a checkpoint that is complete but for this."""
+    """Writes the manifest of a checkpoint whose other files are all written."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     files = {
         path.relative_to(checkpoint).as_posix(): {
@@ -52,22 +52,19 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def manifest_text(files: dict) -> str:
-    """The one way to write a manifest, so that any change of it shows."""
+    """Formats a manifest. Any change of the file, even of its white space, counts as damage."""
     return json.dumps({"files": files}, indent=2, sort_keys=True) + "\n"
 
 
 def read_state(checkpoint: Path) -> dict:
-    """A checkpoint's `state.json`; raises `ValueError` if that is not one of this release."""
+    """Reads a checkpoint's `state.json`. Raises `ValueError` if it is damaged."""
     path = checkpoint / STATE / "state.json"
     kinds = {"step": int, "optimizer": str, "data": str, "guard": dict}
     kinds |= {"scaler": dict | None, "val_loss": float | None, "run_id": str | None}
     kinds |= {"position": dict | None}
+    older = {"run_id": None, "position": None}  # release 0.1 has neither
     try:
-        state = {
-            "run_id": None,
-            "position": None,
-            **parse_json(path.read_text(encoding="utf-8")),
-        }  # older: without
+        state = older | parse_json(path.read_text(encoding="utf-8"))
         wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: resume from another checkpoint") from error

@@ -1,7 +1,7 @@
-"""The tensors of a prepared model and optimizer, as a checkpoint holds them, and back.
+"""Converts the tensors of a prepared model and optimizer to the form of a checkpoint, and back.
 
-In training they may be on a GPU, wrapped by DDP or compilation, or sharded over the ranks, and the optimizer
-numbers its parameters. In a checkpoint they are whole, in host memory, by the parameters' names.
+In training they may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the ranks, and the optimizer
+numbers its parameters. In a checkpoint they are unsharded, in host memory, under the parameters' names.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,17 @@ from gpt2_accel.models import LanguageModel
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
-    """The model inside what Accelerate prepared: no DDP, no compilation.
+    """Returns the model without DDP and compilation.
 
-    Its forward stays in mixed precision: to take that off, Accelerate would take it off the model that
-    is being trained, for good.
+    Its forward stays in mixed precision: Accelerate would remove that from the model in training too, permanently.
     """
     return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
 
 
 def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel | None:
-    """A copy of the prepared model in host memory, on the main process; None on the others.
+    """Copies the prepared model to host memory on the main process; returns None on the others.
 
-    If it is sharded all ranks call this: the shards are gathered, one tensor at a time.
+    All ranks must call it if the model is sharded: the shards are gathered, one tensor at a time.
     """
     plain = unwrap(accelerator, model)
     tensors = gather_to_host(accelerator, plain.state_dict())
@@ -37,32 +36,32 @@ def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageMode
 def gather_to_host(
     accelerator: Accelerator, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Copies of the tensors in host memory on the main process, nothing on the others; gathered one at a time."""
+    """Gathers the tensors, one at a time, into host memory on the main process; returns an empty dict on the others."""
     copies = {}
     for name, tensor in tensors.items():
-        full = full_tensor(tensor)  # all ranks take part
+        full = full_tensor(tensor)  # a collective: all ranks call it
         if accelerator.is_main_process:
             copies[name] = full.detach().to("cpu", copy=True)
     return copies
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, gathered from all ranks if it is sharded; then all ranks call this."""
+    """Returns the tensor, gathered if it is sharded; all ranks must then call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class inside Accelerate's wrapper, such as `AdamW`."""
+    """Returns the class name of the optimizer inside Accelerate's wrapper, such as `AdamW`."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The parameters' names in the order in which the optimizer's state dict numbers them."""
+    """Returns the parameters' names, in the order of their numbers in the optimizer's state dict."""
     return [name for group in optimizer.param_groups for name in group["param_names"]]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `<parameter>/<state>` -> tensor."""
+    """Returns the optimizer's state as `<parameter>/<state>` -> tensor."""
     names = parameter_names(optimizer)
     return {
         f"{names[number]}/{key}": tensor
@@ -74,9 +73,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], source: Path
 ) -> None:
-    """The inverse of `optimizer_tensors`; the settings stay those of `optimizer`.
+    """Loads the tensors of `optimizer_tensors` into `optimizer`, whose hyperparameters stay unchanged.
 
-    Raises `ValueError` if the tensors are not those of its parameters.
+    Raises `ValueError` if names or shapes do not match its parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = parameter_names(optimizer)
@@ -84,7 +83,9 @@ def load_optimizer_tensors(
     for key, tensor in tensors.items():
         name, _, kind = key.partition("/")
         if name not in states:
-            raise ValueError(f"{source} holds optimizer state of {name}, which this model has not")
+            raise ValueError(
+                f"{source} has optimizer state of {name}, which the model lacks: resume with the settings of the first run"
+            )
         states[name][kind] = tensor
     for name, parameter in zip(names, parameters, strict=True):
         for kind, tensor in states[name].items():
@@ -95,7 +96,7 @@ def load_optimizer_tensors(
                 )
             elif tensor.ndim and tensor.shape != parameter.shape:
                 raise ValueError(
-                    f"{source} has the state {kind} of {name} in the shape {tuple(tensor.shape)}, not "
+                    f"{source} has the state {kind} of {name} with shape {tuple(tensor.shape)}, not "
                     f"{tuple(parameter.shape)}: resume with the settings of the first run"
                 )
     optimizer.load_state_dict(

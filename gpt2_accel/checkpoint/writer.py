@@ -1,4 +1,4 @@
-"""Writes checkpoints: an HF model directory, and under `training_state/` what only a resume needs.
+"""Writes checkpoints: an HF model directory with the training state in `training_state/`.
 
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
@@ -6,8 +6,8 @@
         training_state/state.json                              step, optimizer, scaler, guard, data, position, …
         training_state/manifest.json                           size and SHA-256 of every file above
 
-There is little to keep: data order, learning rate and random seeds are functions of the step. A checkpoint
-is copied to host memory, then written behind the loop: aside, synced, checksummed, renamed.
+Data order, learning rate and random seeds are functions of the step, so they are not saved. A checkpoint is copied to
+host memory, then written in the background: into a temporary folder, with checksums, synced to disk and renamed.
 """
 
 import threading
@@ -38,7 +38,7 @@ from gpt2_accel.models import LanguageModel
 
 @dataclass
 class Snapshot:
-    """A checkpoint in host memory: all that is written to disk."""
+    """A checkpoint in host memory, ready to be written."""
 
     step: int
     model: LanguageModel
@@ -48,12 +48,13 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, each in the background while the loop goes on.
+    """Writes the checkpoints of a run in the background while training continues.
 
-    The link `latest` leads to the newest. The `keep_last` newest stay, every one whose step is a multiple of `keep_every`
-    (0: none), and with `keep_best` the one of lowest validation loss, which the link `best` leads to. `saved` is called
-    with each new one, in the background too. A write that fails is reported through `say` and leaves the older
-    checkpoints as they are. What cannot be removed, or replaced by a link, is reported once, and stays.
+    It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0: none), and with
+    `keep_best` the one with the lowest validation loss. The links `latest` and `best` point to the newest and the best.
+
+    `saved` is called with each new checkpoint, also in the background. A failed write is reported through `say` and
+    leaves the older checkpoints unchanged. A path that cannot be removed or replaced by a link is reported once.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class CheckpointWriter:
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        `step` is the number of updates done; `guard` the state of the guard and of early stopping; `data` the
-        fingerprint of the data, `position` how far it was read, and in which order; `val_loss` the validation loss, if
-        evaluated at this step; `run_id` the trackers' name of the run. Waits for the write before, if that is still
-        going on. All ranks call it.
+        Waits for the previous write first. All ranks call it. `step` is the number of updates done; `guard` the state
+        of the guard and of early stopping; `data` the fingerprint of the data; `position` the number of sequences read
+        and the settings of their order; `val_loss` the validation loss, None if not evaluated at this step; `run_id`
+        the run's id in the trackers.
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return
@@ -125,19 +126,19 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
-        """Waits for the checkpoint that is being written, also after an error, but not after a second Ctrl-C."""
+        """Waits for a running write, also after an error, but not after a second Ctrl-C."""
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             self.join()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
+        """Waits until the last checkpoint is on disk. Raises `OSError` if it could not be written."""
         self.join()
         if self._error is not None:
             message = f"the last checkpoint could not be written: {self._error}"
             raise OSError(message) from self._error
 
     def join(self) -> None:
-        """Returns when no checkpoint is being written."""
+        """Waits for a running write."""
         if self._thread is not None:
             self._thread.join()
 
@@ -157,17 +158,17 @@ class CheckpointWriter:
                 write_json(folder / STATE / "state.json", snapshot.state)
                 write_manifest(folder)
             self._error = None
-        except Exception as error:  # the run goes on: the next may succeed
+        except Exception as error:  # the next write may succeed
             self._error = error
-            self.say(f"{path.name} could not be written, training goes on: {error}")
+            self.say(f"{path.name} could not be written, training continues: {error}")
             return
         self.rotate(snapshot.step)
         self.saved(path)
 
     def rotate(self, step: int) -> None:
-        """Removes what is not to be kept beside the whole checkpoint of `step`.
+        """Removes the checkpoints up to `step` that are not to be kept, and updates the links.
 
-        Newer ones, which can only be damaged, neither count nor go: the run will write them again.
+        Newer ones can only be damaged. They are neither counted nor removed: the run replaces them.
         """
         checkpoints = [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
         keep = checkpoints[-self.keep_last :]
@@ -186,14 +187,14 @@ class CheckpointWriter:
         try:
             discard(path)
         except OSError as error:
-            self._say_once(path, f"{path.name} could not be removed, training goes on: {error}")
+            self._say_once(path, f"{path.name} could not be removed, training continues: {error}")
 
     def _point_to(self, name: str, target: Path) -> None:
         try:
             point_to(self.run_dir / name, target)
         except IsADirectoryError as error:
             self._say_once(
-                self.run_dir / name, f"{error}, and goes out of date: remove it to get the link"
+                self.run_dir / name, f"{error}, and is not updated: remove it to get the link"
             )
 
     def _say_once(self, path: Path, text: str) -> None:
@@ -205,10 +206,9 @@ class CheckpointWriter:
 def load_training_state(
     path: Path, accelerator: Accelerator, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Puts a checkpoint's optimizer and scaler state back.
+    """Loads the optimizer and scaler state of the checkpoint `path`; its weights are loaded by `from_pretrained`.
 
-    The weights are not its business: the model was built from the same folder.
-    Raises `ValueError` if the state is that of another optimizer or model.
+    Raises `ValueError` if the state belongs to another optimizer or model.
     """
     state = read_state(path)
     if state["optimizer"] != optimizer_name(optimizer):
@@ -216,7 +216,7 @@ def load_training_state(
             f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "
             "resume with the --optimizer of the first run"
         )
-    # Copies: tensors mapped from the file would hold its disk space after the checkpoint is rotated away.
+    # Cloned: memory-mapped tensors would keep the file's disk space in use after the checkpoint is removed.
     mapped = load_file(path / STATE / "optimizer.safetensors")
     tensors = {name: tensor.clone() for name, tensor in mapped.items()}
     load_optimizer_tensors(optimizer, tensors, path)

@@ -1,4 +1,4 @@
-"""A resume goes on from the same position of the data, or says why it cannot."""
+"""Resuming: the position in the data, changed settings, copied and complete runs."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest
 
 
-def test_another_batch_goes_on_from_the_same_position_with_the_schedule_by_tokens(
+def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_schedule(
     data_dir, tmp_path, monkeypatch
 ):
     run(tiny_config(data_dir, tmp_path / "run", max_steps=3, total_batch_size=128))
@@ -30,14 +30,14 @@ def test_another_batch_goes_on_from_the_same_position_with_the_schedule_by_token
     monkeypatch.setattr(TrainLoader, "update", watched)
     changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
     lines = run(tiny_config(data_dir, tmp_path / "run", **changes))
-    # 3 updates read 12 sequences; 4 of the new size are 32, and 3 more updates of 8 reach them.
+    # 3 updates read 12 sequences. 4 updates of the new size are 32 sequences, reached after 3 more updates of 8.
     assert read == [(12, 8), (20, 8), (28, 8)]
     assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])
-def test_another_order_of_the_data_is_refused_by_name(name, value, data_dir, tmp_path):
+def test_resume_refuses_another_seed_or_sequence_length(name, value, data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path / "run", max_steps=2))
     changed = {name: value, "resume_from": "latest"}
     with pytest.raises(ValueError, match=f"trained with --{name} .* --ignore_changes"):
@@ -45,7 +45,7 @@ def test_another_order_of_the_data_is_refused_by_name(name, value, data_dir, tmp
     run(tiny_config(data_dir, tmp_path / "run", **changed, ignore_changes=True))
 
 
-def test_early_stopping_is_not_undone_by_starting_again(data_dir, tmp_path):
+def test_a_run_ended_by_early_stopping_stays_finished(data_dir, tmp_path):
     changes = {"eval_every": 1, "patience": 2, "learning_rate": 1.0, "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path / "run", **changes, max_steps=30)
     first = run(config)
@@ -55,7 +55,7 @@ def test_early_stopping_is_not_undone_by_starting_again(data_dir, tmp_path):
     assert status["state"] == "finished"
 
 
-def test_a_checkpoint_being_written_outlives_an_error_in_the_next_update(
+def test_a_running_write_completes_after_an_error_in_the_next_update(
     data_dir, tmp_path, monkeypatch
 ):
     honest, calls = train_module.accumulate_gradients, []
@@ -83,7 +83,7 @@ def test_a_checkpoint_being_written_outlives_an_error_in_the_next_update(
     assert len(losses(run(tiny_config(data_dir, tmp_path, resume_from="latest")))) == 8
 
 
-def test_a_copied_run_goes_on_and_its_stale_copies_are_taken_for_nothing(
+def test_a_copied_run_resumes_and_ignores_outdated_latest_and_best_folders(
     data_dir, tmp_path, capsys
 ):
     settings = {"lr_schedule": "constant", "save_every": 2, "eval_every": 2, "keep_best": True}
@@ -99,7 +99,7 @@ def test_a_copied_run_goes_on_and_its_stale_copies_are_taken_for_nothing(
     lines = run(tiny_config(data_dir, copy, **settings))
     said = "".join(capsys.readouterr())
     assert (
-        said.count("copy/latest is a folder, not a link to checkpoint-4, and goes out of date") == 1
+        said.count("copy/latest is a folder, not a link to checkpoint-4, and is not updated") == 1
     )
     assert said.count("copy/best is a folder") == 1
     assert losses(lines) == losses(run(tiny_config(data_dir, tmp_path / "run", **settings)))
@@ -108,24 +108,24 @@ def test_a_copied_run_goes_on_and_its_stale_copies_are_taken_for_nothing(
     ).read_bytes()
     assert model_directory(copy / "latest") == find_checkpoint(str(copy / "latest"), copy)
     assert model_directory(copy / "latest") == copy / "checkpoint-8"
-    assert model_directory(copy / "best") == (copy / "checkpoint-8")  # of the lowest loss
+    assert model_directory(copy / "best") == copy / "checkpoint-8"  # the lowest loss
     tuned = tiny_config(data_dir, tmp_path / "tuned", init_from=str(copy / "latest"), max_steps=1)
     other = tiny_config(data_dir, tmp_path / "other", init_from=str(copy), max_steps=1)
     assert losses(run(tuned)) == losses(run(other))
-    shutil.rmtree(copy / "checkpoint-8")  # what the copy alone has is taken from there
+    shutil.rmtree(copy / "checkpoint-8")  # then only the folder `best` has this checkpoint
     shutil.copytree(tmp_path / "run/checkpoint-8", copy / "best", dirs_exist_ok=True)
     assert model_directory(copy / "best") == copy / "best"
 
 
 @pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])
-def test_only_the_main_process_keeps_what_is_gathered(is_main, kept):
+def test_only_the_main_process_keeps_gathered_tensors(is_main, kept):
     accelerator = type("Accelerator", (), {"is_main_process": is_main})
     found = gather_to_host(accelerator, {"a": torch.ones(2), "b": torch.zeros(3)})
     assert list(found) == kept
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
-def test_a_complete_run_that_is_started_again_stays_as_it_is(changes, data_dir, tmp_path, capsys):
+def test_starting_a_complete_run_again_changes_no_file(changes, data_dir, tmp_path, capsys):
     run(tiny_config(data_dir, tmp_path, save_every=4))
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
     capsys.readouterr()
@@ -135,7 +135,7 @@ def test_a_complete_run_that_is_started_again_stays_as_it_is(changes, data_dir, 
     assert found == files
 
 
-def test_a_run_that_died_before_its_final_model_was_written_is_not_complete(
+def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
     data_dir, tmp_path, monkeypatch
 ):
     run(tiny_config(data_dir, tmp_path, max_steps=4, save_every=4))
@@ -161,7 +161,7 @@ def test_a_run_that_died_before_its_final_model_was_written_is_not_complete(
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/run", "/sys/kernel"])
-def test_a_folder_that_cannot_be_one_is_refused_in_a_sentence(place, data_dir, tmp_path):
+def test_an_output_dir_that_cannot_be_written_is_refused(place, data_dir, tmp_path):
     (tmp_path / "file").write_text("mine")
     folder = tmp_path / place
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_one_is_refused_in_a_sentence(place, data_dir, t
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_stopped_run_ends_where_fewer_updates_are_asked_for(data_dir, tmp_path):
+def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
@@ -184,7 +184,7 @@ def test_a_stopped_run_ends_where_fewer_updates_are_asked_for(data_dir, tmp_path
     assert digest(tmp_path / "model.safetensors") == newest
 
 
-def test_with_ignored_changes_the_position_stays_and_null_is_no_result(data_dir, tmp_path):
+def test_ignored_changes_keep_the_data_position_and_a_null_result_is_skipped(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path, max_steps=3, eval_every=3)
     run(config)
     log = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, refuses and rotates; faults have `reliability/`."""
+"""Writing, rotating and resuming checkpoints; `reliability/` tests faults."""
 
 import json
 import math
@@ -29,9 +29,9 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def test_the_best_and_every_nth_checkpoint_stay(data_dir, tmp_path):
+def test_keep_best_and_keep_every(data_dir, tmp_path):
     settings = {"max_steps": 12, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 6}
-    # A rate at which it gets worse after the first updates.
+    # With this learning rate the validation loss rises after the first updates.
     settings |= {
         "keep_best": True,
         "learning_rate": 0.3,
@@ -46,7 +46,7 @@ def test_the_best_and_every_nth_checkpoint_stay(data_dir, tmp_path):
     assert (tmp_path / "best/config.json").is_file()
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(
+def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     data_dir, tmp_path, capsys, undeletable
 ):
     settings = {"save_every": 2, "lr_schedule": "constant"}
@@ -57,16 +57,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(
     resumed = tiny_config(data_dir, tmp_path / "run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
     said = "".join(capsys.readouterr())
-    assert said.count("checkpoint-2 could not be removed, training goes on") == 1
+    assert said.count("checkpoint-2 could not be removed, training continues") == 1
     assert "could not be written" not in said
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
     assert (tmp_path / "run/model.safetensors").is_file()
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-8"]
-    assert find_corruption(elsewhere) is None  # of the link, the link alone is gone
+    assert find_corruption(elsewhere) is None  # only the link is removed, not its target
     assert not list((tmp_path / "run").glob(".checkpoint*"))
 
 
-def test_changed_data_is_refused_unless_told_otherwise(data_dir, tmp_path):
+def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path / "run", save_every=4))
     texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
     prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
@@ -75,31 +75,31 @@ def test_changed_data_is_refused_unless_told_otherwise(data_dir, tmp_path):
         ValueError, match="other is not the data that .*checkpoint-8 was trained on"
     ):
         run(tiny_config(tmp_path / "other", tmp_path / "run", **settings))
-    told = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
-    assert len(run(told)) == 10
+    ignoring = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
+    assert len(run(ignoring)) == 10
 
 
-def test_data_is_verified_where_that_is_asked_for(data_dir, tmp_path):
+def test_verify_data_finds_a_changed_token(data_dir, tmp_path):
     data = shutil.copytree(data_dir, tmp_path / "data")
     shard = data / "train_000000.bin"
     content = bytearray(shard.read_bytes())
-    content[-5] ^= 1  # another token, in no header
+    content[-5] ^= 1  # a token, not the header
     shard.write_bytes(content)
     with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
         run(tiny_config(data, tmp_path / "run", verify_data=True))
     assert not (tmp_path / "run").exists()
 
 
-def test_an_older_checkpoint_does_not_write_over_newer_ones(data_dir, tmp_path):
+def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path, save_every=4))
     older = str(tmp_path / "checkpoint-4")
     with pytest.raises(
-        FileExistsError, match="holds checkpoint-8, which going on from .* write over"
+        FileExistsError, match="holds checkpoint-8, which a resume from .* overwrite"
     ):
         run(tiny_config(data_dir, tmp_path, resume_from=older))
 
 
-def test_a_folder_is_held_by_one_run_and_let_go_by_a_killed_one(tmp_path):
+def test_a_folders_lock_excludes_other_processes_and_ends_with_a_kill(tmp_path):
     code = "import sys, time; from gpt2_accel.files import lock_folder\n"
     code += f"with lock_folder({str(tmp_path)!r}): print('held', flush=True); time.sleep(60)"
     script, log = tmp_path / "hold.py", tmp_path / "log"
@@ -118,7 +118,7 @@ def test_a_folder_is_held_by_one_run_and_let_go_by_a_killed_one(tmp_path):
         pass
 
 
-def test_a_run_into_a_folder_in_use_is_refused(data_dir, tmp_path):
+def test_a_run_refuses_a_locked_folder(data_dir, tmp_path):
     with (
         lock_folder(tmp_path),
         pytest.raises(OSError, match="in use by process .* or choose another --output_dir"),
@@ -126,7 +126,7 @@ def test_a_run_into_a_folder_in_use_is_refused(data_dir, tmp_path):
         run(tiny_config(data_dir, tmp_path))
 
 
-def test_saving_holds_the_loop_up_for_a_copy_only(data_dir, tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
     gate = threading.Event()
     write = CheckpointWriter._write
     monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: gate.wait(20) and write(*args))
@@ -141,12 +141,12 @@ def test_saving_holds_the_loop_up_for_a_copy_only(data_dir, tmp_path, monkeypatc
 
     monkeypatch.setattr(RunLog, "advance", watched)
     run(tiny_config(data_dir, tmp_path, save_every=4))
-    assert (8, []) in seen  # four updates went by while the first save was still being written
+    assert (8, []) in seen  # four more updates were done before the first checkpoint was written
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path))
 
 
-def test_max_hours_stops_with_a_checkpoint_and_asks_to_be_started_again(data_dir, tmp_path):
+def test_max_hours_stops_with_a_checkpoint_and_a_requeue(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600)
     run(config)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -155,7 +155,7 @@ def test_max_hours_stops_with_a_checkpoint_and_asks_to_be_started_again(data_dir
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_a_signal_during_an_evaluation_ends_it(data_dir, tmp_path, monkeypatch):
+def test_a_signal_interrupts_an_evaluation(data_dir, tmp_path, monkeypatch):
     import gpt2_accel.train as train_module
 
     asked = []
@@ -174,14 +174,14 @@ def test_a_signal_during_an_evaluation_ends_it(data_dir, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_second_ctrl_c_is_an_interrupt(monkeypatch):
+def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         assert stop.seconds_left == math.inf
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the launcher's, which has passed on its own
+        signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, passed on by the launcher
         assert stop.reason == "SIGINT" and 0 < stop.seconds_left <= signals.GRACE
         monkeypatch.setattr(signals, "ECHO", 0.0)
-        signal.raise_signal(signal.SIGTERM)  # what a dying launcher sends: the reason stays
+        signal.raise_signal(signal.SIGTERM)  # sent when the launcher dies: the reason stays
         assert stop.reason == "SIGINT" and stop.seconds_left == 0
         signal.raise_signal(signal.SIGINT)
     limited = StopRequest(max_hours=1e-9)
@@ -189,7 +189,7 @@ def test_a_second_ctrl_c_is_an_interrupt(monkeypatch):
     assert limited.reason == "max_hours" and limited.seconds_left == math.inf
 
 
-def test_the_guard_knows_fp16s_own_skips_from_bad_updates():
+def test_the_guard_does_not_count_fp16_overflows_as_bad_updates():
     guard = AnomalyGuard()
     assert guard.check(2.0, float("inf"), scaled=True) is None
     assert guard.check(2.0, float("inf")) == "the gradient norm is inf"
@@ -200,7 +200,7 @@ def test_the_guard_knows_fp16s_own_skips_from_bad_updates():
 
 @given(st.lists(st.floats(1.0, 2.0), min_size=WINDOW, max_size=2 * WINDOW))
 @settings(deadline=None, max_examples=30)
-def test_a_guard_goes_on_where_it_was(values):
+def test_a_restored_guard_judges_as_before(values):
     guard = AnomalyGuard(spike_z=8.0)
     for value in values:
         assert guard.check(value, 1 + value) is None

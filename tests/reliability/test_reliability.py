@@ -209,7 +209,7 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys,
         with pytest.raises(OSError, match="the last checkpoint could not be written"):
             run(config)
         said = "".join(capsys.readouterr())
-        assert "checkpoint-4 could not be written, training goes on" in said
+        assert "checkpoint-4 could not be written, training continues" in said
         [checkpoint] = list_checkpoints(disk / "run")
         assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
         assert not list((disk / "run").glob(".checkpoint*"))
@@ -291,7 +291,7 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     (newest / "model.safetensors").write_bytes(b"")
     (tmp_path / "run/model.safetensors").unlink()
     resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
-    assert "checkpoint-8 is passed over: model.safetensors has 0 bytes" in capsys.readouterr().out
+    assert "checkpoint-8 is skipped: model.safetensors has 0 bytes" in capsys.readouterr().out
     assert losses(resumed) == losses(whole) and find_corruption(newest) is None
     # A save on the way keeps itself and not the damaged one, though that has the higher number.
     (newest / "model.safetensors").write_bytes(b"")
