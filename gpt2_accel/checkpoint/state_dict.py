@@ -84,7 +84,8 @@ def load_optimizer_tensors(
         name, _, kind = key.partition("/")
         if name not in states:
             raise ValueError(
-                f"{source} has optimizer state of {name}, which the model lacks: resume with the settings of the first run"
+                f"{source} has optimizer state of {name}, which the model lacks: resume with the "
+                "settings of the first run"
             )
         states[name][kind] = tensor
     for name, parameter in zip(names, parameters, strict=True):

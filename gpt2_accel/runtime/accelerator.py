@@ -1,4 +1,4 @@
-"""The Accelerator of a run: processes, device, precision and compilation, checked before anything else."""
+"""Builds the `Accelerator` of a run and checks its processes, device, precision and compilation."""
 
 import os
 import time
@@ -19,25 +19,26 @@ from gpt2_accel.kernels.cpu import tune_memory
 
 
 def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) -> Accelerator:
-    """Accelerate as its config file and environment set it up, after checking that they took effect.
+    """Builds the `Accelerator` from Accelerate's config file and environment, and checks that they took effect.
 
-    `deterministic` asks for torch's deterministic algorithms, `gather_fp32` for FSDP2 to gather weights in fp32.
+    `deterministic` turns on torch's deterministic algorithms. With `gather_fp32`, FSDP2 gathers weights in fp32.
 
-    Raises `ValueError` if processes were started that Accelerate does not see, or if accumulation is set
-    there: here it follows from the batch size.
+    Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
+    config sets gradient accumulation, which follows from the batch size here. Raises `RuntimeError` if the processes
+    cannot exchange tensors.
     """
-    # By default in the temporary folder: after a restart of the machine all would be compiled anew.
+    # Inductor's default is the temporary folder, which a restart of the machine empties.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
         accelerator = Accelerator()
-    except ValueError as error:  # such as fp16 on a CPU
+    except ValueError as error:  # for example fp16 on a CPU
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision not in PrecisionType.list():
         raise ValueError(
-            f"the Accelerate config asks for the precision {accelerator.mixed_precision!r}: choose of "
+            f"the Accelerate config asks for the precision {accelerator.mixed_precision!r}: choose one of "
             f"{', '.join(PrecisionType.list())}"
         )
     started = os.environ.get("WORLD_SIZE", "1")
@@ -48,11 +49,11 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
-            "gradient_accumulation_steps is set in the Accelerate config: remove it there, "
-            "accumulation follows from --total_batch_size"
+            "gradient_accumulation_steps is set in the Accelerate config: remove it, gradient accumulation "
+            "follows from --total_batch_size"
         )
     if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
-        # Accelerate would also reduce gradients and return outputs in bf16.
+        # Accelerate's default policy also reduces gradients and returns outputs in low precision.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=None if gather_fp32 else DTYPES[accelerator.mixed_precision],
             reduce_dtype=torch.float32,
@@ -60,11 +61,10 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         )
     check_exchange(accelerator)
     if accelerator.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
     if accelerator.device.type == "cpu" and torch.get_num_threads() > usable_cpus():
-        torch.set_num_threads(
-            usable_cpus()
-        )  # cpu.yaml asks for more; only builds with MKL limit it
+        # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
+        torch.set_num_threads(usable_cpus())
     if accelerator.device.type == "cpu" and kernels.enabled:
         tune_memory()
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
@@ -82,13 +82,13 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
 def prepare(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, after which the forward runs under autocast in mixed precision with FSDP2 too.
+    """Calls `accelerator.prepare`. With FSDP2 in mixed precision, also runs the forward under autocast.
 
-    Accelerate leaves autocast out there. The loss, the norms and the residual stream are then in bf16.
+    Accelerate does not, so the loss, the norms and the residual stream would be in bf16.
     """
     prepared, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
-        # No cache: it would keep a copy of all weights, which FSDP2 frees after each block.
+        # Autocast's cache would keep a copy of all weights, which FSDP2 frees after each block.
         dtype = DTYPES[accelerator.mixed_precision]
         autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
         model.forward = autocast(model.forward)
@@ -96,22 +96,22 @@ def prepare(
 
 
 def user_cache() -> Path:
-    """Where this program keeps, for the user, what it can make again."""
+    """Returns the user's cache folder of this package; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
 
 
 def check_exchange(accelerator: Accelerator) -> None:
-    """Lets the processes exchange something, before anything else is done; with several nodes says how fast.
+    """Checks with an all-reduce that the processes reach each other; with several nodes prints the bandwidth.
 
-    Raises `RuntimeError` if the sum over all processes is not their number.
+    Raises `RuntimeError` if the sum of ones is not the number of processes.
     """
     if accelerator.num_processes == 1:
         return
     ones = torch.ones((), device=accelerator.device)
     if int(accelerator.reduce(ones, "sum")) != accelerator.num_processes:
         raise RuntimeError(
-            f"{accelerator.num_processes} processes were started, but their sum of ones is another: check "
-            "that all of them have the same --main_process_ip and port"
+            f"{accelerator.num_processes} processes were started, but their all-reduce of ones gives another "
+            "number: check that all have the same --main_process_ip and port"
         )
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
         speed = exchange_speed(accelerator)
@@ -119,8 +119,10 @@ def check_exchange(accelerator: Accelerator) -> None:
 
 
 def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5) -> float:
-    """Bytes per second that each process sends in a ring all-reduce of `size` bytes: the bus bandwidth that
-    NCCL's own tests report, 2 (n - 1) / n of the buffer for each exchange."""
+    """Measures the bus bandwidth of an all-reduce of `size` bytes, in bytes per second and process.
+
+    As in nccl-tests: a ring all-reduce over n processes sends 2 (n - 1) / n of the buffer.
+    """
     n = accelerator.num_processes
     buffer = torch.ones(size // 4, device=accelerator.device)
     seconds = []
@@ -138,8 +140,10 @@ def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5
 def profiler(
     steps: int, run_dir: Path, accelerator: Accelerator, say: Callable[[str], None]
 ) -> Iterator[Any]:
-    """A context that traces `steps` updates after the first five into `trace-<rank>.json`, and says where that is;
-    what it yields has a `step()` to call after each update. With 0 it does nothing."""
+    """Traces `steps` updates after the first five into `trace-<rank>.json` and reports its path through `say`.
+
+    Yields an object whose `step()` is to be called after each update. With 0 `steps` it traces nothing.
+    """
     if not steps:
         yield SimpleNamespace(step=lambda: None)
         return
@@ -165,9 +169,9 @@ def profiler(
 
 
 def close(accelerator: Accelerator) -> None:
-    """Ends the trackers and the connection between the processes."""
+    """Ends the trackers and the process group."""
     accelerator.end_training()
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        # A thread of gloo's lets go of the last exchange's tensors a moment after the exchange, for which it
-        # needs the interpreter: if that has ended by then, the process aborts.
+        # A thread of gloo frees the last collective's tensors slightly later and needs the interpreter for it. If the
+        # interpreter has ended by then, the process aborts.
         time.sleep(0.2)

@@ -1,20 +1,20 @@
-"""Skips non-finite and spiking updates."""
+"""Detects bad updates: non-finite values and spikes of the loss or gradient norm."""
 
 import math
 import statistics
 
-WINDOW = 100  # good updates that a spike is measured against
-# fp16's scaler halves its scale, 2^16 at first, at each overflow: after so many in a row the scale is far below
-# any that helps, and the gradients themselves are not finite.
+WINDOW = 100  # the last good updates, whose mean and standard deviation define a spike
+# The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
+# the cause: the gradients themselves are not finite.
 MAX_OVERFLOWS = 50
 
 
 class AnomalyGuard:
-    """Judges each update by its loss and gradient norm, both over all ranks.
+    """Checks the loss and gradient norm of each update, both over all ranks.
 
-    `spike_z`, if above 0, also refuses an update whose loss or gradient norm lies more than so many
-    standard deviations above the mean of the last `WINDOW` good ones. `bad_in_a_row` counts the refused
-    ones since the last good one.
+    An update is bad if one of them is not finite. With `spike_z` above 0 it is also bad if one of them lies more than
+    `spike_z` standard deviations above the mean of the last `WINDOW` good updates. `bad_in_a_row` counts the bad
+    updates since the last good one.
     """
 
     def __init__(self, spike_z: float = 0.0):
@@ -24,10 +24,10 @@ class AnomalyGuard:
         self.recent: dict[str, list[float]] = {"loss": [], "gradient norm": []}
 
     def check(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
-        """What is wrong with an update, None if it is good.
+        """Returns what is wrong with an update; None if it is good.
 
-        With `scaled`, fp16's gradient scaler is at work: a norm that is not finite is its way to find the scale, and
-        it skips such an update by itself. Only more than `MAX_OVERFLOWS` of them in a row are bad.
+        `scaled` means that the fp16 gradient scaler is in use. It skips updates with a non-finite gradient norm itself,
+        to find its scale. Such an update is bad only after `MAX_OVERFLOWS` of them in a row.
         """
         values = {"loss": loss, "gradient norm": grad_norm}
         if scaled and not math.isfinite(grad_norm) and math.isfinite(loss):
@@ -59,9 +59,9 @@ class AnomalyGuard:
         return None
 
     def state(self) -> dict:
-        """What a resume needs."""
+        """Returns the state to save in a checkpoint."""
         return {"recent": self.recent}
 
     def load(self, state: dict) -> None:
-        """Takes `state()` of an earlier run."""
+        """Restores the result of `state()`."""
         self.recent |= state.get("recent", {})

@@ -1,4 +1,4 @@
-"""The context of a run's loop: lock, signals, log, trackers, uploads, checkpoint writer, profiler."""
+"""The context manager around the training loop: lock, signals, log, trackers, uploads, checkpoints, profiler."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -27,11 +27,10 @@ from gpt2_accel.runtime.trackers import Trackers
 
 
 class RunContext:
-    """What surrounds the loop of a run; a context manager.
+    """The context manager around a run's loop.
 
-    Entering locks the run's folder, writes there what the run is, starts the trackers and says what is about to run.
-    Leaving ends all of it, also after an error. Inside, `log`, `stop`, `uploads`, `writer` and `profile` are the
-    parts that the loop uses.
+    Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`, the
+    trackers, `uploads`, `profile` and `writer`. Leaving ends all of them, also after an error.
     """
 
     log: RunLog
@@ -71,14 +70,14 @@ class RunContext:
         )
         self.writer = stack.enter_context(self._start_writer())
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
-            self.writer.rotate(self.first_step)  # a kill may have come before that
+            self.writer.rotate(self.first_step)  # in case a kill came before it
 
     def __exit__(self, *error) -> bool | None:
         return self._stack.__exit__(*error)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Starts to write the checkpoint of `step` updates, once the one before is written; all ranks call it."""
-        with main_process_first():  # a slow disk would run into the time limit of a collective
+        """Waits for the previous checkpoint and starts to write the one of `step` updates. All ranks call it."""
+        with main_process_first():  # a slow disk may exceed the time limit of a collective
             self.writer.join()
         self.writer.save(
             step,
@@ -97,19 +96,19 @@ class RunContext:
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when the last checkpoint is on disk, however long that takes; all ranks call it.
+        """Waits until the last checkpoint is on disk, without a time limit. All ranks call it.
 
-        Raises `OSError` on all of them if it could not be written.
+        Raises `OSError` on all ranks if it could not be written.
         """
         with main_process_first():
             self.writer.wait()
 
     def training(self) -> Training:
-        """What the model card says of the run so far."""
+        """Returns the model card's description of the run so far."""
         return describe_training(self.config, self.metadata, self.log)
 
     def _open_log(self) -> RunLog:
-        """Creates the run's folder with `config.yaml` and `run.json`, and prints what is about to run."""
+        """Writes `config.yaml` and `run.json`, prints the summary of the run, and builds its log."""
         config, accelerator, metadata = self.config, self.accelerator, self.metadata
         if accelerator.is_main_process:
             run_dir = Path(config.output_dir)
@@ -132,11 +131,10 @@ class RunContext:
         )
 
     def _tokens_at(self, step: int) -> int:
-        """The tokens of the first `step` updates."""
+        """Returns the number of tokens in the first `step` updates."""
         return self.inputs.schedule.first(step) * self.config.sequence_length
 
     def _start_writer(self) -> CheckpointWriter:
-        """The writer of the run's checkpoints."""
         config = self.config
         return CheckpointWriter(
             config.output_dir,
@@ -152,7 +150,7 @@ class RunContext:
 def start_uploads(
     config: TrainConfig, accelerator: Accelerator, say: Callable[[str], None], stop: StopRequest
 ) -> Uploads:
-    """Uploads to the Hub, from the main process only."""
+    """Builds the uploads to the Hub, which only the main process makes."""
     return Uploads(
         config.push_to_hub if accelerator.is_main_process else None,
         config.output_dir,
@@ -164,7 +162,7 @@ def start_uploads(
 
 
 def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
-    """Locks the run's folder on the main process, and removes there what a kill left half-written."""
+    """Locks the run's folder on the main process and removes partial checkpoints that a kill left there."""
     if not accelerator.is_main_process:
         return nullcontext()
     locked = ExitStack()

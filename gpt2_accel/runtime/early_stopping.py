@@ -2,14 +2,14 @@
 
 
 class EarlyStopping:
-    """Counts evaluations without a lower validation loss; `limit` of them in a row end the run, 0 never does."""
+    """Counts evaluations in a row without a lower validation loss. `limit` of them end the run; 0 means never."""
 
     def __init__(self, limit: int = 0):
         self.limit, self.waited = limit, 0
         self.best: float | None = None
 
     def exhausted(self, loss: float | None) -> bool:
-        """Takes note of an evaluation, unless it gave no loss; returns whether it was one too many."""
+        """Counts one evaluation, unless `loss` is None. Returns whether the run ends."""
         if loss is None:
             return False
         if self.best is None or loss < self.best:
@@ -20,13 +20,13 @@ class EarlyStopping:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended by it, perhaps before a restart."""
+        """Whether early stopping has ended the run, also before a resume."""
         return self.limit > 0 and self.waited >= self.limit
 
     def state(self) -> dict:
-        """What a resume needs."""
+        """Returns the state to save in a checkpoint."""
         return {"best": self.best, "waited": self.waited}
 
     def load(self, state: dict) -> None:
-        """Takes `state()` of an earlier run."""
+        """Restores the result of `state()`."""
         self.best, self.waited = state.get("best"), state.get("waited", 0)

@@ -1,7 +1,7 @@
 """A checkpoint of release 0.1 resumes bit for bit.
 
-`fixtures/checkpoint-0.1` is `checkpoint-4` of a run with the settings below. `EXPECTED` has the losses of updates 5 to 8
-in that release. Both were computed with the baseline instructions of x86 CPUs.
+`fixtures/checkpoint-0.1` is `checkpoint-4` of a run with the settings below. `EXPECTED` has the losses of updates 5 to
+8 in that release. Both were computed with the baseline instructions of x86 CPUs.
 """
 
 import os
