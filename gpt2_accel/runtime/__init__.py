@@ -1,1 +1,1 @@
-"""What surrounds the training loop: launch, setup, logs, trackers, signals, guards."""
+"""Everything around the training loop: launch, setup, logs, trackers, signals, anomalies, early stopping."""

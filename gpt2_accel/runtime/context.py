@@ -29,8 +29,8 @@ from gpt2_accel.runtime.trackers import Trackers
 class RunContext:
     """The context manager around a run's loop.
 
-    Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`, the
-    trackers, `uploads`, `profile` and `writer`. Leaving ends all of them, also after an error.
+    Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`,
+    the trackers, `uploads`, `profile` and `writer`. Leaving ends all of them, also after an error.
     """
 
     log: RunLog

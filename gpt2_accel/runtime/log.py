@@ -1,4 +1,4 @@
-"""Logs of a run: the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
+"""Logs a run to the terminal, `metrics.jsonl`, `samples.jsonl` and `status.json`."""
 
 import sys
 import threading
@@ -13,26 +13,26 @@ from gpt2_accel.runtime.processes import lost_another
 from gpt2_accel.runtime.progress import Progress, duration
 from gpt2_accel.runtime.signals import StopRequest
 
-TIMED_UPDATES = (
-    5  # from which the time of a run is estimated; the first, which may compile, is not among them
-)
-HEARTBEAT = 30.0  # seconds between two writes of `status.json` while a run goes on
-SILENCE = timedelta(minutes=3)  # after which a run that says that it goes on was killed
+# Updates that are timed for the estimate of the remaining time. The first update, which may compile, is not timed.
+TIMED_UPDATES = 5
+HEARTBEAT = 30.0  # seconds between writes of `status.json` during a run
+SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
 
 
 class RunLog:
-    """What one run writes to its folder and to the terminal. As a context manager it keeps
-    `status.json`: `running`, with the time of the last sign of life, then `finished`, `stopped` or `failed`; the reason;
-    and by `requeue` whether the same command, started again, would go on.
+    """Writes the logs of a run to its folder and the terminal; a context manager around its loop.
 
-    A run that is `running` is to be started again once its process is gone: it was killed. A failed one is if a signal
-    had come, or if another process was lost after some progress. `stop` knows of signals. `first_step` is the number of updates done before, `tokens_at` gives the tokens seen in so many updates.
-    `flops_per_second` is the peak of all devices together, None if unknown. On other ranks than the first, `enabled` is
-    False and nothing happens.
+    `first_step` is the number of updates done before, `tokens_at(step)` the tokens of the first `step` updates, and
+    `flops_per_second` the peak of all devices together, None if unknown. `enabled` is False on all ranks but the main
+    process; then nothing is written.
 
-    Each line of `metrics.jsonl` first goes to `publish`, if set: a function of the line.
+    `status.json` has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `time` of the last
+    heartbeat, and `requeue`: whether the same command is to be started again to continue. This holds for `running`,
+    since a run whose process is gone was killed, and for `stopped`. It holds for `failed` if `stop` had received a
+    signal, or if another process was lost after some progress.
 
-    `results` holds the newest evaluations, `evaluated` the update of each, `seconds` the time of training, that before a resume included.
+    `publish`, if set, is called with each line before it is written to `metrics.jsonl`. `results` has the newest
+    evaluations, `evaluated` the update of each, and `seconds` the training time, including that before a resume.
     """
 
     publish: Callable[[dict], None] | None = None
@@ -79,7 +79,7 @@ class RunLog:
         self._progress.close()
         if (
             kind is not None and not self._ended.is_set()
-        ):  # what comes after the end does not undo it
+        ):  # an error after the end does not change the status
             if issubclass(kind, KeyboardInterrupt):
                 self._end("stopped", "SIGINT, twice", requeue=True)
             else:
@@ -92,7 +92,7 @@ class RunLog:
             self._samples.close()
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar: `step` updates are done."""
+        """Notes that `step` updates are done, and moves the progress bar."""
         self._training_tokens += self.tokens_at(step) - self.tokens_at(self.step)
         self.step = step
         self._progress.advance()
@@ -100,7 +100,7 @@ class RunLog:
         self._estimate()
 
     def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Adds the figures of the update just done, and the speed of training since the last call."""
+        """Logs the last update, and the training speed since the last call."""
         self._add_training_time()
         speed = self._training_tokens / self._training_seconds
         self.seconds += self._training_seconds
@@ -121,27 +121,27 @@ class RunLog:
         self._progress.show(self.step, shown)
 
     def skipped(self, problem: str, samples: list) -> None:
-        """Adds that the update just done left the weights alone, and which samples it had read."""
+        """Logs that the last update was skipped because of `problem`, and the samples that it read."""
         self._entry |= {"skipped": problem, "samples": samples}
         shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
-        self.say(f"skipped, since {problem}; samples {shown}")
+        self.say(f"skipped because {problem}; samples {shown}")
 
     def finished(self) -> None:
-        """Notes that the run is complete, its final model included."""
+        """Writes to `status.json` that the run is complete and its final model is written."""
         self._end("finished")
 
     def stopped(self, reason: str) -> None:
-        """Notes that the run ends here though it is not finished."""
+        """Writes to `status.json` that the run ends before it is complete."""
         self._end("stopped", reason, requeue=True)
         self.say(f"stopped ({reason}); continue with --resume_from latest")
 
     def at_this_step(self, name: str) -> float | None:
-        """A figure of the update just done, None if it has none."""
+        """Returns a figure of the last update; None if it was not logged."""
         return self._entry.get(name)
 
     def evaluation(self, results: dict[str, float]) -> None:
-        """Adds the results of an evaluation and prints them."""
-        if not results:  # it was interrupted
+        """Logs and prints the results of an evaluation."""
+        if not results:  # interrupted
             return
         self._entry |= results
         self.results |= results
@@ -155,11 +155,11 @@ class RunLog:
         self.say(f"sample\n{text}\n")
 
     def say(self, text: str) -> None:
-        """Prints above the progress bar."""
+        """Prints a line above the progress bar."""
         self._progress.say(f"step {self.step}: {text}")
 
     def end_step(self) -> None:
-        """Writes what was added since the last update as one line of `metrics.jsonl`."""
+        """Writes one line of `metrics.jsonl` if anything was logged since the last call."""
         if self.enabled and self._entry:
             line = {"step": self.step, "tokens": self.tokens_at(self.step), **self._entry}
             if self.publish is not None:
@@ -169,7 +169,7 @@ class RunLog:
         self._clock = time.perf_counter()
 
     def _recall(self, entries: list[dict]) -> None:
-        """Takes over what the lines before a resume say."""
+        """Restores training time and results from the lines before a resume."""
         for entry in entries:
             self.seconds = entry.get("train/seconds", self.seconds)
             found = {
@@ -181,7 +181,7 @@ class RunLog:
             self.evaluated |= dict.fromkeys(found, entry["step"])
 
     def _estimate(self) -> None:
-        """Prints, once, how long the rest of the training will take at the measured speed."""
+        """Prints an estimate of the remaining training time, once."""
         done, seconds = self.step - self._first_step, self.seconds + self._training_seconds
         if done == 1:
             self._timed_from = self.tokens_at(self.step), seconds
@@ -197,7 +197,7 @@ class RunLog:
         self._clock = now
 
     def _end(self, state: str, reason: str = "", *, requeue: bool = False) -> None:
-        """Writes how the run ended, at once: there may be little time left."""
+        """Writes the final status immediately: the process may have little time left."""
         self._ended.set()
         self._status = {"state": state, "reason": reason, "requeue": requeue}
         self._write_status()
@@ -214,12 +214,12 @@ class RunLog:
             status = {**self._status, "step": self.step, "time": now}
             try:
                 write_json(self.run_dir / "status.json", status)
-            except OSError as failure:  # such as a full disk, which must not hide why a run ended
+            except OSError as failure:  # for example a full disk; must not hide why the run ended
                 print(f"could not write {self.run_dir}/status.json: {failure}", file=sys.stderr)
 
 
 def in_words(results: dict[str, float]) -> str:
-    """The results of an evaluation in a line, each with its standard error."""
+    """Formats the results of an evaluation as one line, each with its standard error if there is one."""
     errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
     return ", ".join(
         f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
@@ -229,8 +229,8 @@ def in_words(results: dict[str, float]) -> str:
 
 
 def read_status(run_dir: Path) -> dict:
-    """A run's `status.json`, empty if it is missing or damaged. The state of a run that says that it goes on, but has
-    written nothing for `SILENCE`, is `killed`."""
+    """Reads a run's `status.json`; an empty dict if it is missing or damaged. A `running` state without a heartbeat for
+    `SILENCE` becomes `killed`."""
     try:
         status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -239,8 +239,8 @@ def read_status(run_dir: Path) -> dict:
         return {}
     try:
         silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
-    except (KeyError, TypeError, ValueError):  # of an older release
+    except (KeyError, TypeError, ValueError):  # written by an older release
         return status
     if status.get("state") == "running" and silent > SILENCE:
-        status |= {"state": "killed", "reason": f"no sign of life since {status['time']}"}
+        status |= {"state": "killed", "reason": f"no heartbeat since {status['time']}"}
     return status

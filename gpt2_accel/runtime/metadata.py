@@ -1,4 +1,4 @@
-"""Run metadata: for `run.json`, the trackers, the model card, and the terminal at start and end."""
+"""Collects the metadata of a run for `run.json`, the trackers, the model card and the terminal."""
 
 import subprocess
 from dataclasses import asdict, dataclass
@@ -21,11 +21,12 @@ from gpt2_accel.runtime.progress import duration
 
 @dataclass
 class RunMetadata:
-    """What is known of a run beside its settings, as `run.json` and the trackers have it.
+    """The metadata of a run beside its settings, for `run.json` and the trackers.
 
-    `flops` and `tokens` are those of the whole run of `updates` updates; `batch` says how the tokens of a full update
-    are divided; `tokenizer` is the fingerprint of the data's; `expected_gb` is the memory per device, without torch itself; `git_commit` is that of the working
-    directory, with `-dirty` if files in it were changed, None outside a repository.
+    `flops` and `tokens` are the totals of the run's `updates` updates. `batch` describes how the tokens of a full update
+    are divided. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device in GB,
+    without torch itself. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
+    repository.
     """
 
     run_id: str
@@ -53,7 +54,7 @@ def describe_run(
     schedule: BatchSchedule,
     run_id: str,
 ) -> RunMetadata:
-    """The metadata of a run that is about to start. `model` is the unwrapped one."""
+    """Returns the metadata of a run that is about to start. `model` is the unwrapped model."""
     shape = model.config
     flops = flops_per_token(shape, config.sequence_length)
     updates = schedule.updates(config.max_steps)
@@ -81,7 +82,7 @@ def describe_run(
 def describe_batch(
     config: TrainConfig, accelerator: Accelerator, loader: TrainLoader, schedule: BatchSchedule
 ) -> str:
-    """How the tokens of a full update are divided."""
+    """Describes how the tokens of a full update are divided into micro-batches."""
     size, count = loader.micro_batches(schedule.full)
     ramp = ""
     if config.ramp_tokens:
@@ -93,13 +94,13 @@ def describe_batch(
 
 
 def describe_data(config: TrainConfig) -> str:
-    """Where the training data came from and how much it is."""
+    """Describes the source and the size of the training data."""
     manifest = read_manifest(config.data_dir)
     return f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)"
 
 
 def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
-    """Devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, precision bf16`."""
+    """Describes devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, precision bf16`."""
     device = accelerator.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(accelerator.device)
@@ -110,7 +111,7 @@ def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
 
 
 def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -> Training:
-    """What the model card says of the run so far."""
+    """Returns the model card's description of the run so far."""
     tokens = log.tokens_at(log.step)
     return Training(
         settings=asdict(config),
@@ -125,7 +126,7 @@ def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory's repository, None if there is none."""
+    """Returns the commit of the working directory's repository; None if there is none."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -135,7 +136,7 @@ def git_commit() -> str | None:
 
 
 def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
-    """What the terminal shows before the first update, `step` of which were made before."""
+    """Returns the summary that the terminal shows before the first update; `step` updates are done already."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
     return (
         f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}\n"
@@ -147,7 +148,7 @@ def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator
 
 
 def closing(log: RunLog) -> str:
-    """What the terminal shows after the last update."""
+    """Returns the summary that the terminal shows after the last update."""
     tokens = log.tokens_at(log.step)
     results = "".join(
         f"; at update {step:,} "

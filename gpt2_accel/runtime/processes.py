@@ -1,4 +1,4 @@
-"""What the processes of a run decide together: the main process decides, the others are told."""
+"""Coordinates the processes of a run: the main process acts first, and its result or error reaches all ranks."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from torch.distributed import DistError
 
-# For what the main process prepares; a process that dies ends the launch.
+# The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)
 
-# What gloo says where NCCL has an error of its own.
+# In gloo's messages when a connection breaks; NCCL raises a `DistError`.
 GLOO = "gloo/transport"
 
 Result = TypeVar("Result")
@@ -22,17 +22,17 @@ _numbers = itertools.count()
 
 
 def processes() -> PartialState:
-    """Accelerate's view of the processes, for what a recipe does before it trains. `PartialState()` alone would not see
-    those of a CPU."""
+    """Returns Accelerate's `PartialState`, for a recipe's work before training. Also sees the processes of a CPU launch,
+    unlike `PartialState()`."""
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The main process runs the block first, the others after it, however long it takes.
+    """Runs the block on the main process first, then on the others.
 
-    They wait at the launch's key-value store: NCCL would end a collective after ten minutes. Raises `OSError` on the
-    others if the block fails on the main process.
+    The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. Raises
+    `OSError` on the others if the block fails on the main process.
     """
     state = processes()
     if state.num_processes == 1:
@@ -57,9 +57,9 @@ def main_process_first() -> Iterator[None]:
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
-    """What `function` returns on the main process, which alone calls it, on all processes.
+    """Calls `function` on the main process only and broadcasts its result.
 
-    The others wait however long it takes. The `ValueError` or `OSError` that it raises is raised on all of them.
+    The others wait without a time limit. A `ValueError` or `OSError` of `function` is raised on all processes.
     """
     outcome: list = [None, None]
     with main_process_first():
@@ -76,9 +76,9 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) ->
 
 @contextmanager
 def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """A block without communication that all processes run; if it fails on one, it raises that error on all.
+    """Runs a block without collectives on all processes; if it fails on one, raises that error on all.
 
-    Otherwise the others would wait for the one that failed, in their next exchange.
+    Otherwise the others would wait for the failed process in their next collective.
     """
     mine: BaseException | None = None
     try:
@@ -93,11 +93,11 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an exchange failed because another process is gone."""
+    """Whether a collective failed because another process is gone."""
     return isinstance(error, DistError) or GLOO in str(error)
 
 
 def plain(error: Exception) -> Exception:
-    """The error as one that can be sent to another process."""
+    """Converts the error to a built-in type that can be pickled and broadcast."""
     kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
     return next(kind for kind in kinds if isinstance(error, kind))(str(error))

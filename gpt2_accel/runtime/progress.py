@@ -1,17 +1,17 @@
-"""How far a run is, on the screen: a bar on a terminal, plain lines anywhere else."""
+"""Shows the progress of a run: a progress bar on a terminal, plain lines in a pipe or file."""
 
 import sys
 import time
 
 from tqdm import tqdm
 
-PAUSE = 15.0  # seconds between plain lines, at least
+PAUSE = 15.0  # least seconds between plain lines
 
 
 class Progress:
-    """One bar that follows the terminal's width, or, where stderr is a pipe or a file, a line now and then.
+    """A progress bar that follows the terminal's width. If stderr is a pipe or a file: a line every `PAUSE` seconds.
 
-    `done` of `total` updates were made before. Not `enabled`, it says nothing.
+    `done` of `total` updates are done before. Prints nothing unless `enabled`.
     """
 
     def __init__(self, done: int, total: int, *, enabled: bool = True):
@@ -28,12 +28,12 @@ class Progress:
         self._next_line = 0.0
 
     def advance(self) -> None:
-        """One more update is done."""
+        """Notes that one more update is done."""
         self.done += 1
         self._bar.update()
 
     def show(self, step: int, figures: dict[str, str]) -> None:
-        """Sets what stands beside the bar, name -> figure, which are those of update `step`."""
+        """Shows the figures of update `step`, name -> formatted value, beside the bar."""
         self._bar.set_postfix({"at": step, **figures}, refresh=False)
         now = time.monotonic()
         if self.enabled and self._bar.disable and now >= self._next_line:
@@ -45,18 +45,18 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Prints above the bar."""
+        """Prints a line above the bar."""
         if self.enabled:
             self._bar.write(text)
-            sys.stdout.flush()  # in step with stderr's lines where both go to one pipe
+            sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Ends the bar, which stays on the terminal."""
         self._bar.close()
 
 
 def duration(seconds: float) -> str:
-    """A time in words: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
+    """Formats a duration: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     for limit, unit, big, small in ((3600, 1, "min", "s"), (48 * 3600, 60, "h", "min")):

@@ -44,7 +44,7 @@ def test_a_reader_tells_a_killed_run_from_one_that_goes_on(data_dir, tmp_path):
         return state_of(read_run(tmp_path))
 
     assert said(SILENCE / 2) == "running at update 8 of 8"
-    assert said(2 * SILENCE).startswith("killed at update 8 of 8: no sign of life since 2")
+    assert said(2 * SILENCE).startswith("killed at update 8 of 8: no heartbeat since 2")
     del written["time"]  # of an older release
     (tmp_path / "status.json").write_text(json.dumps(written))
     assert read_status(tmp_path)["state"] == "running"
