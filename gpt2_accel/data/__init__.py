@@ -1,1 +1,1 @@
-"""Token shards on disk, how text becomes them, and the order in which training reads them."""
+"""Data: tokenizes text into shards on disk, and loads them in training order."""

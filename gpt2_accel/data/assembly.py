@@ -1,7 +1,7 @@
-"""Pieces of tokens -> shards and their manifest: the last step of a preparation.
+"""Writes the shards and the manifest from the tokenized pieces, the last step of a preparation.
 
-Several threads write a shard each. A piece's file goes as soon as no further shard needs it, so that a large
-corpus takes little more room than its shards.
+Several threads write one shard each. A piece's file is removed as soon as no other shard needs it, so that a large
+corpus takes little more disk space than its shards.
 """
 
 import json
@@ -31,10 +31,10 @@ BLOCK = 2**22  # tokens copied at once
 
 
 def finish(plan: Plan) -> dict:
-    """Cuts the pieces into shards, writes the manifest, gives the folder its name; returns the manifest.
+    """Writes the shards and the manifest, renames the work folder to `plan.data_dir`, and returns the manifest.
 
-    It can be killed at any point and called again: the manifest comes when all shards are there, and
-    what is left then needs no piece. Raises `ValueError` if a split would be without text.
+    Can be called again after a kill at any point: the manifest is written after all shards, and the remaining steps
+    need no piece. Raises `ValueError` if a split would be empty.
     """
     if not (plan.work / MANIFEST).exists():
         write_json(plan.work / MANIFEST, assemble(plan))
@@ -73,7 +73,7 @@ def assemble(plan: Plan) -> dict:
 
 
 def check_splits(plan: Plan, records: list[dict]) -> None:
-    """Raises `ValueError` if a split would be without text. Then the pieces go: no other plan has use for them."""
+    """Raises `ValueError` if a split would be empty, and removes the pieces, which no other plan can use."""
     tokens: Counter = Counter()
     for record in records:
         tokens.update({split: counts["tokens"] for split, counts in record["splits"].items()})
@@ -89,14 +89,14 @@ def check_splits(plan: Plan, records: list[dict]) -> None:
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the manifest calls a tokenizer."""
+    """Returns the tokenizer's name in the manifest."""
     if fingerprint(tokenizer) == GPT2_FINGERPRINT:
         return "gpt2"
     return tokenizer.name_or_path or type(tokenizer).__name__
 
 
 def total_counts(records: list[dict]) -> dict[str, int]:
-    """The counts of all pieces together."""
+    """Adds up the counts of all pieces; `longest` is the maximum."""
     totals = {
         name: sum(record["counts"][name] for record in records)
         for name in COUNTS
@@ -109,10 +109,7 @@ def total_counts(records: list[dict]) -> dict[str, int]:
 
 
 def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
-    """The shards of all splits, from the pieces' files, which go as they are used up.
-
-    Returns the splits' entries in the manifest.
-    """
+    """Writes the shards of all splits and removes the pieces' files; returns the manifest's entries of the splits."""
     jobs: list[tuple[str, str, list[tuple[Path, int, int]]]] = []  # split, file, parts
     for split in sorted({split for record in records for split in record["splits"]}):
         for number, parts in enumerate(layout(plan, records, split)):
@@ -155,7 +152,7 @@ def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
 
 
 def layout(plan: Plan, records: list[dict], split: str) -> list[list[tuple[Path, int, int]]]:
-    """For each shard of a split the parts of the pieces' files it is made of: path, first token, tokens."""
+    """Returns the parts of the pieces' files that make up each shard of a split: path, first token, token count."""
     shards: list[list[tuple[Path, int, int]]] = []
     room = 0
     for number, record in enumerate(records):
@@ -174,8 +171,10 @@ def layout(plan: Plan, records: list[dict], split: str) -> list[list[tuple[Path,
 def make_shard(
     plan: Plan, name: str, parts: list[tuple[Path, int, int]], table: np.ndarray | None
 ) -> dict:
-    """Writes a shard, unless an earlier call did; returns its entry in the manifest, and its text's bytes by
-    the `table` of each token's, 0 without one."""
+    """Writes a shard, unless an earlier call wrote it; returns its entry in the manifest and its `bytes`.
+
+    `table` holds the bytes of each token's text, (vocab_size,); without it `bytes` is 0.
+    """
     note = plan.work / "pieces" / f"{name}.json"
     if note.exists():
         return json.loads(note.read_text())

@@ -1,11 +1,11 @@
-"""Preparation beyond one machine: a datatrove pipeline that writes this project's shards (extra `[scale]`).
+"""Prepares data on several machines: a datatrove pipeline that writes token shards (extra `[scale]`).
 
-One task tokenizes one piece; a last step, which waits for all tasks, cuts the pieces into shards and writes
-the manifest. The steps also fit into a pipeline of your own, behind datatrove's readers and filters:
+Each task tokenizes one piece. After all tasks a last step writes the shards and the manifest. The steps also work
+after the readers and filters of another datatrove pipeline:
 
     LocalPipelineExecutor([JsonlReader("s3://…"), MyFilter(), WritePiece(plan)], tasks=…)
 
-with a plan that has as many pieces as there are tasks, whatever they are.
+The plan then needs one piece per task; the pieces' content is not read.
 """
 
 import json
@@ -31,7 +31,7 @@ except ImportError as error:
 
 
 class ReadPiece(PipelineStep):
-    """Yields the documents of the piece that has the task's number."""
+    """Yields the documents of piece `rank`."""
 
     name, type = "piece", "READER"
 
@@ -48,8 +48,10 @@ class ReadPiece(PipelineStep):
 
 
 class WritePiece(PipelineStep):
-    """Tokenizes the task's documents into a piece. A document's split is its metadata's, or follows from a
-    hash of its id."""
+    """Tokenizes the task's documents into piece `rank`.
+
+    A document's split is its metadata's `split`, by default decided by a hash of its id.
+    """
 
     name, type = "token shards", "WRITER"
 
@@ -70,14 +72,14 @@ class WritePiece(PipelineStep):
         yield from ()
 
     def count(self, documents: int, tokens: int, size: int) -> None:
-        """Tells datatrove's statistics."""
+        """Updates datatrove's statistics."""
         self.stat_update("documents", value=documents)
         self.stat_update("tokens", value=tokens)
         self.stat_update("bytes", value=size)
 
 
 class FinishShards(PipelineStep):
-    """Makes the shards of all pieces, and the manifest: the one task of a second pipeline."""
+    """Writes the shards and the manifest, as the only task of a second pipeline."""
 
     name, type = "manifest", "WRITER"
 
@@ -93,14 +95,16 @@ class FinishShards(PipelineStep):
 
 
 def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict | None:
-    """Carries out a plan by datatrove: `kind` is `datatrove`, its executor on this machine, `slurm` or
-    `ray`, which are not tested here. On Slurm it returns None when the jobs are submitted, else the manifest.
+    """Prepares the data with datatrove and returns the manifest, or None after submitting the jobs to Slurm.
 
-    `workers` tasks run at once; `slurm` are the `partition` and `time` of the jobs.
+    `kind` is the executor: `datatrove` (this machine), `slurm` or `ray`; the last two are not tested. `workers` tasks
+    run at once. `slurm` holds the jobs' `partition` and `time`.
+
+    Raises `ValueError` for Slurm without a partition, and the errors of `carry_out`.
     """
     if plan.data_dir.exists():
         return finished_before(plan)
-    # What datatrove notes there as done is done for this plan alone.
+    # datatrove records finished tasks here, so each plan has its own folder.
     logs = plan.work.with_name(f"{plan.work.name}.logs") / str(plan.mark)[:16]
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor

@@ -1,8 +1,7 @@
-"""What a corpus is made of, which of it is held out for validation, and where a text may be cut.
+"""Documents and pieces of a corpus, the held-out split, and the places where a text may be cut.
 
-A corpus is a list of pieces, in order. A piece is what one worker reads by itself: a part of a large file
-or several small ones, some `PIECE_BYTES` of text. How a corpus falls into pieces depends on the corpus
-alone, not on who reads it.
+A corpus is an ordered list of pieces. A piece is the unit of work: a part of a large file or several small files,
+about `PIECE_BYTES` of text. The pieces depend only on the corpus, not on the number of workers.
 """
 
 import functools
@@ -15,19 +14,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-VAL_SHARE = 0.05  # of a corpus for validation
+VAL_SHARE = 0.05  # the validation split's share of a corpus
 PIECE_BYTES = 128 * 2**20
 CHUNK = 2**20  # characters that are tokenized at once
-LONGEST_WORD = 2**20  # characters without a place to cut before one is made
+LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
 
 HeldOut = Callable[[str], bool]
-"""Whether the document of that name is for validation."""
+"""Whether the document with the given name is held out for validation."""
 
 
 class Document(NamedTuple):
-    """A text as chunks, to be tokenized one by one; `begins` is False where it goes on from the piece
-    before, `place` says where it is. A byte that is not UTF-8 stands there as a lone surrogate, as
-    `surrogateescape` has it."""
+    """A text in chunks, which are tokenized separately.
+
+    `begins` is False if the text continues a document of the previous piece. `place` names the source in messages.
+    A byte that is not UTF-8 is a lone surrogate (`surrogateescape`).
+    """
 
     split: str
     chunks: Iterable[str]
@@ -36,7 +37,7 @@ class Document(NamedTuple):
 
 
 class Piece(Protocol):
-    """Part of a corpus. `size` estimates its text in bytes."""
+    """A part of a corpus. `size` is an estimate of its text in bytes."""
 
     size: int
 
@@ -44,19 +45,19 @@ class Piece(Protocol):
 
 
 def held_out(key: str, one_in: int = 20) -> bool:
-    """Whether the document named `key` is for validation: one in `one_in`, by SHA-256 of its name.
+    """Whether the document named `key` is held out: one in `one_in`, by the SHA-256 of its name.
 
-    So a document stays on its side when others are added or removed.
+    A document keeps its split when others are added or removed.
     """
     return int(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest(), 16) % one_in == 0
 
 
-# What holds documents out. Their `repr` says all that the choice depends on: it marks begun work.
+# The `HeldOut` rules. Their `repr` is part of a plan's hash, so it must hold everything that they depend on.
 
 
 @dataclass(frozen=True)
 class ByHash:
-    """Holds out one in 20 documents, by their names."""
+    """Holds out one in 20 documents, by a hash of their names."""
 
     def __call__(self, name: str) -> bool:
         return held_out(name)
@@ -64,7 +65,7 @@ class ByHash:
 
 @dataclass(frozen=True)
 class LastPart:
-    """Holds out no document, but the last `VAL_SHARE` of each (`split_document`)."""
+    """Holds out the last `VAL_SHARE` of each document (`split_document`), and no whole document."""
 
     def __call__(self, name: str) -> bool:
         return False
@@ -72,8 +73,10 @@ class LastPart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Holds out a share of `count` rows, named by their numbers: those that `datasets`' `train_test_split`
-    draws with `seed`."""
+    """Holds out the rows that `train_test_split` of `datasets` draws with `seed`, a `share` of `count` rows.
+
+    The rows' names are their numbers.
+    """
 
     count: int
     share: float
@@ -85,13 +88,13 @@ class Drawn:
 
 @functools.cache
 def drawn_rows(count: int, share: float, seed: int) -> frozenset[int]:
-    """The rows that `Drawn` holds out."""
+    """Returns the numbers of the rows that `Drawn` holds out."""
     order = np.random.default_rng(seed).permutation(count)
     return frozenset(order[: int(np.ceil(share * count))].tolist())
 
 
 def split_of(is_held_out: bool) -> str:
-    """The split that a document goes to."""
+    """Returns the name of a document's split."""
     return "val" if is_held_out else "train"
 
 
@@ -99,7 +102,7 @@ def split_of(is_held_out: bool) -> str:
 
 
 def split_document(text: str, name: str, is_held_out: HeldOut, place: str) -> Iterator[Document]:
-    """The document of that name, in its split; two of them where the last part of each is held out."""
+    """Yields the document in its split; with `LastPart`, its first part in `train` and the rest in `val`."""
     cut = len(text)
     if isinstance(is_held_out, LastPart):
         cut = int(cut * (1 - VAL_SHARE))
@@ -111,11 +114,11 @@ def split_document(text: str, name: str, is_held_out: HeldOut, place: str) -> It
 
 
 def chunks(parts: Iterable[str]) -> Iterator[str]:
-    """The text that `parts` make up, in chunks of about `CHUNK` characters.
+    """Joins `parts` and yields the text in chunks of about `CHUNK` characters.
 
-    Cut where a letter or digit is followed by a space or a line's end: GPT-2's word splitting always cuts
-    there, so the tokens are those of the whole text. Only a text that has no such place in
-    `LONGEST_WORD` characters is cut elsewhere.
+    A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
+    there, so the tokens are the same as those of the whole text. A text without such a place in `LONGEST_WORD`
+    characters is cut elsewhere.
     """
     held = ""
     for part in parts:
@@ -134,7 +137,7 @@ def chunks(parts: Iterable[str]) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int | None:
-    """The last place at which `text` can be cut; see `chunks`."""
+    """Returns the last place at which `text` can be cut (see `chunks`), or None."""
     for start in (max(0, len(text) - 4096), 0):
         ends = [match.end() for match in re.finditer(r"\w(?=[ \n])", text[start:])]
         if ends:
@@ -143,7 +146,7 @@ def last_cut(text: str) -> int | None:
 
 
 def next_cut(path: Path, offset: int) -> int | None:
-    """The first place from byte `offset` on, within a megabyte, at which a file can be cut."""
+    """Returns the first byte offset at which a file can be cut, within a megabyte from `offset`, or None."""
     with open(path, "rb") as file:
         file.seek(offset)
         match = re.search(rb"[A-Za-z0-9](?=[ \n])", file.read(CHUNK))

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face Hub, or of a folder that `datasets` can load, as pieces.
+"""Pieces of a data set on the Hugging Face Hub, or in a folder that `datasets` can load.
 
-Parquet files, which nearly every data set there is, are read by their row groups, so that all cores share
-in one file and rows have numbers; everything else is streamed by `datasets`, file by file.
+Parquet files, the format of most data sets, are read by row groups: all cores work on one file, and rows have
+numbers. Other formats are streamed by `datasets`, one file at a time.
 """
 
 import os
@@ -26,8 +26,10 @@ SECONDS_TO_ANSWER = 8
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """One file of a data set that is not Parquet, streamed by `datasets`. `options` go to
-    `datasets.load_dataset`."""
+    """One file of a data set that is not Parquet, streamed by `datasets`.
+
+    `options` are the arguments of `datasets.load_dataset`.
+    """
 
     name: str
     options: tuple[tuple[str, Any], ...]
@@ -44,7 +46,7 @@ class StreamPiece:
             yield from split_document(text, f"{self.number}:{number}", self.is_held_out, place)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of the file."""
+        """Yields the rows of the file."""
         from datasets import load_dataset
 
         with reading(self.name if os.path.exists(self.name) else f"hf://{self.name}"):
@@ -63,12 +65,12 @@ def hub_pieces(
     hold_out: Callable[[int], HeldOut] | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> tuple[list[Piece], str | None]:
-    """The pieces of a data set, and the revision (a commit) that they are of.
+    """Returns the pieces of a data set, and its revision (a commit).
 
-    `hold_out` says, given the number of rows, which are for validation; by default one row in 20.
+    `hold_out` maps the number of rows to the rule that holds rows out for validation; by default one row in 20.
 
-    Raises `ValueError` if the data set, its configuration, split or column does not exist, or if
-    `hold_out` is given and it is not Parquet; `OSError` if the Hub cannot be reached.
+    Raises `ValueError` if the data set, its configuration, split or column does not exist, or if `hold_out` is given
+    for a data set that is not Parquet; `OSError` if the Hub cannot be reached.
     """
     revision = pinned_revision(name, revision)
     options = {"name": config, "revision": revision, "data_files": data_files}
@@ -83,7 +85,7 @@ def hub_pieces(
     if hold_out is not None:
         raise ValueError(
             f"the data set {name} is not stored as Parquet, so its rows have no numbers to draw "
-            "validation rows from: name a revision that is, such as refs/convert/parquet"
+            "validation rows from: choose a Parquet --revision, such as refs/convert/parquet"
         )
     count = builder.as_streaming_dataset(split).num_shards
     pinned = tuple({**options, "split": split}.items())
@@ -98,13 +100,13 @@ def row_group_pieces(
     hold_out: Callable[[int], HeldOut] | None,
     piece_bytes: int,
 ) -> list[Piece]:
-    """Parquet files as pieces whose rows are numbered from the first file to the last."""
+    """Returns the pieces of Parquet files; the rows are numbered over all files."""
 
     def count_rows(url: str) -> int:
         with open_parquet(url) as file:
             return file.metadata.num_rows
 
-    with ThreadPoolExecutor(16) as pool:  # a request or two each
+    with ThreadPoolExecutor(16) as pool:  # one or two requests for each file
         rows = list(pool.map(count_rows, urls))
         is_held_out = hold_out(sum(rows)) if hold_out else ByHash()
         before = [sum(rows[:i]) for i in range(len(rows))]
@@ -119,7 +121,7 @@ def row_group_pieces(
 
 
 def open_builder(name: str, options: dict[str, Any]):
-    """`datasets`' builder of a data set. Raises `ValueError` if it cannot be opened."""
+    """Returns the `datasets` builder of a data set. Raises `ValueError` if it cannot be opened."""
     from datasets import load_dataset_builder
 
     try:
@@ -134,10 +136,13 @@ def open_builder(name: str, options: dict[str, Any]):
 
 
 def pinned_revision(name: str, revision: str | None) -> str | None:
-    """The commit that `revision` of a data set stands for now; None for a folder of this machine.
+    """Resolves the `revision` of a data set to a commit; returns `revision` for a local folder or in offline mode.
 
-    Asks the Hub once, so that a name that is wrong, or a network that is not there, is known within
-    seconds. In offline mode (`HF_HUB_OFFLINE`) nothing is asked.
+    One request to the Hub, so that a wrong name or a missing network is reported within seconds. Offline mode is
+    `HF_HUB_OFFLINE`.
+
+    Raises `ValueError` if the data set or its revision does not exist or may not be read, `OSError` if the Hub cannot
+    be reached.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
@@ -148,7 +153,7 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
         return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
     except RevisionNotFoundError as error:
         raise ValueError(
-            f"the data set {name} has no revision {revision!r}: see its page for those there are"
+            f"the data set {name} has no revision {revision!r}: choose one of those on its page"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
@@ -157,8 +162,8 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
                 f"the Hub has no data set {name} that you may read: check the name, or log in by "
                 "`hf auth login`"
             ) from error
-        raise OSError(f"the Hub does not give {name} (HTTP {status}): try again later") from error
-    except Exception as error:  # the HTTP client's own errors differ between its versions
+        raise OSError(f"the Hub answers HTTP {status} for {name}: try again later") from error
+    except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
             f"the Hugging Face Hub cannot be reached ({type(error).__name__}): connect to a network, or "
             "set HF_HUB_OFFLINE=1 to use what was downloaded before"
