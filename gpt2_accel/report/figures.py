@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.report.names import in_words
 from gpt2_accel.report.reader import Run, read_run
 
 if TYPE_CHECKING:
@@ -33,17 +34,10 @@ AXES = {
     "hours": "hours of training",
     "flops": "FLOPs",
 }
-TITLES = {
-    "train/learning_rate": "learning rate",
-    "train/grad_norm": "gradient norm, before clipping",
-    "train/tokens_per_second": "tokens per second",
-    "train/mfu": "model FLOPs utilisation",
-    "train/memory_gb": "memory in GB",
-    "val/bits_per_byte": "validation bits per byte",
-    "val/perplexity": "validation perplexity",
-    "hellaswag/acc_norm_per_token": "HellaSwag accuracy",
-}
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+WIDE, NARROW = 8, 4  # inches: figures for a desktop and a PNG, and for a phone
 MOST_POINTS = 1000  # of one curve
+LEAST_SPAN = 0.04  # of a vertical axis, as a share of its values: less is noise
 
 
 def require_matplotlib() -> None:
@@ -59,6 +53,7 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
+    figure.get_layout_engine().set(h_pad=0.1)
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat:
         ax.spines[:].set_visible(False)
@@ -82,14 +77,14 @@ def same_tokens(runs: list[Run]) -> bool:
     return len({run.tokenizer for run in runs}) <= 1
 
 
-def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
+def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "Figure":
     """Training loss, thin, and validation loss, bold, of several runs over one of `AXES`: in nats per token, or in bits
     per byte where the runs' tokenizers differ. The training loss is then by the bytes per token of the validation data.
     """
     nats = same_tokens(runs)
     validation = "val/loss" if nats else "val/bits_per_byte"
-    figure, [[ax]] = new_figure(8, 4.2)
-    highest = []
+    figure, [[ax]] = new_figure(width, 4.2 if width == WIDE else 3.2)
+    shown = []
     for run, colour in zip(runs, cycle(len(runs)), strict=True):
         x, y = thinned(*run.curve("train/loss", axis))
         if not nats:
@@ -97,18 +92,16 @@ def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
             x, y = (x, [value * unit for value in y]) if unit else ([], [])
         ax.plot(x, y, color=colour, linewidth=0.7, alpha=0.35)
         ax.plot(x, smoothed(y), color=colour, linewidth=1, gid=f"{run.name}, training")
-        highest += y[len(y) // 20 :]
+        shown += settled(y)
         x, y = run.curve(validation, axis)
         marker = "o" if len(x) <= 60 else None
         style = {"linewidth": 2.2, "marker": marker, "markersize": 4, "label": run.name}
         ax.plot(x, y, color=colour, gid=f"{run.name}, validation", **style)
-        highest += y
-    draw_gpt2_line(ax, runs, validation)
+        shown += settled(y)
+    shown += draw_gpt2_line(ax, runs, validation)
     unit = "nats per token" if nats else "bits per byte, as the tokenizers differ"
-    finish_axes(ax, axis, f"loss in {unit}: training thin, validation bold")
-    finite = [value for value in highest if math.isfinite(value)]
-    if finite:  # the first updates' fall would flatten all else
-        ax.set_ylim(top=max(finite) * 1.02)
+    colon = ": " if width == WIDE else ":\n"
+    finish_axes(ax, axis, f"loss in {unit}{colon}training thin, validation bold", shown)
     if runs:
         ax.legend(frameon=False, loc="upper right", labelcolor=INK, fontsize=9)
     return figure
@@ -121,54 +114,76 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
         figure.savefig(path, facecolor="white")
 
 
-def metrics_figure(runs: list[Run], names: list[str], axis: str = "tokens") -> "Figure":
-    """Small pictures side by side, each of one metric of several runs."""
-    columns = min(2, len(names))
+def metrics_figure(
+    runs: list[Run], names: list[str], axis: str = "tokens", width: float = WIDE
+) -> "Figure":
+    """Small pictures, each of one metric of several runs: two side by side where there is room."""
+    columns = 2 if width == WIDE else 1
     rows = math.ceil(len(names) / columns)
-    figure, axes = new_figure(8, 2.3 * rows, rows, columns)
+    figure, axes = new_figure(width, 2.3 * rows, rows, columns)
     for ax in axes.flat[len(names) :]:
         ax.set_visible(False)
     for ax, name in zip(axes.flat, names, strict=False):
+        training = name.startswith("train/")
+        shown = [0.0] if training else []
         for run, colour in zip(runs, cycle(len(runs)), strict=True):
             x, y = thinned(*run.curve(name, axis))
-            marker = "o" if len(x) <= 60 and not name.startswith("train/") else None
+            shown += y if training else settled(y)
+            marker = "o" if len(x) <= (1 if training else 60) else None
             style = {"marker": marker, "markersize": 3, "gid": run.name}
             ax.plot(x, y, color=colour, linewidth=1.3, **style)
-        draw_gpt2_line(ax, runs, name)
-        finish_axes(ax, axis, TITLES.get(name, name))
-        if name.startswith("train/"):
+        shown += draw_gpt2_line(ax, runs, name)
+        finish_axes(ax, axis, in_words(name.removeprefix("train/")), shown)
+        if training:
             ax.set_ylim(bottom=0)
     return figure
 
 
-def finish_axes(ax: "Axes", axis: str, title: str) -> None:
-    """Title, the name of the horizontal axis, and numbers such as 10M."""
+def settled(y: list[float]) -> list[float]:
+    """The values after the first updates' fall, which would flatten all else."""
+    return y[len(y) // 20 :] if y and y[0] > y[-1] else y
+
+
+def finish_axes(ax: "Axes", axis: str, title: str, values: list[float]) -> None:
+    """Title, the name of the horizontal axis, numbers such as 10M; the vertical axis shows `values`."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     set_title(ax, title)
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlabel(AXES[axis])
-    ax.xaxis.set_major_locator(MaxNLocator(6))
     if axis == "tokens":
         ax.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    if ax.get_ylim()[1] >= 10_000:
+    elif axis == "flops":
+        power = 3 * math.floor(math.log10(ax.get_xlim()[1]) / 3)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**power:.4g}")
+        ax.set_xlabel(f"training compute in 10{str(power).translate(SUPERSCRIPT)} FLOPs")
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    span = max(high - low, LEAST_SPAN * max(abs(low), abs(high))) or 1.0
+    middle = (low + high) / 2
+    ax.set_ylim(middle - 0.55 * span, middle + 0.55 * span)
+    if high >= 10_000:
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> None:
-    """GPT-2's value of a metric, where it applies to all the runs that have the metric."""
+def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> list[float]:
+    """GPT-2's value of a metric, where it applies to all the runs that have the metric; returns it if so."""
     lines = {run.gpt2_line(name) for run in runs if run.last(name) is not None}
-    for value, source in [line for line in lines if line and len(lines) == 1]:
+    drawn = [line for line in lines if line and len(lines) == 1]
+    for value, source in drawn:
         ax.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         text = f"GPT-2 124M: {value:.4g} ({source})"
         ax.annotate(
             text,
             (0.01, value),
-            (0, 3),
+            (0, -10 if name.endswith("loss") else 3),  # where the curve does not begin
             ax.get_yaxis_transform(),
             "offset points",
             fontsize=8,
             color=INK,
         )
+    return [value for value, _ in drawn]
 
 
 def cycle(count: int) -> list[str]:
@@ -204,17 +219,19 @@ def smoothed(y: list[float]) -> list[float]:
     return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
 
 
-def position_figure(weight: np.ndarray) -> "Figure":
+def position_figure(weight: np.ndarray, width: float = WIDE) -> "Figure":
     """Position embeddings, (n_positions, n_embd): all as an image, and single channels as curves over the position.
 
     The channels are the three that vary most, by the distance of their 10% and 90% quantiles: what stands
     out at the first position alone does not count.
     """
-    figure, [[image, curves]] = new_figure(8, 3.4, 1, 2)
+    rows = 1 if width == WIDE else 2
+    figure, axes = new_figure(width, 3.4 * rows, rows, 2 // rows)
+    image, curves = axes.flat
     limit = np.quantile(np.abs(weight), 0.99) or 1.0
     draw_signed(image, weight / limit)
     image.set(xlabel="channel", ylabel="position")
-    set_title(image, "position embeddings: blue above 0, orange below")
+    set_title(image, "all channels: blue above 0, orange below")
     low, high = np.quantile(weight, (0.1, 0.9), axis=0)
     channels = np.sort(np.argsort(high - low)[::-1][:3])
     for channel, colour in zip(channels, COLOURS, strict=False):
@@ -259,7 +276,7 @@ def attention_weights(model: LanguageModel, input_ids: torch.Tensor) -> torch.Te
     return torch.cat(recorder.found)
 
 
-def attention_figure(weights: torch.Tensor) -> "Figure":
+def attention_figure(weights: torch.Tensor, width: float = WIDE) -> "Figure":
     """All heads as small images, a row per layer, a column per head; weights: (L, H, T, T)."""
     L, H, T, _ = weights.shape
     gap = max(1, T // 12)
@@ -269,17 +286,18 @@ def attention_figure(weights: torch.Tensor) -> "Figure":
         for head in range(H):
             rows, columns = (slice(i * (T + gap), i * (T + gap) + T) for i in (layer, head))
             canvas[rows, columns] = np.where(visible, weights[layer, head].cpu(), np.nan)
-    side = min(1.3, 7.2 / H)  # inches
+    side = min(1.3, (width - 0.8) / H)  # inches
     figure, [[ax]] = new_figure(side * H + 0.8, side * L + 0.6)
     draw_share(ax, canvas)
     middles = [i * (T + gap) + T / 2 - 0.5 for i in range(max(H, L))]
-    ax.set_xticks(middles[:H], range(H))
-    ax.set_yticks(middles[:L], range(L))
+    every = math.ceil(0.2 / side)  # a number takes 0.2 inches
+    ax.set_xticks(middles[:H:every], range(0, H, every))
+    ax.set_yticks(middles[:L:every], range(0, L, every))
     ax.set(xlabel="head", ylabel="layer")
     return figure
 
 
-def heads_figure(weights: torch.Tensor, tokens: list[str]) -> "Figure":
+def heads_figure(weights: torch.Tensor, tokens: list[str], width: float = WIDE) -> "Figure":
     """Three heads in large, with the tokens: those that look most at the token before, at the first, and
     at the most tokens evenly. weights: (L, H, T, T); tokens: T strings."""
     mean_entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1).mean(-1)
@@ -288,14 +306,16 @@ def heads_figure(weights: torch.Tensor, tokens: list[str]) -> "Figure":
         "looks most at the first token": weights[..., 1:, 0].mean(-1),
         "looks most widely": mean_entropy,
     }
-    figure, axes = new_figure(8, 3.4, 1, 3)
-    for ax, (title, score) in zip(axes[0], wanted.items(), strict=True):
+    rows, size = (1, 6) if width == WIDE else (3, 7.5)
+    figure, axes = new_figure(width, 3.4 if rows == 1 else 4 * rows, rows, 3 // rows)
+    for ax, (title, score) in zip(axes.flat, wanted.items(), strict=True):
         layer, head = divmod(int(score.argmax()), weights.shape[1])
         matrix = weights[layer, head].cpu().numpy()
         draw_share(ax, np.where(np.tril(np.ones_like(matrix, bool)), matrix, np.nan))
         set_title(ax, f"{title}\nlayer {layer}, head {head}")
-        style = {"fontsize": 6, "family": "monospace", "parse_math": False}  # a $ is a $
-        ax.set_xticks(range(len(tokens)), tokens, rotation=90, **style)
+        style = {"fontsize": size, "family": "monospace", "parse_math": False}  # a $ is a $
+        rotation = 90 if max(map(len, tokens)) > 1 else 0
+        ax.set_xticks(range(len(tokens)), tokens, rotation=rotation, **style)
         ax.set_yticks(range(len(tokens)), tokens, **style)
         ax.tick_params(length=0)
     return figure
@@ -354,8 +374,8 @@ def rounded(values: Sequence[float]) -> list[float | None]:
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
-def themed_svg(figure: "Figure") -> str:
-    """A figure as an `<svg>` element without ids of its own, in the colours of the page around it."""
+def themed_svg(figure: "Figure", width: float = WIDE) -> str:
+    """A figure for a page of `width` inches as an `<svg>` element without ids of its own, in the colours of the page around it."""
     from matplotlib import rc_context
 
     out = io.StringIO()
@@ -368,6 +388,6 @@ def themed_svg(figure: "Figure") -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
-    width = f'style="max-width: {figure.get_figwidth() / 8:.0%}"'  # 8 inches fill the page
+    width = f'style="max-width: {figure.get_figwidth() / width:.0%}"'
     svg = re.sub(r'width="[\d.]+pt"', width, svg, count=1)
     return svg.replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")

@@ -5,8 +5,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +16,17 @@ from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
-from gpt2_accel.report.figures import AXES
+from gpt2_accel.report.figures import AXES, NARROW, WIDE
+from gpt2_accel.report.names import compares, in_words
 from gpt2_accel.report.reader import Run, has_model
 from gpt2_accel.runtime.progress import duration
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
-PER_TOKEN = ("val/loss", "val/loss_stderr", "val/perplexity")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
-MOST_TOKENS = 32  # of the text whose attention is drawn
+MOST_TOKENS = 24  # of the text whose attention is drawn
 MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
 TEXT = "The quick brown fox jumps over the lazy dog."
 
@@ -31,22 +36,33 @@ class Page:
     """The report while it is put together: sections of HTML, and pictures by the name of their file."""
 
     sections: list[str] = field(default_factory=list)
-    figures: dict[str, object] = field(default_factory=dict)
+    contents: list[str] = field(default_factory=list)
+    figures: dict[str, "Figure"] = field(default_factory=dict)
 
-    def picture(self, name: str, figure: object, caption: str = "") -> str:
-        """Notes a figure as `<name>.png`; returns it as HTML."""
-        self.figures[name] = figure
+    def picture(self, name: str, draw: Callable[[float], "Figure"], caption: str = "") -> str:
+        """Draws a figure for desktops, which is also `<name>.png`, and one for phones; returns them as HTML."""
+        parts = []
+        for place, width in (("narrow", NARROW), ("broad", WIDE)):
+            self.figures[name] = figure = draw(width)
+            svg = figures.themed_svg(figure, width)
+            figure.set_layout_engine("none")  # it has its layout: the PNG is drawn faster
+            charts = html.escape(json.dumps(figures.chart_data(figure)))
+            parts.append(f'<div class="{place}" data-charts="{charts}">{svg}</div>')
         text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-        svg = figures.themed_svg(figure)
-        charts = html.escape(json.dumps(figures.chart_data(figure)))
-        return f'<figure data-charts="{charts}">{svg}{text}</figure>'
+        return f"<figure>{''.join(parts)}{text}</figure>"
 
     def section(self, title: str, *parts: str) -> None:
         """Adds a section, unless it has nothing to show."""
         if any(parts):
+            place, heading = f"section-{len(self.sections) + 1}", html.escape(title)
+            self.contents.append(f'<a href="#{place}">{heading}</a>')
             self.sections.append(
-                f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
+                f'<section id="{place}"><h2>{heading}</h2>{"".join(parts)}</section>'
             )
+
+    def body(self) -> str:
+        """The list of contents, then the sections."""
+        return "\n".join([f"<nav>{' '.join(self.contents)}</nav>", *self.sections])
 
 
 def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -> Path:
@@ -61,13 +77,14 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
     page = Page()
     page.section("Runs", table_of_runs(runs))
     add_curves(page, runs)
+    page.section("Results of evaluate.py", table_of_evaluations(runs))
     page.section("Samples", *(samples(run) for run in runs if run.samples))
     for run in runs:
         add_weights(page, run, text)
     page.section("Left out", problems(runs))
     title = ", ".join(run.name for run in runs)
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-    document = template.substitute(title=html.escape(title), body="\n".join(page.sections))
+    document = template.substitute(title=html.escape(title), body=page.body())
     with atomic_files(folder) as scratch:
         (scratch / "report.html").write_text(document, encoding="utf-8")
         for name, figure in page.figures.items():
@@ -98,25 +115,60 @@ def table_of_runs(runs: list[Run]) -> str:
         "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
     }
     for name in compared_metrics(runs):
-        rows[name] = lambda run, name=name: newest(run, name)
-    head = "".join(
-        f'<th scope="col"><i style="background:{colour}"></i>{html.escape(run.name)}</th>'
-        for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
-    )
+        rows[in_words(name)] = lambda run, name=name: newest(run, name)
+    colours = figures.cycle(len(runs))
+    heads = [heading(run.name, colour) for run, colour in zip(runs, colours, strict=True)]
+    return table(heads, {title: [value(run) for run in runs] for title, value in rows.items()})
+
+
+def heading(name: str, colour: str, below: str = "") -> str:
+    """The head of a run's column: its colour and name, and a line below."""
+    below = f"<br><small>{html.escape(below)}</small>" if below else ""
+    return f'<i style="background:{colour}"></i>{html.escape(name)}{below}'
+
+
+def table(heads: list[str], rows: dict[str, list[str | None]]) -> str:
+    """A table as HTML: the heads of its columns as HTML, and of each row its title and cells as text."""
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(
         f'<tr><th scope="row">{html.escape(title)}</th>'
-        + "".join(f"<td>{html.escape(str(value(run) or '-'))}</td>" for run in runs)
+        + "".join(f"<td>{html.escape(str(cell or '-'))}</td>" for cell in cells)
         + "</tr>"
-        for title, value in rows.items()
+        for title, cells in rows.items()
     )
     return f'<div class="wide"><table><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def table_of_evaluations(runs: list[Run]) -> str:
+    """What recipes/evaluate.py found for the runs' models, a model a column, with conventions and notes."""
+    found = [
+        (run, colour, name, entry)
+        for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
+        for name, entry in run.evaluated.items()
+    ]
+    if not found:
+        return ""
+    same = figures.same_tokens(runs)
+    conventions = {n: text for *_, entry in found for n, text in entry["conventions"].items()}
+    names = dict.fromkeys(n for *_, entry in found for n in entry["results"])
+    names = [n for n in names if not n.endswith("_stderr") and (same or compares(n))]
+    heads = [
+        heading(run.name, colour, f"{name}, update {entry.get('step')}")
+        for run, colour, name, entry in found
+    ]
+    rows = {
+        in_words(n): [*(figure(entry["results"], n) for *_, entry in found), conventions.get(n)]
+        for n in names
+    }
+    notes = dict.fromkeys(f"{run.name}: {note}" for run, *_, e in found for note in e["notes"])
+    return table([*heads, "how it is computed"], rows) + bullets(list(notes))
 
 
 def compared_metrics(runs: list[Run]) -> list[str]:
     """The names of the runs' evaluations, without those per token where the runs' tokenizers differ."""
     names = dict.fromkeys(name for run in runs for name in run.evaluations)
     same = figures.same_tokens(runs)
-    return [name for name in names if same or name not in PER_TOKEN]
+    return [name for name in names if same or compares(name)]
 
 
 def state_of(run: Run) -> str:
@@ -133,15 +185,17 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def decimals(value: float | None) -> str:
-    """3.4742."""
-    return f"{value:.4f}" if isinstance(value, (int, float)) else ""
+def figure(values: dict, name: str) -> str:
+    """A metric with its standard error, where there is one: 3.4742 ± 0.0341, or 12,345."""
+    both = (values.get(name), values.get(f"{name}_stderr"))
+    known = [value for value in both if isinstance(value, (int, float))]
+    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
 def newest(run: Run, name: str) -> str:
     """A run's newest figure, and its update unless that is the last of the run so far."""
     line = next((line for line in reversed(run.lines) if name in line), {})
-    value = decimals(line.get(name))
+    value = figure(line, name)
     earlier = value and line["step"] != run.lines[-1]["step"]
     return value + (f" at update {line['step']:,}" if earlier else "")
 
@@ -169,26 +223,27 @@ def add_curves(page: Page, runs: list[Run]) -> None:
     drawn = [run for run in runs if run.lines]
     if not drawn:
         return
-    others = [
-        name for name in compared_metrics(drawn) if name not in ("val/loss", "val/perplexity")
-    ]
+
+    def is_curve(name: str) -> bool:  # what has one value is in the table of runs
+        return any(len(run.curve(name, "tokens")[0]) > 1 for run in drawn)
+
+    others = [n for n in compared_metrics(drawn) if n != "val/loss" and is_curve(n)]
+    training = [name for name in (f"train/{n}" for n in TRAINING) if is_curve(name)]
     if not figures.same_tokens(drawn):  # these are in the picture of the loss
         others = [name for name in others if name != "val/bits_per_byte"]
         for run in drawn:
             if run.bits_per_byte is None:
                 run.problems.append("its bits per byte are not known: no loss beside other tokens")
-    training = [f"train/{name}" for name in TRAINING]
-    training = [name for name in training if any(run.last(name) is not None for run in drawn)]
     page.section("Loss", caution(drawn), tabs(page, "loss", drawn, figures.loss_figure))
     if others:
 
-        def draw(runs: list[Run], axis: str) -> object:
-            return figures.metrics_figure(runs, others, axis)
+        def draw(runs: list[Run], axis: str, width: float) -> "Figure":
+            return figures.metrics_figure(runs, others, axis, width)
 
         page.section("Evaluations", tabs(page, "evaluations", drawn, draw))
     if training:
-        figure = figures.metrics_figure(drawn, training, "tokens")
-        page.section("Training", page.picture("training", figure))
+        draw_training = partial(figures.metrics_figure, drawn, training, "tokens")
+        page.section("Training", page.picture("training", draw_training))
 
 
 def caution(runs: list[Run]) -> str:
@@ -199,7 +254,9 @@ def caution(runs: list[Run]) -> str:
     return "<p>The runs have different data: a lower loss may come from easier text.</p>"
 
 
-def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str], object]) -> str:
+def tabs(
+    page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str, float], "Figure"]
+) -> str:
     """One picture over each of `AXES` that some run knows, to switch between."""
     longest = max((max(run.curve("step", "hours")[0], default=0) for run in runs), default=0)
     unused = "minutes" if longest > 2 else "hours"
@@ -210,7 +267,7 @@ def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str]
         file = name if axis == known[0] else f"{name}-over-{axis}"
         parts.append(
             f'<input type="radio" name="{name}" id="{file}"{checked}><label for="{file}">'
-            f"{AXES[axis]}</label>{page.picture(file, draw(runs, axis))}"
+            f"{AXES[axis]}</label>{page.picture(file, partial(draw, runs, axis))}"
         )
     return f'<div class="tabs">{"".join(parts)}</div>'
 
@@ -227,7 +284,8 @@ def samples(run: Run) -> str:
                 f"<details{shown}><summary>update {sample['step']:,}</summary><pre><b>"
                 f"{html.escape(prompt)}</b>{html.escape(text.removeprefix(prompt))}</pre></details>"
             )
-        title = f"<h3>{html.escape(run.name)}, from {html.escape(repr(prompt))}</h3>"
+        after = f"after {prompt!r}" if prompt else "from an empty prompt"
+        title = f"<h3>{html.escape(run.name)}, {html.escape(after)}</h3>"
         parts.insert(len(parts) - len(own[::-every]), title)
     return "".join(parts)
 
@@ -247,17 +305,17 @@ def add_weights(page: Page, run: Run, text: str | None) -> None:
         return
     parts = []
     if (positions := getattr(model, "wpe", None)) is not None:  # learned position embeddings
-        figure = figures.position_figure(positions.weight.detach().float().numpy())
-        parts.append(page.picture(f"{run.name}-positions", figure))
+        draw = partial(figures.position_figure, positions.weight.detach().float().numpy())
+        parts.append("<h3>Position embeddings</h3>" + page.picture(f"{run.name}-positions", draw))
     if len(ids) < 2:
         run.problems.append("the text for the attention has fewer than two tokens")
     else:
         weights = figures.attention_weights(model, torch.tensor([ids]))
         tokens = [visible(tokenizer.decode([i])) for i in ids]
         caption = "Each row is a token, and shows how much it looks at each token before it and at itself."
-        heads = figures.heads_figure(weights, tokens)
-        parts.append(page.picture(f"{run.name}-heads", heads, caption))
-        grid = figures.attention_figure(weights)
+        heads = partial(figures.heads_figure, weights, tokens)
+        parts.append("<h3>Attention</h3>" + page.picture(f"{run.name}-heads", heads, caption))
+        grid = partial(figures.attention_figure, weights)
         parts.append(page.picture(f"{run.name}-attention", grid, "The same for all heads."))
     page.section(f"Weights of {run.name}", *parts)
 
@@ -270,9 +328,12 @@ def visible(token: str) -> str:
 
 def problems(runs: list[Run]) -> str:
     """What could not be drawn, and why."""
-    lines = [f"{run.folder}: {problem}" for run in runs for problem in dict.fromkeys(run.problems)]
-    return (
-        "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
-        if lines
-        else ""
+    return bullets(
+        [f"{run.folder}: {line}" for run in runs for line in dict.fromkeys(run.problems)]
     )
+
+
+def bullets(lines: list[str]) -> str:
+    """Lines of text as a list, nothing if there are none."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""

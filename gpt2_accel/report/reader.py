@@ -9,6 +9,7 @@ import yaml
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.evals.record import read_record
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.runtime.log import read_status
@@ -28,7 +29,8 @@ class Run:
     """A run's folder as it was found. `problems` says in a line each what is missing or unreadable.
 
     `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`; `metadata` of `run.json`, as far as
-    they are known; `status` of `status.json`.
+    they are known; `status` of `status.json`; `evaluated` the entries of `evaluation.json`, the run's own and those
+    of its checkpoints.
     """
 
     folder: Path
@@ -38,11 +40,12 @@ class Run:
     status: dict = field(default_factory=dict)
     lines: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
+    evaluated: dict[str, dict] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def evaluations(self) -> list[str]:
-        """The names of all results of evaluations, such as `val/loss`."""
+        """The names of all results of evaluations, such as `val/loss`, without their standard errors."""
         names = (name for line in self.lines for name in line if is_evaluation(name))
         return list(dict.fromkeys(names))
 
@@ -94,7 +97,7 @@ class Run:
 
 def is_evaluation(name: str) -> bool:
     """Whether a name in `metrics.jsonl` is the result of an evaluation."""
-    return "/" in name and not name.startswith("train/")
+    return "/" in name and not name.startswith("train/") and not name.endswith("_stderr")
 
 
 def training_hours(lines: list[dict]) -> list[float | None]:
@@ -125,6 +128,12 @@ def read_run(folder: str | Path) -> Run:
         entries = read_json_lines(folder / name)
         setattr(run, part, sorted(entries, key=lambda entry: entry["step"]))
         note_lost_lines(run, name, len(entries))
+    for place in (*list_checkpoints(folder), folder):
+        try:
+            run.evaluated |= read_record(place / "evaluation.json")
+        except (OSError, ValueError):
+            name = (place / "evaluation.json").relative_to(folder)
+            run.problems.append(f"{name} is damaged: left out")
     known = {"output_dir", "max_steps"} <= run.settings.keys() or "run_id" in run.metadata
     if not (known or run.lines or list_checkpoints(folder)):
         raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")

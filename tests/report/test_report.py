@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             page.goto((tmp_path / "out/report.html").as_uri())
             assert page.title() == "first, second"
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            texts = page.locator("svg:visible text")
+            sizes = texts.evaluate_all("all => all.map(t => t.getBoundingClientRect().height)")
+            assert min(sizes) > 8  # pixels: legible
+            links = page.locator("nav a").evaluate_all("all => all.map(a => a.hash)")
+            assert links and all(page.locator(link).count() == 1 for link in links)
             loss = page.locator("section", has=page.locator("h2", has_text="Loss"))
             assert loss.locator("svg:visible").count() == 1
             assert "tokens" in loss.locator("svg:visible").text_content()
@@ -78,6 +84,74 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             assert errors == []
             assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
         browser.close()
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("updates", [2, 20, 19_000])
+def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
+    """No chart of one value or of standard errors, no axis of 0.2% of a value, no labels that collide."""
+    from gpt2_accel.report import figures, page
+
+    every = max(1, updates // 20)
+    lines = [
+        {"step": n, "tokens": n * 524_288, "train/loss": 3 + 8 / n, "train/memory_gb": 60.1}
+        for n in range(1, updates + 1)
+    ]
+    for line in lines[every - 1 :: every]:
+        line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
+        line |= {"val/perplexity": 20 + 1e5 / line["step"], "val/steady": 1 + line["step"] * 1e-9}
+    lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+    run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
+    drawn = page.Page()
+    page.add_curves(drawn, [run])
+    titles = [ax.get_title(loc="left") for ax in drawn.figures["evaluations"].axes]
+    assert titles[:2] == ["validation perplexity", "validation steady"]
+    assert not any("HellaSwag" in title or "stderr" in title for title in titles)
+    table = page.table_of_runs([run])
+    assert "HellaSwag accuracy" in table and "0.2500 ± 0.0100" in table
+    assert "validation loss in nats per token" in table and "val/" not in table
+    for name, figure in drawn.figures.items():
+        renderer = figure._get_renderer()
+        for ax in filter(lambda ax: ax.get_visible(), figure.axes):
+            low, high = ax.get_ylim()
+            assert high - low >= figures.LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
+            for axis in (ax.xaxis, ax.yaxis):
+                labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
+                labels = [box for box in labels if box.width]
+                assert not any(a.overlaps(b) for a, b in pairwise(labels)), name
+    if updates == 19_000:  # the fall at the start does not flatten the rest
+        assert drawn.figures["evaluations"].axes[0].get_ylim()[1] < 100
+        assert drawn.figures["loss"].axes[0].get_ylim()[1] < 4
+
+
+@needs_matplotlib
+def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
+    from gpt2_accel.report.page import table_of_evaluations
+
+    folder = shutil.copytree(runs / "first", tmp_path / "first")
+    entry = {
+        "step": 60,
+        "weights": "00",
+        "precision": "no",
+        "results": {"lambada/last_word_acc": 0.25, "lambada/last_word_acc_stderr": 0.01}
+        | {"ptb/perplexity_per_token": 12345.6, "lm_eval:arc/acc": None},
+        "conventions": {"lambada/last_word_acc": "as <lm-eval>"},
+        "notes": ["lambada: 12 items"],
+    }
+    older = {**entry, "step": 40}
+    for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
+        (place / "evaluation.json").write_text(json.dumps({name: content}))
+    first, second = read_run(folder), read_run(runs / "second")
+    page = table_of_evaluations([first, second])
+    assert "LAMBADA accuracy of the last word" in page and "0.2500 ± 0.0100" in page
+    assert "as &lt;lm-eval&gt;" in page and "first: lambada: 12 items" in page
+    assert "old, update 40" in page and "new, update 60" in page
+    assert "Penn Treebank perplexity per token" in page and "12,346" in page
+    second.metadata["tokenizer"] = "another"
+    assert "perplexity per token" not in table_of_evaluations([first, second])
+    assert table_of_evaluations([second]) == ""
+    (folder / "evaluation.json").write_text("[")
+    assert read_run(folder).problems[-1] == "evaluation.json is damaged: left out"
 
 
 @needs_matplotlib
@@ -166,7 +240,7 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     first.metadata["data"] = "made up (17 tokens)"
     page = written()
     assert "bits per byte, as the tokenizers differ" in page and "nats per token" not in page
-    assert "val/bits_per_byte" in page and "val/perplexity" not in page
+    assert "validation bits per byte" in page and "validation perplexity" not in page
     assert "different data" not in page
     curves = drawn(loss_figure([first, second]))
     expected = first.curve("val/bits_per_byte", "tokens")[1]
