@@ -1,4 +1,4 @@
-"""What programs other than transformers expect of a GPT-2 directory. README, "Other readers".
+"""What programs other than transformers expect of a GPT-2 directory. docs/hub.md, "Other readers".
 
 llama.cpp (convert_hf_to_gguf.py) reads `n_ctx`, `n_embd`, `n_head`, `n_layer`, `layer_norm_epsilon` and
 `architectures` from config.json, takes the MLP as 4 x n_embd, transposes the four Conv1D matrices, and
