@@ -229,7 +229,7 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(data_dir, tmp_path
     model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
     characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
     save_pretrained(model, tmp_path / "other", characters)
-    with pytest.raises(ValueError, match="another tokenizer than that of"):
+    with pytest.raises(ValueError, match="another tokenizer than .* has"):
         run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "other")))
 
 

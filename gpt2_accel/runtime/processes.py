@@ -22,8 +22,10 @@ _numbers = itertools.count()
 
 
 def processes() -> PartialState:
-    """Returns Accelerate's `PartialState`, for a recipe's work before training. Also sees the processes of a CPU launch,
-    unlike `PartialState()`."""
+    """Returns Accelerate's `PartialState`, for a recipe's work before training.
+
+    `PartialState()` without arguments does not see the processes of a CPU launch.
+    """
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 

@@ -1,4 +1,4 @@
-"""Builds what a run needs and checks it against each other: model, optimizer, data, evaluations, checkpoint."""
+"""Builds the model, optimizer, data, evaluations and checkpoint state of a run, and checks that they fit together."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,15 +37,15 @@ from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_mai
 from gpt2_accel.runtime.trackers import run_identity
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
-# Settings that the order of the data depends on: a position means nothing without them.
+# Settings that determine the order of the data. A checkpoint saves them with the position.
 ORDER_SETTINGS = ("seed", "sequence_length")
 
 
 @dataclass
 class TrainState:
-    """What training changes. A checkpoint holds all of it.
+    """The state that training changes, all of which a checkpoint holds.
 
-    `model` and `optimizer` are as Accelerate prepared them; `step` is the number of updates done.
+    `model` and `optimizer` are prepared by Accelerate. `step` is the number of updates done.
     """
 
     model: torch.nn.Module
@@ -58,10 +58,10 @@ class TrainState:
 
 @dataclass
 class TrainInputs:
-    """What training reads and does not change.
+    """The inputs that training only reads.
 
-    `evaluations` each have the number of updates between; `updates` is how many the whole run has, more than
-    `max_steps` if the batch starts smaller; `checkpoint` is the one that the run goes on from, None for a new run.
+    `evaluations` are pairs of an interval in updates and an evaluation. `updates` is the length of the whole run; with a
+    batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,10 +73,10 @@ class TrainInputs:
 
 
 def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, TrainInputs]:
-    """Builds the state and the inputs of a run; the state is that of the checkpoint if there is one to resume.
+    """Builds the state and the inputs of a run; the state is loaded from the checkpoint if the run resumes.
 
-    Sets `config.micro_batch_size` where it is automatic or does not divide the batch. Raises `ValueError` or an
-    `OSError` for settings, data or a checkpoint that cannot work together. Writes nothing.
+    Sets `config.micro_batch_size` if it is `auto` or does not divide the batch. Writes nothing. Raises `ValueError` or
+    `OSError` if settings, data and checkpoint cannot work together.
     """
     check_optimizer(config, accelerator)
     checkpoint = choose_checkpoint(config, accelerator)
@@ -87,7 +87,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     with all_or_none(accelerator):
         tokenizer = load_data_tokenizer(config.data_dir)
         for prompt in config.sample_prompts if config.sample_every else []:
-            encode_prompt(tokenizer, prompt)  # raises now what it would raise at the first sample
+            encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
         plain = build_model(config, len(tokenizer), checkpoint)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask:
@@ -128,9 +128,9 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
 
 
 def choose_checkpoint(config: TrainConfig, accelerator: Accelerator) -> Path | None:
-    """The checkpoint to resume, the same on all processes: the main one finds it and verifies its checksums.
+    """Returns the checkpoint to resume on all processes; the main process finds it and verifies its checksums.
 
-    Raises what `find_checkpoint` raises, and `FileNotFoundError` if another process does not see it.
+    Raises the errors of `find_checkpoint`, and `FileNotFoundError` if another process does not see the checkpoint.
     """
     path = on_main_process(
         accelerator, lambda: find_checkpoint(config.resume_from, config.output_dir)
@@ -138,14 +138,14 @@ def choose_checkpoint(config: TrainConfig, accelerator: Accelerator) -> Path | N
     with all_or_none(accelerator):
         if path is not None and not path.exists():
             raise FileNotFoundError(
-                f"process {accelerator.process_index} does not see {path}, which the main process resumes: put "
-                "--output_dir on a disk that all nodes share"
+                f"process {accelerator.process_index} does not see {path}, from which the main process resumes: "
+                "put --output_dir on a disk that all nodes share"
             )
     return path
 
 
 def check_same_data(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raises `ValueError` if a process sees other data than the main one."""
+    """Raises `ValueError` if a process sees other data than the main process."""
     expected = on_main_process(accelerator, lambda: data_fingerprint(config.data_dir))
     with all_or_none(accelerator):
         if data_fingerprint(config.data_dir) != expected:
@@ -158,37 +158,37 @@ def check_same_data(config: TrainConfig, accelerator: Accelerator) -> None:
 def sequences_seen(
     config: TrainConfig, position: dict[str, int] | None, expected: int, checkpoint: Path
 ) -> int:
-    """How many sequences of the data's order the checkpoint's run had read.
+    """Returns the number of sequences, of the current length, that the checkpoint's run had read.
 
-    `position` is what the checkpoint says of it; one of release 0.1 says nothing, and has `expected`. Raises
-    `ValueError` if a setting that the order depends on is another now; with `ignore_changes` as many tokens count as
-    seen.
+    `position` comes from the checkpoint; it is None in release 0.1, and the result is then `expected`.
+
+    Raises `ValueError` if one of `ORDER_SETTINGS` has changed and `ignore_changes` is not set.
     """
     if position is None:
         return expected
     for name in ORDER_SETTINGS:
         if position[name] != getattr(config, name) and not config.ignore_changes:
             raise ValueError(
-                f"{checkpoint} was trained with --{name} {position[name]}, on which the order of the data "
-                f"depends, not {getattr(config, name)}: resume with that, or with --ignore_changes"
+                f"{checkpoint} was trained with --{name} {position[name]}, not {getattr(config, name)}, which "
+                "changes the order of the data: resume with the former value, or with --ignore_changes"
             )
     return position["sequences"] * position["sequence_length"] // config.sequence_length
 
 
 def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
-    """Raises `ValueError` if the data is not what the checkpoint was trained on."""
+    """Raises `ValueError` if the data is not the checkpoint's and `ignore_changes` is not set."""
     if fingerprint != data_fingerprint(config.data_dir) and not config.ignore_changes:
         raise ValueError(
-            f"{config.data_dir} is not the data that {checkpoint} was trained on: give that by --data_dir, "
-            "or --ignore_changes to go on with this"
+            f"{config.data_dir} is not the data that {checkpoint} was trained on: give that data by "
+            "--data_dir, or continue on this with --ignore_changes"
         )
 
 
 def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> LanguageModel:
-    """A new model, or the one of the checkpoint, or of `config.init_from`.
+    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`.
 
-    Raises `ValueError` if it does not fit the data's tokenizer or the sequence length, or if the
-    checkpoint's model is not the configured one.
+    Raises `ValueError` if the model does not fit the data's tokenizer, the sequence length or, without `init_from`, the
+    configured shape.
     """
     source = checkpoint or config.init_from
     if source is not None:
@@ -214,53 +214,52 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
         expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
         if fingerprint(load_tokenizer(source)) != expected:
             raise ValueError(
-                f"{config.data_dir} was tokenized with another tokenizer than that of {source}: prepare "
-                "the text with the model's tokenizer, in another --data_dir"
+                f"{config.data_dir} was tokenized with another tokenizer than {source} has: prepare the text "
+                "with the model's tokenizer, in another --data_dir"
             )
     if config.sequence_length > model.config.n_positions:
         raise ValueError(
             f"sequence_length ({config.sequence_length}) exceeds n_positions "
-            f"({model.config.n_positions}): lower the one or raise the other"
+            f"({model.config.n_positions}): lower --sequence_length or raise --n_positions"
         )
     return model
 
 
 def check_size(shape: ModelConfig) -> None:
-    """Raises `ValueError` if the weights alone, in fp32, exceed the machine's memory, where they begin."""
-    needed, there = 4 * shape.parameter_count, total_memory()
-    if needed > there:
+    """Raises `ValueError` if the fp32 weights alone exceed the host's memory, in which they are initialized."""
+    needed, available = 4 * shape.parameter_count, total_memory()
+    if needed > available:
         raise ValueError(
             f"the weights of a model of {shape.parameter_count:,} parameters take {needed / 1e9:,.1f} GB, but "
-            f"this machine has {there / 1e9:,.1f} GB: lower --n_layer, --n_embd or --n_positions"
+            f"this machine has {available / 1e9:,.1f} GB: lower --n_layer, --n_embd or --n_positions"
         )
 
 
 def document_separator(data_dir: str) -> int:
-    """The token that begins each document of the data. Raises `ValueError` if it has none."""
+    """Returns the token id that begins each document of the data. Raises `ValueError` if its tokenizer has none."""
     separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
     if separator is None:
         raise ValueError(
-            f"document_mask needs data whose documents are separated, but the tokenizer of {data_dir} has "
-            "no <|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
+            f"document_mask needs a token that separates documents, but the tokenizer of {data_dir} has no "
+            "<|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
         )
     return separator
 
 
 def check_optimizer(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raises `ValueError` if the optimizer cannot work on the shards of a model."""
+    """Raises `ValueError` if the optimizer does not support a sharded model."""
     if config.optimizer == "muon" and accelerator.is_fsdp2:
         raise ValueError(
-            "muon works on whole matrices, and FSDP2 leaves each process a part of them: use --optimizer "
-            "adamw, or a config without FSDP"
+            "muon works on whole matrices, which FSDP2 shards: use --optimizer adamw, or a config without FSDP"
         )
 
 
 def build_loaders(
     config: TrainConfig, accelerator: Accelerator
 ) -> tuple[TrainLoader, EvalLoader | None]:
-    """This rank's share of the training and the validation data, None where nothing is evaluated.
+    """Builds the loaders of this rank's share of the data; the validation loader is None if nothing is evaluated.
 
-    Raises what `TokenStream` raises.
+    Raises the errors of `TokenStream`.
     """
     share = {
         "sequence_length": config.sequence_length,
@@ -292,7 +291,7 @@ def build_evaluations(
     tokenizer: PreTrainedTokenizerBase,
     val_loader: EvalLoader | None,
 ) -> list[tuple[int, Evaluation]]:
-    """What is evaluated on the way, each with the updates between. Raises `ValueError` for bad items."""
+    """Returns the evaluations during training, each with its interval in updates. Raises `ValueError` for bad items."""
     evaluations: list[tuple[int, Evaluation]] = []
     if val_loader is not None:
         evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))

@@ -1,4 +1,4 @@
-"""When a run has to stop before its end: signals, and the hours it was given."""
+"""Stops a run early: after a signal or `max_hours`."""
 
 import ctypes
 import math
@@ -10,23 +10,25 @@ import time
 from pathlib import Path
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-GRACE = 15.0  # seconds after a signal in which the process ends; launchers and schedulers kill it after 30
-ECHO = 0.5  # seconds in which a second signal is the first: Slurm signals all, and the launcher passes its own on
+GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
+# Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
+# own signal on.
+ECHO = 0.5
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class StopRequest:
-    """Notes that the run is to stop; a context manager around its loop.
+    """Records that a run has to stop; a context manager around its loop.
 
-    `reason` is None, or the signal that came (SIGTERM, SIGINT, SIGUSR1), or `max_hours` once that many
-    hours have passed since the start. A second Ctrl-C raises `KeyboardInterrupt` at once.
+    `reason` is None, the first signal (SIGTERM, SIGINT or SIGUSR1), or `max_hours` once that many hours have passed. A
+    second Ctrl-C raises `KeyboardInterrupt`.
     """
 
     def __init__(self, max_hours: float | None = None):
         self._ends = None if max_hours is None else time.monotonic() + max_hours * 3600
         self._signal: str | None = None
-        self._came = math.inf  # when the signal came
-        self._insisted = False  # a second one came
+        self._received = math.inf  # time of the first signal
+        self._repeated = False  # whether there was a second signal
         self._handlers: dict[int, object] = {}
 
     @property
@@ -37,9 +39,9 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """How long the run may wait for something that it can do without: `GRACE` from the signal on, not at all
+        """The seconds that optional waits may still take: infinite before a signal, `GRACE` from the first signal on, 0
         after a second one."""
-        return 0.0 if self._insisted else max(0.0, self._came + GRACE - time.monotonic())
+        return 0.0 if self._repeated else max(0.0, self._received + GRACE - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -55,23 +57,22 @@ class StopRequest:
 
     def _note(self, number: int, _) -> None:
         if self._signal is None:
-            self._signal, self._came = signal.Signals(number).name, time.monotonic()
+            self._signal, self._received = signal.Signals(number).name, time.monotonic()
             return
-        if time.monotonic() < self._came + ECHO:
+        if time.monotonic() < self._received + ECHO:
             return
-        self._insisted = True
+        self._repeated = True
         if number == signal.SIGINT and self._signal == "SIGINT":
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # a third must not cut short what it ends with
+            # A third Ctrl-C must not interrupt the cleanup.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
 
 
 def die_with_launcher() -> None:
-    """Has Linux send SIGTERM to this process when its launcher dies.
+    """On Linux, makes the kernel send SIGTERM to this process when its launcher dies.
 
-    With one process, `accelerate launch` does not pass a signal on, but dies of it. Only for a parent
-    that is such a launcher: a shell that ends must not stop the run.
+    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing if the parent is not a
+    launcher: the end of a shell must not stop the run.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -84,6 +85,6 @@ def die_with_launcher() -> None:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Has Linux send the signal to this process when its parent dies; elsewhere does nothing."""
+    """On Linux, makes the kernel send the signal `number` to this process when its parent dies."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

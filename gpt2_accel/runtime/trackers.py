@@ -1,10 +1,9 @@
-"""Experiment trackers beside `metrics.jsonl`: wandb, TensorBoard and trackio, through Accelerate.
+"""Logs to the experiment trackers wandb, TensorBoard and trackio, through Accelerate.
 
-A run has one id, which its checkpoints carry: a resumed run goes on as the same run in each tracker. A
-kill leaves a tracker with too much, the steps after the checkpoint, or too little, what it had not yet
-written. TensorBoard drops the steps after the checkpoint (`purge_step`); wandb and trackio, which cannot,
-keep them. Each is then sent the lines of `metrics.jsonl` from the first that it does not have. wandb
-offline cannot know what it had: each of its folders gets the whole run, so that the newest suffices.
+A run's id is in its checkpoints, so a resumed run continues the same run in each tracker. After a kill a tracker may
+have steps after the last checkpoint, or lack steps that it had not written yet. TensorBoard drops the former
+(`purge_step`); wandb and trackio cannot and keep them. Each tracker is then sent the lines of `metrics.jsonl` from the
+first step that it lacks. wandb's offline mode does not know earlier steps: each of its folders gets the whole run.
 """
 
 import os
@@ -40,22 +39,23 @@ HINTS = {
 
 
 def check_trackers(names: list[str]) -> None:
-    """Raises `ValueError` for a name that is not one of `TRACKERS`, or one that is not installed."""
+    """Raises `ValueError` if a name is not in `TRACKERS` or its package is not installed."""
     installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in TRACKERS:
-            raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}")
-        if name not in installed:  # Accelerate would drop it without a word
+            raise ValueError(
+                f"report_to has the unknown tracker {name!r}: choose from {', '.join(TRACKERS)}"
+            )
+        if name not in installed:  # Accelerate would drop it silently
             raise ValueError(
                 f"--report_to {name}: {name} is not installed: pip install 'gpt2_accel[trackers]'"
             )
 
 
 def run_identity(config: TrainConfig, checkpoint: Path | None, run_id: str | None) -> str:
-    """The id of a run that goes on from `checkpoint`, whose id is `run_id`.
+    """Returns the id of a run that resumes from `checkpoint`: its `run_id`, or a new id of eight characters.
 
-    That one, unless there is none, or the checkpoint lies in the folder of another run, of which this
-    then is a branch. An id has eight characters.
+    The id is new if `run_id` is None, or if the checkpoint is in another run's folder: the run is then a branch.
     """
     folder = checkpoint.parent if checkpoint else Path(config.output_dir)
     branch = (
@@ -65,7 +65,7 @@ def run_identity(config: TrainConfig, checkpoint: Path | None, run_id: str | Non
 
 
 class TokensTensorBoard(TensorBoardTracker):
-    """The same scalars over tokens instead of updates, as tags of their own: `train_by_tokens/loss`."""
+    """Logs the same scalars over tokens instead of updates, under tags such as `train_by_tokens/loss`."""
 
     def log(self, values: dict, step: int | None = None, **kwargs) -> None:
         renamed = {name.replace("/", "_by_tokens/", 1): value for name, value in values.items()}
@@ -73,18 +73,17 @@ class TokensTensorBoard(TensorBoardTracker):
 
 
 class Trackers:
-    """The trackers of `config.report_to`; a context manager around the run's loop, on the main process.
+    """The trackers of `config.report_to`; a context manager around the run's loop. Only the main process has any.
 
-    Entering starts them and has `log` send them the numbers of each line of `metrics.jsonl`. Raises
-    `OSError`, in one sentence, for one that cannot be started. One that fails later is named on the
-    screen and left out; the run goes on.
+    Entering starts them; `log` then sends them the numbers of each line of `metrics.jsonl`. Raises `OSError` if one
+    cannot be started. A tracker that fails later is reported and dropped, and the run continues.
     """
 
     def __init__(
         self, config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, log: RunLog
     ):
         self.config, self.metadata, self.accelerator, self.log = config, metadata, accelerator, log
-        self._newest: dict[GeneralTracker, int] = {}  # the last step that it has already
+        self._newest: dict[GeneralTracker, int] = {}  # the last step that each tracker has
 
     def __enter__(self) -> "Trackers":
         names = self.config.report_to if self.accelerator.is_main_process else []
@@ -103,7 +102,7 @@ class Trackers:
 
     def __exit__(self, kind: type | None, *_) -> None:
         for tracker in self.accelerator.trackers:
-            with suppress(Exception):  # the run itself is done
+            with suppress(Exception):  # a tracker's failure must not fail the run
                 if tracker.name == "wandb":
                     tracker.tracker.finish(exit_code=0 if kind is None else 1)
                 else:
@@ -143,25 +142,25 @@ class Trackers:
             elif not isinstance(tracker, TokensTensorBoard):
                 about = yaml.safe_dump({**asdict(self.config), **asdict(self.metadata)})
                 tracker.log({"about": indent(about, "    ")}, step=self.log.step)  # Markdown's code
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library has its own types
             raise OSError(
                 f"{tracker.name} cannot be started ({first_line(error)}): {HINTS[tracker.name]}"
             ) from error
         self.accelerator.trackers.append(tracker)
 
     def _publish(self, line: dict) -> None:
-        """Sends a line of `metrics.jsonl` to each tracker that does not have its step yet."""
+        """Sends a line of `metrics.jsonl` to each tracker that lacks its step."""
         values = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         step = values.pop("step")
         for tracker in list(self.accelerator.trackers):
             if step <= self._newest.get(tracker, -1):
                 continue
-            # wandb would hold a step back until the next, and a kill would lose it.
+            # Without `commit` wandb holds a step back until the next one, and a kill would lose it.
             options = {"commit": True} if tracker.name == "wandb" else {}
             try:
                 tracker.log(values, step=step, **options)
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
                 self.log.say(
-                    f"{tracker.name} failed and is left out from here: {first_line(error)}"
+                    f"{tracker.name} failed and gets no further steps: {first_line(error)}"
                 )
