@@ -1,12 +1,10 @@
-"""Which tokens each update trains on, as a function of the seed and the step.
+"""Data loaders for training and evaluation; the training order is a function of the seed and the step.
 
-A sample is a window of `sequence_length` tokens and the one that follows. Its place in the training
-order is computed, not remembered: no shuffle buffer, no index in memory, no state to save. One update
-after another reads the next positions of the order, over all ranks, whatever the number of ranks and the
-micro-batch size.
+A sample is a window of `sequence_length` tokens and the token after it. Its position in the training order is computed:
+there is no shuffle buffer, no index in memory and no state to save. Each update reads the next positions of the order
+over all ranks, so the order does not depend on the number of ranks or the micro-batch size.
 
-Of a mixture of data sets each has an order of its own; which of them stands at a position is a function
-too, that of the weights (`Mixture`).
+In a mixture each data set has its own order. The data set at each position is a function of the weights (`Mixture`).
 """
 
 import functools
@@ -21,20 +19,20 @@ from gpt2_accel.optim import halved
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-BLOCK = 64  # neighbouring windows that are read close to each other
-GROUP = 1024 * BLOCK  # windows that are mixed with each other: with fewer, losses drift by topic
+BLOCK = 64  # consecutive windows that stay close to each other in the order
+GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
 ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
 def shuffled(positions: np.ndarray, size: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Which sample stands at each position of the training order of one epoch.
+    """Returns the sample at each position of one epoch's training order.
 
-    positions: (n,) integers in [0, size) -> (n,) int64 in [0, size). Over all positions it is a
-    permutation, keyed by `seed` and `epoch`, in O(1) memory.
+    positions: (n,) integers in [0, size) -> (n,) int64 in [0, size). Over all positions the result is a permutation,
+    keyed by `seed` and `epoch`, in O(1) memory.
 
-    It has two levels, so that a slow disk reads runs and not scattered windows: blocks of `BLOCK`
-    neighbouring windows are permuted, then the windows within each group of blocks.
+    The shuffle has two levels, so that a slow disk reads longer runs: blocks of `BLOCK` consecutive windows are
+    permuted, then the windows within each group of blocks.
     """
     blocks = -(-size // BLOCK)
     slots = blocks * BLOCK  # more than `size` where the last block is short
@@ -51,9 +49,9 @@ def shuffled(positions: np.ndarray, size: int, seed: int, epoch: int = 0) -> np.
 
 
 def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A keyed permutation of [0, size), element by element; `size` and `key` broadcast against x.
+    """Applies a keyed permutation of [0, size) to each element of x; `size` and `key` broadcast against x.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`.
+    The permutation is a balanced Feistel network over the smallest even number of bits that holds `size`.
     """
     size = np.broadcast_to(np.asarray(size, np.int64), x.shape)
     key = np.broadcast_to(key, x.shape)
@@ -72,8 +70,10 @@ def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarra
 def walk_below(
     size: int | np.ndarray, step: Callable[[np.ndarray, np.ndarray], np.ndarray], x: np.ndarray
 ) -> np.ndarray:
-    """Restricts a permutation of a larger range to [0, size): what lands outside goes on from there
-    (cycle walking; Black and Rogaway, 2002). `step` is given the values and their places in x."""
+    """Restricts a permutation of a larger range to [0, size) by cycle walking (Black and Rogaway, 2002).
+
+    Applies `step` again to every value outside the range. `step` takes the values and their indices in x.
+    """
     x, size = x.copy(), np.broadcast_to(size, x.shape)
     todo = np.arange(len(x))
     while len(todo):
@@ -83,11 +83,11 @@ def walk_below(
 
 
 def hash64(*values: int | np.ndarray) -> np.ndarray:
-    """Mixes integers or arrays of them, which broadcast, to uniform uint64 values.
+    """Hashes integers or integer arrays, which broadcast, to uniform uint64 values.
 
-    The mixing step is that of splitmix64 (Steele, Lea and Flood, 2014).
+    Uses the mixing step of splitmix64 (Steele, Lea and Flood, 2014).
     """
-    x = np.zeros(1, np.uint64)  # an array: numpy warns of overflow in scalars only
+    x = np.zeros(1, np.uint64)  # an array, since numpy warns of overflow in scalars
     for value in values:
         x = (x ^ np.asarray(value).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -97,11 +97,10 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """Which of several data sets stands at each position of the training order, by their `shares`, which
-    add up to 1.
+    """Assigns a data set to each position of the training order, by their `shares`, which add up to 1.
 
-    Of the first n positions, set i has n · shares[i], to within two, for any n that `PERIOD` divides; within a
-    period the sets are shuffled.
+    Set i has n · shares[i] of the first n positions, to within two, for each n that is a multiple of `PERIOD`. The
+    sets are shuffled within a period.
     """
 
     PERIOD = 1024
@@ -112,7 +111,7 @@ class Mixture:
         self.seed = seed
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """positions: (n,) -> for each the number of its set, and its position in that set's own order."""
+        """positions: (n,) -> the data set's number, (n,), and the position in that data set's own order, (n,)."""
         if len(self.borders) == 2:
             return np.zeros_like(positions), positions
         sets, places = np.empty_like(positions), np.empty_like(positions)
@@ -125,29 +124,30 @@ class Mixture:
                 hash64(self.seed, 2, period),
             )
             before, after = (self.begun(number) for number in (period, period + 1))
-            starts = after - before  # slot at which each set's share of this period begins
+            starts = after - before  # the slot at which each set's share of this period begins
             sets[here] = np.searchsorted(starts, slots, side="right") - 1
             own = sets[here]
             places[here] = np.diff(before)[own] + slots - starts[own]
         return sets, places
 
     def begun(self, period: int) -> np.ndarray:
-        """The borders between the sets among all positions before a period."""
+        """Returns the borders between the sets among all positions before a period, (sets + 1,) int64."""
         return np.floor(period * self.PERIOD * self.borders).astype(np.int64)
 
 
 def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
-    """A split of a data folder, or of each folder that it is a mixture of, with its share.
+    """Opens a split of a data folder, or of each folder of a mixture; returns the streams with their shares.
 
-    Raises what `TokenStream` raises."""
+    Raises the errors of `TokenStream`.
+    """
     parts = mixture_parts(data_dir) or [(Path(data_dir), 1.0)]
     return [(TokenStream(folder, split), share) for folder, share in parts]
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
-    """How many windows of `sequence_length` inputs, each with its next token, a split holds.
+    """Returns the number of windows of `sequence_length` inputs, each with its next token, in a split.
 
-    Raises `ValueError` if it does not hold even one.
+    Raises `ValueError` if there is none.
     """
     windows = (stream.tokens - 1) // sequence_length
     if windows < 1:
@@ -161,29 +161,31 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
 def read_windows(
     streams: Sequence[TokenStream], samples: np.ndarray, sequence_length: int
 ) -> Batch:
-    """Samples (n, 2), numbers of stream and window -> `(input_ids, targets)`, each (n, sequence_length)
-    int64 on CPU."""
+    """Reads the samples (n, 2), which are numbers of streams and windows.
+
+    Returns `(input_ids, targets)`, each (n, sequence_length) int64 on CPU.
+    """
     rows = [
         streams[i].read(window * sequence_length, sequence_length + 1)
         for i, window in samples.tolist()
     ]
     tokens = np.stack(rows)
-    # Copies: of a single row even `contiguous()` would leave both as views of the same memory.
+    # Copies, since for a single row `contiguous()` would return two views of the same memory.
     return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Moves a batch; to a GPU from pinned memory, without waiting for the copy."""
+    """Moves a batch to the device; copies to a GPU from pinned memory, asynchronously."""
     if device.type == "cuda":
         return tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
     return tuple(part.to(device) for part in batch)
 
 
 class TrainLoader:
-    """The batches of one rank; `parts` are data sets with their shares (`open_split`).
+    """The training batches of one rank; `parts` are data sets with their shares (`open_split`).
 
-    `micro_batch_size` counts the sequences of a rank and a backward. `windows` is how many sequences there
-    are, before any comes again.
+    `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
+    the data.
 
     Raises `ValueError` if the split is shorter than one sequence.
     """
@@ -206,14 +208,14 @@ class TrainLoader:
         self.device = torch.device(device)
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.windows = sum(self.set_windows)
-        # A block of few epochs: each is shuffled by itself.
+        # At most about 16 epochs in a block, since each is shuffled separately.
         self.block_size = min(ORDERED_AT_ONCE, 16 * min(self.set_windows))
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
     def micro_batches(self, sequences: int) -> tuple[int, int]:
-        """How one rank's part of `sequences` falls into micro-batches: their size and number.
+        """Returns the size and number of the micro-batches of one rank in an update of `sequences` sequences.
 
-        The size is `micro_batch_size`, halved until it fits.
+        The size is `micro_batch_size`, halved until it divides the rank's part.
         """
         own, rest = divmod(sequences, self.world_size)
         assert own and not rest, (sequences, self.world_size)
@@ -221,9 +223,11 @@ class TrainLoader:
         return size, own // size
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
-        """The micro-batches of an update on `sequences` sequences, over all ranks, from the position `first`
-        of the order on: `(input_ids, targets)`, each (micro-batch, sequence_length) int64 on the loader's
-        device."""
+        """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
+
+        The update starts at position `first` of the order. A micro-batch is `(input_ids, targets)`, each (micro-batch
+        size, sequence_length) int64 on the loader's device.
+        """
         size, count = self.micro_batches(sequences)
         for number in range(count):
             begin = first + (number * self.world_size + self.rank) * size
@@ -231,14 +235,15 @@ class TrainLoader:
             yield to_device(read_windows(self.streams, samples, self.sequence_length), self.device)
 
     def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
-        """The numbers of the windows of such an update; of a mixture each as [number of the data set, of
-        the window]."""
+        """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
         samples = self.order(np.arange(first, first + sequences))
         return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
 
     def order(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at the given positions of the endless training order: (n,) -> (n, 2), the number of
-        the data set and that of the window. Each data set has epoch after epoch of its own."""
+        """Returns the samples at the given positions of the endless training order.
+
+        (n,) -> (n, 2): numbers of the data set and the window. Each data set has its own epochs.
+        """
         samples = np.empty((len(positions), 2), np.int64)
         blocks = positions // self.block_size
         for block in np.unique(blocks).tolist():
@@ -247,7 +252,7 @@ class TrainLoader:
         return samples
 
     def order_block(self, block: int) -> np.ndarray:
-        """The samples at `block_size` neighbouring positions: one at a time they take far longer."""
+        """Returns the samples at `block_size` consecutive positions, (block_size, 2); single positions are slow."""
         first = block * self.block_size
         sets, places = self.mixture.locate(np.arange(first, first + self.block_size))
         windows = np.empty_like(places)
@@ -261,14 +266,14 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """The windows of a split in order, each on exactly one rank, as full batches of one shape.
+    """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
-    Iterating yields `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`: `rounds`
-    of them on every rank, since a sharded model takes all ranks to run. What is missing is filled up with
-    windows whose targets are -100. `windows` counts them over all ranks, `numbers` are those of this rank's.
+    Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at once. A batch is
+    `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`. Padding windows have targets of -100.
+    `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
-    `max_tokens` bounds the windows over all ranks; of a mixture each data set has its share of that. At
-    least one window of each is read. `bytes_per_token` is that of the text behind them, None if not known.
+    `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
+    window. `bytes_per_token` is the mean over the windows' text, None if unknown.
 
     Raises `ValueError` if a split is shorter than one sequence.
     """

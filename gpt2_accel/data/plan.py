@@ -1,4 +1,4 @@
-"""What a preparation is to make of which text, and where."""
+"""The plan of a preparation: the corpus, the tokenizer, the output folder and the shards."""
 
 import functools
 import hashlib
@@ -18,11 +18,14 @@ SHARD_TOKENS = 100_000_000
 
 @dataclass
 class Plan:
-    """What is to become of which text. `pieces` are the corpus; `splits` those that must not be without text.
+    """What a preparation makes from which corpus.
 
-    `source`, `revision` and `command` say in the manifest where the text came from. Shards hold
-    `shard_tokens` each, the last of a split fewer; with `validation_shard` the first shard is for
-    validation and all others are for training. Work on a plan that is not `restartable` begins afresh.
+    `pieces` are the corpus. `splits` are the splits that must not be empty. `source`, `revision` and `command` are
+    recorded in the manifest. A shard holds `shard_tokens` tokens, the last shard of a split may hold fewer. With
+    `validation_shard` the first shard is for validation and all others are for training. A plan that is not
+    `restartable` is not resumed after a kill.
+
+    Raises `ValueError` if `shard_tokens` is below 1.
     """
 
     pieces: Sequence[Piece]
@@ -42,7 +45,7 @@ class Plan:
 
     @property
     def work(self) -> Path:
-        """Where the pieces' files are made, and then the shards."""
+        """The folder in which the pieces' files and the shards are written."""
         return self.data_dir.with_name(f".{self.data_dir.name}.partial")
 
     @property
@@ -55,18 +58,18 @@ class Plan:
 
     @functools.cached_property
     def mark(self) -> str | None:
-        """SHA-256 (hex) of all that the result depends on, None if that cannot be told."""
+        """SHA-256 (hex) of everything that the result depends on, None if the plan is not restartable."""
         if not self.restartable:
             return None
         content = [*map(repr, self.pieces), fingerprint(self.tokenizer)]
         return digest(*content, str(self.shard_tokens), str(self.validation_shard))
 
     def piece_marks(self) -> list[str]:
-        """For each piece the SHA-256 (hex) of all that its tokens depend on."""
+        """Returns for each piece the SHA-256 (hex) of everything that its tokens depend on."""
         tokenizer = fingerprint(self.tokenizer)
         return [digest(repr(piece), tokenizer) for piece in self.pieces]
 
 
 def digest(*content: str) -> str:
-    """SHA-256 (hex) of lines of text."""
+    """Returns the SHA-256 (hex) of lines of text."""
     return hashlib.sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()

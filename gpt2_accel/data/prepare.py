@@ -1,10 +1,9 @@
-"""Text -> token shards, by many processes, restartable.
+"""Tokenizes text into shards with several processes, and resumes after a kill.
 
-Each piece of the corpus (`documents.py`) is tokenized into a file of its own beside a record of it
-(`tokenizing.py`). When all are there they are laid end to end and cut into shards of equal size
-(`assembly.py`), so that shards, and every byte of them, depend on the corpus and the tokenizer alone: not on
-the number of workers, nor on where a kill fell. Until that is done all is in `.NAME.partial` beside the
-folder to be made; starting again goes on there, also when some of the text was corrected.
+Each piece of the corpus (`documents.py`) is tokenized into its own file with a record (`tokenizing.py`). The pieces are
+then concatenated and cut into shards of equal size (`assembly.py`). Every byte of the shards depends only on the corpus
+and the tokenizer, not on the number of workers or on a kill. The work is in `.NAME.partial` beside the output folder
+until it is complete. The same command resumes it there, also after some of the text was corrected.
 """
 
 import json
@@ -30,10 +29,10 @@ def prepare(
     source: str,
     shard_tokens: int = SHARD_TOKENS,
 ) -> dict:
-    """Tokenizes the documents of each split, which are at hand, into `data_dir`; returns the manifest.
+    """Tokenizes the given documents of each split into `data_dir`; returns the manifest.
 
-    `source` says in the manifest what the text was. Raises what `carry_out` raises; then, and when it
-    is interrupted, nothing is left behind.
+    `source` is the manifest's description of the text. Raises the errors of `carry_out`. An error or an interrupt
+    leaves no files.
     """
     pieces = [Texts(split, texts) for split, texts in splits.items()]
     return carry_out(
@@ -54,11 +53,10 @@ def prepare_text(
     data_dir: str | Path,
     tokenizer_of: Callable[[str], PreTrainedTokenizerBase],
 ) -> None:
-    """Prepares one text, that of `path` or tiny Shakespeare, unless that is done; `tokenizer_of` the text is
-    its tokenizer.
+    """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
-    Raises `ValueError` if `data_dir` was made from another text than that of `path`, and what
-    `tiny_shakespeare` raises.
+    `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from another text than
+    that of `path`, and the errors of `tiny_shakespeare`.
     """
     prepared = (Path(data_dir) / MANIFEST).exists()
     if prepared and path is None:
@@ -74,13 +72,13 @@ def prepare_text(
 
 
 def carry_out(plan: Plan, workers: int = 1) -> dict:
-    """Makes `plan.data_dir`, in the format of `shards.py`, in `workers` processes; returns the manifest.
+    """Writes `plan.data_dir` in the format of `shards.py` with `workers` processes; returns the manifest.
 
-    Killed and called again, it goes on where it was; what is complete is left as it is.
+    Resumes the work of a call that was killed. Leaves a complete folder unchanged.
 
-    Raises `FileExistsError` if the folder was made of something else, `ValueError` if a split would
-    be without text or the work begun is of something else, `OSError` if the disk is too small or
-    another process is preparing the same folder.
+    Raises `FileExistsError` if the folder was made from another plan, `ValueError` if a split would be empty or the
+    unfinished work belongs to another plan, `OSError` if the disk is too small or another process is preparing the same
+    folder.
     """
     if plan.data_dir.exists():
         return finished_before(plan)
@@ -97,7 +95,7 @@ def carry_out(plan: Plan, workers: int = 1) -> dict:
 
 
 def finished_before(plan: Plan) -> dict:
-    """The manifest of a folder that is there already, if it is what was asked for."""
+    """Returns the manifest of an existing folder of this plan. Raises `FileExistsError` for another plan's folder."""
     if plan.mark is not None and (plan.data_dir / MANIFEST).exists():
         manifest = read_manifest(plan.data_dir)
         if manifest.get("plan") == plan.mark:
@@ -106,10 +104,10 @@ def finished_before(plan: Plan) -> dict:
 
 
 def begin(plan: Plan) -> None:
-    """Makes the work folder ready, with what an earlier call left of the same work.
+    """Prepares the work folder and keeps an earlier call's finished pieces.
 
-    Of work on another plan the pieces that both have stay, so that a correction costs what was wrong. Raises
-    `ValueError` if there is finished work and nothing of it can stay.
+    Pieces of another plan are kept if this plan has them too, so that only corrected text is tokenized again. Raises
+    `ValueError` if there are finished pieces of another plan and none can be kept.
     """
     work, begun = plan.work, plan.work / "plan.json"
     work.mkdir(parents=True, exist_ok=True)
@@ -117,11 +115,11 @@ def begin(plan: Plan) -> None:
         keep = same_pieces(plan)
         if plan.restartable and holds_finished_work(work) and not keep:
             raise ValueError(
-                f"{work} holds work begun on other text or with other settings: finish that with its own "
+                f"{work} holds unfinished work on another text or with other settings: finish it with its own "
                 "command, or remove the folder"
             )
         stay = {".lock", "pieces", *keep}
-        if keep:  # they and the other plan are whole at any time, should this be killed
+        if keep:  # with their plan they are valid at any time, also after a kill
             stay |= {"plan.json", "tokenizer"}
         else:
             remove(begun)
@@ -135,13 +133,13 @@ def begin(plan: Plan) -> None:
 
 
 def mark_of(work: Path) -> str | None:
-    """The mark of the plan that the work folder is of, None if it is not there yet."""
+    """Returns the mark of the work folder's plan, None if it has none yet."""
     found = [path for name in (MANIFEST, "plan.json") if (path := work / name).exists()]
     return json.loads(found[0].read_text())["plan"] if found else None
 
 
 def same_pieces(plan: Plan) -> set[str]:
-    """The names of the finished pieces of another plan that are this one's too; none once shards are begun."""
+    """Returns the names of another plan's finished pieces that this plan has too; none after the first shard."""
     begun = plan.work / "plan.json"
     if not plan.restartable or not begun.exists() or any(plan.work.glob("*.bin*")):
         return set()
@@ -151,5 +149,5 @@ def same_pieces(plan: Plan) -> set[str]:
 
 
 def holds_finished_work(work: Path) -> bool:
-    """Whether a piece is done in the work folder, or all shards are."""
+    """Whether the work folder holds a finished piece or all shards."""
     return (work / MANIFEST).exists() or any((work / "pieces").glob("*.json"))
