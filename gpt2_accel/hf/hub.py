@@ -1,8 +1,7 @@
-"""The Hugging Face Hub: download and upload of model directories.
+"""Downloads model directories from the Hugging Face Hub and uploads them.
 
-A repository's root is a model directory. With the strategy `checkpoint` its folder `last-checkpoint/`
-holds what `--resume_from USER/NAME` needs. Tokens are the Hub client's own: `hf auth login` or
-`HF_TOKEN`; none passes through here.
+A repository's root is a model directory. With the strategy `checkpoint` its folder `last-checkpoint/` is a checkpoint
+for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
 """
 
 import os
@@ -21,17 +20,17 @@ from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.hf.safetensors_files import weight_files
 
 LAST_CHECKPOINT = "last-checkpoint"
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # of a repository, to download
-PICTURE = "loss.png"  # shown in the card where it lies beside it
-# What is uploaded of a folder, beside the weights: what belongs to a model, and nothing else that lies there.
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # downloaded from a repository
+PICTURE = "loss.png"  # the model card shows it if it is in the same folder
+# The files of a model directory that are uploaded beside the weights.
 UPLOADED = (
     *("config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
-# What a resume needs beside the model.
+# The files of `training_state/`, which a resume needs beside the model.
 TRAINING_STATE = ("optimizer.safetensors", "state.json", "manifest.json")
-# What earlier uploads may have left.
+# Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = (
     "model*.safetensors*",
     f"{LAST_CHECKPOINT}/*",
@@ -39,15 +38,15 @@ REPLACED = (
     "status.json",
     "trace-*.json",
 )
-ATTEMPTS = 4  # of an upload, beside the client's own
+ATTEMPTS = 4  # of an upload; the client retries some requests itself
 PAUSE = 1.0  # seconds before the second attempt; doubles each time
 
 
 def download(name: str, patterns: tuple[str, ...], folder: str | None = None) -> Path:
-    """The local copy of a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, downloaded if need be.
+    """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached; returns the local folder.
 
-    Only the files at its root that match `patterns`, or those in its `folder`, whose path is returned
-    then. Raises `FileNotFoundError` if there is no such repository or it cannot be reached.
+    Only files at the root that match `patterns` are downloaded; with `folder`, those in that folder, whose path is
+    returned. Raises `FileNotFoundError` if the repository does not exist or cannot be reached.
     """
     repo_id, _, revision = name.partition("@")
     wanted = [f"{folder}/{pattern}" for pattern in patterns] if folder else list(patterns)
@@ -74,9 +73,10 @@ def is_repo_id(name: str) -> bool:
 def push(
     folder: str | Path, repo_id: str, *, private: bool = True, message: str = "Upload the model"
 ) -> str:
-    """Uploads a folder as one commit to `repo_id`, which is made if it is not there; returns its URL.
+    """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
 
-    What of `REPLACED` an earlier upload has left and this one has not is removed in the same commit; the client sends only files that changed. Raises what the Hub client raises.
+    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Raises
+    the errors of the Hub client.
     """
     api = HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -90,18 +90,18 @@ def push(
 
 
 def stage(source: Path, target: Path, repo_id: str) -> None:
-    """Lays out in `target` the model files of the directory `source` for an upload to `repo_id`.
+    """Prepares an upload to `repo_id`: puts the model files of `source` into the new folder `target`.
 
-    Hard links where the disk has them, so that it takes no time or space and that the upload does not
-    mind if `source` is removed. The card then names `repo_id` and shows the picture of the loss.
+    They are hard links where possible, so `source` may be removed during the upload. The model card gets the name
+    `repo_id` and the plot of the loss.
 
-    Raises `OSError` if the weights are not whole, or if one of the files is a symbolic link.
+    Raises `OSError` if the weights are incomplete, or if one of the files is a symbolic link.
     """
     lay_out(model_files(source), target)
     card = target / "README.md"
     if card.exists():
         text = card.read_text(encoding="utf-8")
-        card.unlink()  # the link, not the file
+        card.unlink()  # removes the link, so that `source` keeps its own card
         named = named_card(text, repo_id)
         if (target / PICTURE).exists():
             named = named.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
@@ -109,7 +109,7 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
 
 
 def stage_checkpoint(source: Path, target: Path) -> None:
-    """Lays out in `target` what of a checkpoint a resume needs, as `stage` does."""
+    """Puts the files of the checkpoint `source` that a resume needs into the new folder `target`, as `stage` does."""
     state = source / "training_state"
     refuse_links([state])
     lay_out(model_files(source), target)
@@ -117,14 +117,16 @@ def stage_checkpoint(source: Path, target: Path) -> None:
 
 
 def model_files(directory: Path) -> list[Path]:
-    """The files of a model directory that belong to the model. Raises `OSError` if its weights are not whole."""
+    """Returns the files of a directory that belong to its model. Raises `OSError` if the weights are incomplete."""
     found = [path for pattern in UPLOADED for path in sorted(directory.glob(pattern))]
     return found + weight_files(directory)
 
 
 def lay_out(files: list[Path], target: Path) -> None:
-    """Hard links to `files` in the new folder `target`, or copies where the file system has none. Raises `OSError` if one
-    is a symbolic link."""
+    """Hard-links `files` into the new folder `target`, or copies them if the file system has no hard links.
+
+    Raises `OSError` if one of them is a symbolic link.
+    """
     refuse_links(files)
     target.mkdir(parents=True)
     for path in files:
@@ -135,16 +137,16 @@ def lay_out(files: list[Path], target: Path) -> None:
 
 
 def refuse_links(paths: list[Path]) -> None:
-    """Raises `OSError` if one of the paths is a symbolic link: what it leads to may be of another folder."""
+    """Raises `OSError` if one of the paths is a symbolic link, whose target may be outside the model directory."""
     for path in paths:
         if path.is_symlink():
-            raise OSError(f"{path} is a link, which is not uploaded: put there what it leads to")
+            raise OSError(f"{path} is a link, which is not uploaded: replace it by its target")
 
 
 def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:
-    """Uploads a model directory, with `card` if it has none of its own; returns the repository's URL.
+    """Uploads a model directory and returns the repository's URL. `card` is the model card if the directory has none.
 
-    Raises `OSError`, in one sentence, if the upload fails.
+    Raises `OSError` if the upload fails, and `ValueError` for a bad `repo_id`.
     """
     check_repo_id(repo_id)
     with tempfile.TemporaryDirectory() as scratch:
@@ -159,11 +161,11 @@ def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str
 
 
 def push_patiently(folder: Path, repo_id: str, **options) -> str:
-    """`push`, tried again where that can help."""
+    """Calls `push`, and retries it after temporary errors."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return push(folder, repo_id, **options)
-        except Exception as error:  # of the client, its HTTP library or the network
+        except Exception as error:  # from the client, its HTTP library or the network
             if is_final(error) or attempt == ATTEMPTS:
                 raise
             time.sleep(PAUSE * 2 ** (attempt - 1))
@@ -171,7 +173,7 @@ def push_patiently(folder: Path, repo_id: str, **options) -> str:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether trying again is no use: the server understood, and refused."""
+    """Whether a retry cannot help: the server refused the request, or the request is invalid."""
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
         return 400 <= response.status_code < 500 and response.status_code not in (408, 409, 429)
@@ -179,7 +181,7 @@ def is_final(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Why an upload failed, and what to do, in one sentence."""
+    """Formats the cause of a failed upload and what to do."""
     response = getattr(error, "response", None)
     hint = "it can be pushed later with recipes/push_to_hub.py"
     if getattr(response, "status_code", None) in (401, 403):
@@ -188,7 +190,7 @@ def reason(error: Exception) -> str:
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` cannot be the name of a repository."""
+    """Raises `ValueError` if `repo_id` is not a valid name of a repository."""
     try:
         validate_repo_id(repo_id)
     except ValueError as error:

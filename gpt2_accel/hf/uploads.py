@@ -1,4 +1,4 @@
-"""Uploads to the Hub in the background of a running training."""
+"""Uploads checkpoints and models to the Hub in the background of a run."""
 
 import math
 import shutil
@@ -21,19 +21,20 @@ from gpt2_accel.hf.hub import (
     stage_checkpoint,
 )
 
-LONGEST_WAIT = 3600.0  # seconds that the end of a run waits for its last upload
+LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
 class Uploads:
-    """Pushes the checkpoints of a run in the background; a context manager around its loop.
+    """Pushes the checkpoints of a run to the Hub in the background; a context manager around its loop.
 
-    Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of
-    each checkpoint; `checkpoint` that and, in `last-checkpoint/`, what a resume needs. A checkpoint is
-    held by hard links until it is sent. While one upload runs, only the newest checkpoint waits. What
-    fails is tried again, then reported through `say`; nothing here ends the run. Leaving the context waits for the last
-    upload, for `LONGEST_WAIT` at most and while `seconds_left` is above 0.
+    Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each checkpoint;
+    `checkpoint` also the training state, in `last-checkpoint/`.
 
-    With `repo_id` None it does nothing. Raises `ValueError` for a `repo_id` that cannot be one.
+    Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
+    next one. A failed upload is retried, then reported through `say`; it never ends the run. Leaving the context waits
+    for the last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0.
+
+    Does nothing if `repo_id` is None. Raises `ValueError` for an invalid `repo_id`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Uploads:
 
     def __enter__(self) -> "Uploads":
         if self.repo_id is not None:
-            disable_progress_bars()  # they would tear the run's own
+            disable_progress_bars()  # they would break the run's progress bar
             shutil.rmtree(self.scratch, ignore_errors=True)
         return self
 
@@ -73,7 +74,8 @@ class Uploads:
 
     def _wait(self, worker: threading.Thread) -> None:
         self.say(
-            f"waiting for the upload to {self.repo_id}, which Ctrl-C twice ends; all else is in {self.run_dir}"
+            f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
+            f"all files are in {self.run_dir}"
         )
         ends = time.monotonic() + LONGEST_WAIT
         with suppress(KeyboardInterrupt):
@@ -86,9 +88,9 @@ class Uploads:
             )
 
     def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
-        """Pushes the model in `directory` and, if the strategy says so, `checkpoint` for a resume.
+        """Starts to push the model in `directory` and, with the strategy `checkpoint`, the training state of `checkpoint`.
 
-        Returns at once. `final` marks the last model of the run.
+        `final` marks the final model of the run.
         """
         if self.repo_id is None or (self.strategy == "end" and not final):
             return
@@ -101,15 +103,15 @@ class Uploads:
             self.say(f"no upload to {self.repo_id}: {first_line(error)}")
             return
         with self._lock:
-            overtaken, self._waiting = self._waiting, folder
+            replaced, self._waiting = self._waiting, folder
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, daemon=True)
                 self._worker.start()
-        if overtaken is not None:
-            shutil.rmtree(overtaken, ignore_errors=True)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Pushes a checkpoint of the run, as `push` does."""
+        """Starts to push a checkpoint of the run."""
         self.push(checkpoint, checkpoint)
 
     def _work(self) -> None:
@@ -128,9 +130,9 @@ class Uploads:
 
 
 def release_executors() -> None:
-    """Lets the interpreter end while daemon threads of executors go on.
+    """Lets the interpreter exit while daemon threads of executors still run.
 
-    It would join them, and those of an upload wait for the Hub for as long as that does not answer.
+    It would join them at exit, and threads of an upload may wait forever for an answer of the Hub.
     """
     for thread in list(executors._threads_queues):
         if thread.daemon:

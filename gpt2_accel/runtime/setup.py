@@ -60,8 +60,8 @@ class TrainState:
 class TrainInputs:
     """The inputs that training only reads.
 
-    `evaluations` are pairs of an interval in updates and an evaluation. `updates` is the length of the whole run; with a
-    batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
+    `evaluations` are pairs of an interval in updates and an evaluation. `updates` is the length of the whole run; with
+    a batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
     tokenizer: PreTrainedTokenizerBase
