@@ -88,7 +88,7 @@ class Uploads:
             )
 
     def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
-        """Starts to push the model in `directory` and, with the strategy `checkpoint`, the training state of `checkpoint`.
+        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`.
 
         `final` marks the final model of the run.
         """

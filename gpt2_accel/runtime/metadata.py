@@ -24,9 +24,9 @@ class RunMetadata:
     """The metadata of a run beside its settings, for `run.json` and the trackers.
 
     `flops` and `tokens` are the totals of the run's `updates` updates. `batch` describes how the tokens of a full
-    update are divided. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device in
-    GB, without torch itself. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
-    repository.
+    update are divided. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device
+    in GB, without torch itself. `git_commit` is the working directory's commit, with `-dirty` after changes, None
+    outside a repository.
     """
 
     run_id: str

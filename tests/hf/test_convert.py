@@ -20,7 +20,7 @@ INPUT_IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_se
 
 
 def randomized(model):
-    """Every parameter random, biases and norms too, so that none can be mixed up unseen."""
+    """Makes every parameter random, also biases and norms, so that swapped tensors change the logits."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -33,7 +33,7 @@ def hf_model(**changes) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def test_logits_of_an_hf_model_are_the_same_here(tmp_path):
+def test_logits_of_an_hf_model_equal_ours(tmp_path):
     hf = hf_model(activation_function="gelu_pytorch_tanh")
     hf.save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path).eval()
@@ -51,7 +51,7 @@ def test_logits_of_openais_activation_agree_to_rounding(tmp_path):
 
 @pytest.fixture
 def two_threads():
-    """With one thread the matrix product of a transposed weight may be another, equal to rounding only."""
+    """With one thread the matrix product of a transposed weight may differ by rounding."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -60,9 +60,9 @@ def two_threads():
 
 @pytest.mark.parametrize("name", SIZES)
 @torch.no_grad()
-def test_every_released_size_is_the_same_on_both_sides(tmp_path, name, two_threads):
+def test_every_released_size_has_equal_logits_in_transformers(tmp_path, name, two_threads):
     n_layer, n_head, n_embd = SIZES[name]
-    # One whole, the others at full width with fewer layers and tokens: files of 0.1 to 0.5 GB.
+    # gpt2 is complete. The others have full width, fewer layers and a smaller vocabulary: files of 0.1 to 0.5 GB.
     n_layer, vocab_size = (n_layer, 50257) if name == "gpt2" else (2, 1000)
     hf = GPT2LMHeadModel(
         GPT2Config(
@@ -95,7 +95,7 @@ def same_bytes(a, b):
 
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_logits_of_our_model_are_the_same_in_hf(tmp_path, bias):
+def test_logits_of_our_model_equal_hfs(tmp_path, bias):
     ours = GPT(GPTConfig(**SHAPE, bias=bias))
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -115,7 +115,7 @@ def test_logits_of_our_model_are_the_same_in_hf(tmp_path, bias):
         assert torch.equal(tensor, ours.state_dict()[name]), name
 
 
-def test_the_streamed_file_is_the_librarys(tmp_path):
+def test_the_streamed_file_equals_the_file_of_the_safetensors_library(tmp_path):
     tensors = to_hf(GPT(GPTConfig(**SHAPE, bias=False)))
     write_safetensors(tmp_path / "a", tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -123,7 +123,7 @@ def test_the_streamed_file_is_the_librarys(tmp_path):
     assert same_bytes(tmp_path / "a", tmp_path / "b")
 
 
-def test_shards_are_hfs_and_leave_nothing_old_behind(tmp_path):
+def test_shards_equal_hfs_and_replace_old_weights(tmp_path):
     hf = hf_model(activation_function="gelu_pytorch_tanh")
     hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     ours = from_pretrained(tmp_path / "hf")
@@ -147,7 +147,7 @@ def test_shards_are_hfs_and_leave_nothing_old_behind(tmp_path):
         from_pretrained(tmp_path / "hf")
 
 
-def test_a_model_of_any_length_answers_a_bare_pipeline_call(tmp_path):
+def test_pipeline_generates_with_any_context_length(tmp_path):
     for n_positions in (8, 64, 300):
         path = tmp_path / str(n_positions)
         model = GPT(GPTConfig(257, n_positions=n_positions, n_layer=1, n_head=2, n_embd=8))
@@ -157,7 +157,7 @@ def test_a_model_of_any_length_answers_a_bare_pipeline_call(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "chars"])
-def test_the_saved_tokenizer_is_the_one_of_the_run(tmp_path, kind):
+def test_the_saved_tokenizer_encodes_as_the_runs(tmp_path, kind):
     text = "the cat sat on the mat, über-cats. " * 20
     tokenizer = {
         "bytes": byte_tokenizer,
@@ -178,7 +178,7 @@ def test_the_saved_tokenizer_is_the_one_of_the_run(tmp_path, kind):
             loaded("Z")
 
 
-def test_it_takes_no_second_copy_of_the_weights(tmp_path):
+def test_saving_and_loading_make_no_second_copy_of_the_weights(tmp_path):
     config = GPTConfig(1000, n_layer=12, n_head=8, n_embd=512)  # 155 MB
     model = GPT(config)
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -189,7 +189,7 @@ def test_it_takes_no_second_copy_of_the_weights(tmp_path):
 
 
 def peak_of(action, *arguments) -> int:
-    """By how many bytes a call raises this process's anonymous memory at most."""
+    """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
 
     def anonymous():
         status = Path("/proc/self/status").read_text()
@@ -203,14 +203,14 @@ def peak_of(action, *arguments) -> int:
     done, peaks, before = False, [], anonymous()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    result = action(*arguments)  # held until the watcher has seen it
+    result = action(*arguments)  # kept alive until the watcher has measured it
     done = True
     watcher.join()
     del result
     return max(peaks) - before
 
 
-def test_the_saved_config_says_what_other_readers_ask_for(tmp_path):
+def test_the_saved_config_has_the_fields_that_other_programs_read(tmp_path):
     save_pretrained(GPT(GPTConfig(**SHAPE)), tmp_path, byte_tokenizer())
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["n_ctx"] == config["n_positions"] == 32
@@ -258,7 +258,7 @@ def edit(directory, change):
         ),
     ],
 )
-def test_a_directory_with_wrong_tensors_is_refused_by_name(tmp_path, change, message):
+def test_a_directory_with_wrong_tensors_is_refused(tmp_path, change, message):
     hf_model().save_pretrained(tmp_path)
     edit(tmp_path, change)
     with pytest.raises(ValueError, match=message):
@@ -272,7 +272,7 @@ def test_a_bias_in_a_model_without_biases_is_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_a_cut_weights_file_is_named(tmp_path):
+def test_a_truncated_weights_file_is_refused(tmp_path):
     hf_model().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -288,7 +288,7 @@ class Attack:
         return os.mkdir, (self.path,)
 
 
-def test_an_old_pickle_loads_its_tensors_and_nothing_else(tmp_path):
+def test_a_pickle_loads_tensors_only(tmp_path):
     hf = hf_model()
     hf.config.save_pretrained(tmp_path)
     file = tmp_path / "pytorch_model.bin"
@@ -318,7 +318,7 @@ def test_other_architectures_and_missing_directories_are_refused(tmp_path):
         from_pretrained("nobody/nothing")
 
 
-def test_a_tokenizer_of_another_size_is_refused_and_leaves_nothing(tmp_path):
+def test_a_tokenizer_of_another_size_is_refused_before_anything_is_written(tmp_path):
     model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 300}))
     with pytest.raises(ValueError, match="257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())

@@ -1,4 +1,4 @@
-"""The real Hub client over HTTP, against the Hub of `hub_server.py`."""
+"""Uploads and downloads with the real Hub client, against the local server of `hub_server.py`."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ def server():
 
 @pytest.fixture
 def here(server, monkeypatch):
-    """This process talks to the server, and does not wait long between attempts."""
+    """Makes this process use the server, with short pauses between attempts."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -55,8 +55,8 @@ def here(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A server, and what runs Python as a user would who is logged in there: one for all, as libraries read the
-    address when they are imported."""
+    """A server, and a function that runs Python as a logged-in user of it. Shared by all tests, since libraries read the
+    server's address at import."""
     at_import = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
 
     def command(*arguments, start=python, **options):
@@ -70,7 +70,7 @@ def user(tmp_path_factory):
         yield hub, command
 
 
-def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
+def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
     server, command = user
 
     def succeed(*arguments):
@@ -95,7 +95,7 @@ def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
     assert not (tmp_path / "run/.uploads").exists()
 
-    # Anyone opens it in transformers.
+    # It opens in transformers.
     script = tmp_path / "use.py"
     script.write_text(
         "from transformers import AutoModelForCausalLM, pipeline\n"
@@ -105,7 +105,7 @@ def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
     said = succeed(script)
     assert "GPT2LMHeadModel" in said and "the " in said
 
-    # The run goes on elsewhere, to the losses of one that never stopped.
+    # A resume from the Hub gives the losses of an uninterrupted run.
     more = {**settings, "max_steps": 12, "push_to_hub": None}
     config = tiny_config(data_dir, tmp_path / "elsewhere", resume_from=REPO, **more)
     succeed(SCRIPT, *as_flags(config))
@@ -113,7 +113,7 @@ def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
     whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
     assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
 
-    # Another training starts from a revision, and is pushed by hand.
+    # A fine-tuning run starts from a revision, and its model is pushed by the recipe.
     revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
     config = tiny_config(data_dir, tmp_path / "tuned", init_from=revision)
     succeed(SCRIPT, *as_flags(config))
@@ -135,11 +135,11 @@ def test_from_a_run_to_the_hub_and_back(user, data_dir, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_readmes_commands_that_talk_to_the_hub_work(user, tmp_path):
+def test_the_readmes_hub_commands_work(user, tmp_path):
     server, command = user
     prepare_folder(tmp_path)
     prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
-    for folder in ("data/mine", "data/openwebtext"):  # the quickstart's data leads to the first
+    for folder in ("data/mine", "data/openwebtext"):  # the quickstart uses the first
         done = command(prepare, f"--data_dir {folder}", start=run_command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     text = Dataset.from_dict(
@@ -189,7 +189,7 @@ def test_a_hub_that_is_gone_never_ends_the_run(here, data_dir, tmp_path, capsys)
     assert "could not upload to user/name" in "".join(capsys.readouterr())
 
 
-def test_a_repository_that_exists_is_pushed_to_and_old_weights_leave_it(here, data_dir, tmp_path):
+def test_a_push_to_an_existing_repository_removes_old_weights_only(here, data_dir, tmp_path):
     old = {"model-00001-of-00002.safetensors": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
     run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO))
@@ -198,24 +198,24 @@ def test_a_repository_that_exists_is_pushed_to_and_old_weights_leave_it(here, da
     assert files["notes.md"] == b"mine"
 
 
-def test_uploads_do_not_hold_up_the_run_and_skip_what_is_overtaken(here, data_dir, tmp_path):
+def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(here, data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", save_every=2, keep_last=9)
     run(config)
     checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
-    here.gate.clear()  # the server takes its time
+    here.gate.clear()  # commits wait
     said = []
     with Uploads(REPO, tmp_path / "run", said.append) as uploads:
         start = time.monotonic()
         for path in checkpoints:
             uploads.push(path, path)
-            while not here.requests:  # the first is on its way
+            while not here.requests:  # until the first upload has started
                 time.sleep(0.01)
         assert time.monotonic() - start < 2
         assert not any("uploaded" in line for line in said)
-        for path in checkpoints:  # rotated away meanwhile
+        for path in checkpoints:  # removed during the upload
             shutil.rmtree(path)
         here.gate.set()
-    assert len(here.repos[REPO]["commits"]) == 3  # created, the first, the last
+    assert len(here.repos[REPO]["commits"]) == 3  # creation, first and last checkpoint
     assert sum("uploaded" in line for line in said) == 2
 
 
@@ -229,7 +229,7 @@ def ended(folder):
 
 @contextmanager
 def signalled(when, *pauses):
-    """Sends SIGTERM to this process once `when()` holds, and again after each pause; yields a list of the times."""
+    """Sends SIGTERM to this process once `when()` is true, and again after each pause. Yields the list of the times."""
     times, left = [], threading.Event()
 
     def send():
@@ -242,7 +242,7 @@ def signalled(when, *pauses):
             os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that comes late is not for pytest
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late signal must not end pytest
     sender.start()
     try:
         yield times
@@ -253,7 +253,7 @@ def signalled(when, *pauses):
 
 
 @pytest.mark.parametrize("pauses, grace", [([], 1.0), ([1.0], 60.0)])
-def test_a_hub_that_never_answers_does_not_undo_or_hold_a_complete_run(
+def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
     here, data_dir, tmp_path, capsys, monkeypatch, pauses, grace
 ):
     monkeypatch.setattr(signals, "GRACE", grace)
@@ -269,9 +269,7 @@ def test_a_hub_that_never_answers_does_not_undo_or_hold_a_complete_run(
     assert "user/name did not end in time" in capsys.readouterr().out
 
 
-def test_a_hub_that_never_answers_does_not_hold_a_run_that_is_stopped(
-    here, data_dir, tmp_path, monkeypatch
-):
+def test_a_stopped_run_ends_soon_if_the_hub_never_answers(here, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "GRACE", 1.0)
     here.hangs = "/api/"
     config = tiny_config(
@@ -297,11 +295,9 @@ with Uploads("user/name", folder, print, strategy="checkpoint", seconds_left=lef
 """
 
 
-def test_a_process_ends_beside_uploads_that_never_do(server, data_dir, tmp_path):
+def test_a_process_exits_during_an_upload_that_hangs(server, data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path / "run", save_every=1, max_steps=2))
-    server.hangs = (
-        "PUT /lfs/"  # in threads of the client's own, which the interpreter would wait for
-    )
+    server.hangs = "PUT /lfs/"  # sent by the client's own threads, which the interpreter joins
     env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     process = subprocess.Popen(
         [sys.executable, "-c", HELD, tmp_path / "run", tmp_path / "enough"], env=os.environ | env
@@ -317,7 +313,7 @@ def test_a_process_ends_beside_uploads_that_never_do(server, data_dir, tmp_path)
         process.kill()
 
 
-def test_a_complete_run_is_pushed_again_only_as_far_as_the_hub_lacks_it(here, data_dir, tmp_path):
+def test_starting_a_complete_run_again_pushes_only_what_the_hub_lacks(here, data_dir, tmp_path):
     config = tiny_config(
         data_dir, tmp_path, push_to_hub=REPO, hub_strategy="checkpoint", resume_from="latest"
     )
@@ -337,7 +333,7 @@ def test_a_complete_run_is_pushed_again_only_as_far_as_the_hub_lacks_it(here, da
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])
-def test_what_belongs_to_a_model_is_uploaded_and_nothing_else(kind, tmp_path):
+def test_only_a_models_files_are_uploaded(kind, tmp_path):
     text = make_text(200, 0)
     tokenizer = {
         "bytes": byte_tokenizer,
@@ -360,7 +356,7 @@ def test_what_belongs_to_a_model_is_uploaded_and_nothing_else(kind, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_what_a_resume_needs_is_uploaded_and_nothing_else(here, data_dir, tmp_path):
+def test_only_a_checkpoints_files_are_uploaded_for_a_resume(here, data_dir, tmp_path):
     old = {"run.json": b"{}", "last-checkpoint/notes.txt": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
     config = tiny_config(data_dir, tmp_path / "run", save_every=4)
@@ -384,7 +380,7 @@ def test_what_a_resume_needs_is_uploaded_and_nothing_else(here, data_dir, tmp_pa
     assert "no upload to user/name" in said[-1] and "training_state is a link" in said[-1]
 
 
-def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):
+def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path, eval_every=4, license="apache-2.0"))
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.license == "apache-2.0"
@@ -410,15 +406,13 @@ def test_the_card_says_what_was_trained_how_and_how_well(data_dir, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Hi")
 
 
-def test_a_name_that_cannot_be_a_repository_is_refused_before_anything_is_written(
-    data_dir, tmp_path
-):
+def test_an_invalid_repository_name_is_refused_before_anything_is_written(data_dir, tmp_path):
     with pytest.raises(ValueError, match="'a/b/c' is not a name for a Hub repository"):
         run(tiny_config(data_dir, tmp_path / "run", push_to_hub="a/b/c"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_repository_without_a_checkpoint_says_so(user, data_dir, tmp_path):
+def test_a_repository_without_a_checkpoint_is_refused(user, data_dir, tmp_path):
     server, command = user
     server.repos["user/weights"] = {
         "private": True,

@@ -24,7 +24,7 @@ def random_model(vocab_size, **options):
 
 
 def as_theirs(model, rows, prefix=""):
-    """The state dict of nanoGPT and build-nanogpt: Linear weights, a head, garbage in the pad rows."""
+    """Returns a state dict as of nanoGPT and build-nanogpt: Linear weights, a head, random padding rows."""
     state = {f"{prefix}transformer.{k}": v.clone() for k, v in model.state_dict().items()}
     wte = f"{prefix}transformer.wte.weight"
     vocab_size = model.config.vocab_size
@@ -48,7 +48,7 @@ def test_nanogpt(tmp_path, vocab_size, rows):
     torch.save({"model": state, "optimizer": {}, "model_args": args, "iter_num": 5}, file)
     assert same(read_checkpoint(file), theirs)
 
-    # The whole way to transformers, whose GELU is the exact one too.
+    # The recipe converts it for transformers, with the exact GELU.
     out = tmp_path / "hf"
     flags = ["--input", str(file), "--output_dir", str(out), "--tokenizer", "none"]
     done = python("recipes/import_checkpoint.py", *flags)
@@ -62,7 +62,7 @@ def test_nanogpt(tmp_path, vocab_size, rows):
 
 def test_build_nanogpt(tmp_path, monkeypatch):
     theirs = random_model(50257)
-    # Their script pickles an object of its own class, which does not exist here.
+    # build-nanogpt pickles an object of its own class `__main__.GPTConfig`, which a reader lacks.
     GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
     config = GPTConfig()
     vars(config).update({**ARGS, "vocab_size": 50304})
@@ -105,7 +105,7 @@ class Unknown:
     pass
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path):
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     file = tmp_path / "a.pt"
     for content, message in (
         ({"model": {}, "config": Unknown()}, "holds more than tensors"),
@@ -123,7 +123,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_import_replaces_nothing(tmp_path):
+def test_an_import_does_not_overwrite_files(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "model.safetensors").write_text("trained for days")

@@ -1,4 +1,4 @@
-"""The model card names the model, not the folder that it was written in."""
+"""The names and paths in a model card."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ TRAINING = Training(
 )
 
 
-def test_a_checkpoint_is_called_by_its_name_and_on_the_hub_by_the_repositorys(data_dir, tmp_path):
+def test_the_card_has_the_checkpoints_name_and_on_the_hub_the_repositorys(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path / "run", save_every=4))
     card = (tmp_path / "run/checkpoint-4/README.md").read_text()
     assert "partial" not in card
@@ -30,7 +30,7 @@ def test_a_checkpoint_is_called_by_its_name_and_on_the_hub_by_the_repositorys(da
     assert (tmp_path / "run/checkpoint-4/README.md").read_text() == card
 
 
-def test_absolute_paths_of_this_machine_are_not_in_the_card():
+def test_the_card_has_no_absolute_paths():
     card = model_card("runs/a", "A GPT-2.", TRAINING)
     assert "/home" not in card
     assert "data_dir: words" in card and "output_dir: runs/a" in card

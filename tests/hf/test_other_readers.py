@@ -25,14 +25,14 @@ def saved(tmp_path_factory):
     return path, model
 
 
-def test_the_fields_and_shapes_they_read(saved):
+def test_config_fields_tensor_shapes_and_tokenizer_files(saved):
     path, _ = saved
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"] and config["model_type"] == "gpt2"
     assert config["n_ctx"] == config["n_positions"] == 32
     assert config["layer_norm_epsilon"] == 1e-5 and config["dtype"] == "float32"
     assert config["n_inner"] is None  # 4 * n_embd
-    assert config["activation_function"] == "gelu_pytorch_tanh"  # known to vLLM by this name
+    assert config["activation_function"] == "gelu_pytorch_tanh"  # vLLM's name
     assert config["tie_word_embeddings"] is True
     with safe_open(path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -46,7 +46,7 @@ def test_the_fields_and_shapes_they_read(saved):
     assert (path / "merges.txt").read_text().startswith("#version")
 
 
-def test_ggufs_table_knows_every_tensor(saved):
+def test_ggufs_name_map_has_every_tensor(saved):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     path, _ = saved
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
