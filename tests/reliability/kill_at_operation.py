@@ -1,8 +1,8 @@
-"""Runs a script, and kills itself before the N-th change that it makes on the disk; with N = 0 never.
+"""Runs a script and kills its process before its N-th file system operation; with N = 0 never.
 
 python kill_at_operation.py N PLACE SCRIPT ARGS ...
 
-Changes count from the first one whose path holds PLACE.
+Operations are counted from the first one whose path contains PLACE.
 """
 
 import itertools
@@ -15,8 +15,8 @@ OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir", "symlink
 
 
 def die_before(number: int, place: str) -> None:
-    """Kills this process before the change of that number."""
-    numbers = itertools.count(1)  # of several threads
+    """Makes this process kill itself before operation `number`."""
+    numbers = itertools.count(1)  # shared by all threads
     begun = False
 
     def counted(operation):

@@ -1,4 +1,4 @@
-"""Trains with collectives that end after 5 seconds, while the main process takes longer for what it does alone.
+"""Trains with collectives that time out after 5 seconds and a main process that takes longer for its own work.
 
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu ... slow_main_process.py --data_dir ...
 """

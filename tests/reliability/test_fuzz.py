@@ -1,4 +1,4 @@
-"""Whatever is in a file, the answer is a result or one clear error."""
+"""Fuzzing: reading a file with any content gives a result or one clear error."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ JSON = st.recursive(
 
 
 def places(value, path=()):
-    """The paths of all values in nested JSON."""
+    """Yields the paths of all values in nested JSON."""
     yield path
     items = (
         value.items()
@@ -41,7 +41,7 @@ def places(value, path=()):
 
 
 def changed(value, path, new):
-    """`value` with `new` at `path`."""
+    """Returns a copy of `value` with `new` at `path`."""
     if not path:
         return new
     copy = value.copy()
@@ -120,7 +120,7 @@ def test_any_checkpoint_manifest(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x"])
-def test_a_manifest_cannot_leave_its_folder(data_dir, tmp_path, name):
+def test_a_manifest_cannot_name_files_outside_its_folder(data_dir, tmp_path, name):
     folder = shutil.copytree(data_dir, tmp_path / "data")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["splits"]["train"]["shards"][0]["file"] = name

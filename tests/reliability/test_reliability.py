@@ -1,6 +1,6 @@
-"""Runs that are killed, starved, corrupted and poisoned, and what is left of them.
+"""Fault injection: kills, full disks, damaged files, bad gradients and a Hub that never answers.
 
-With `RELIABILITY=long`, as in `make test-reliability`, each fault is tried many times; else a few.
+`make test-reliability` sets `RELIABILITY=long` and tries each fault many times; `make test` tries it a few times.
 """
 
 import gc
@@ -37,7 +37,7 @@ KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
 
 
 def start(config, *launcher_flags, processes=1, launcher=False, **env):
-    """The run in processes of its own, forked unless the launcher itself is asked for."""
+    """Starts a run in other processes: forked ones, or with `launcher` by the real launcher."""
     log = Path(f"{config.output_dir}.log")
     command = [*launcher_flags, SCRIPT, *as_flags(config)]
     if not launcher:
@@ -55,7 +55,7 @@ def start(config, *launcher_flags, processes=1, launcher=False, **env):
 
 
 def finish(config, *launcher_flags, **how) -> None:
-    """The run from its start to its end."""
+    """Runs to the end in other processes."""
     code = start(config, *launcher_flags, **how).wait(300)
     assert code == 0, Path(f"{config.output_dir}.log").read_text()
 
@@ -74,7 +74,7 @@ def wait_for(condition, seconds=90):
 
 
 def workers(process) -> list[int]:
-    """The processes that train: forked ones, or those below a launcher."""
+    """Returns the ids of the training processes: forked ones, or the children of a launcher."""
     if isinstance(process, Started):
         return process.pids
     below = psutil.Process(process.pid).children(recursive=True)
@@ -89,7 +89,9 @@ def weights(folder) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
 
-def test_killed_at_any_time_it_ends_as_if_it_never_was(data_dir, tmp_path, times, report):
+def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(
+    data_dir, tmp_path, times, report
+):
     kills, rng = times(2, 60), random.Random(0)
     settings = {"max_steps": times(100, 5000), "save_every": 7, "dropout": 0.1}
     settings |= {"resume_from": "latest", "eval_every": 50}
@@ -102,13 +104,13 @@ def test_killed_at_any_time_it_ends_as_if_it_never_was(data_dir, tmp_path, times
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:  # it was done before
+        if process.wait() == 0:  # the run had ended before the kill
             break
         newest = list_checkpoints(tmp_path / "killed")
         reached = int(newest[-1].name.split("-")[1]) if newest else 0
         lost.append(last_step(tmp_path / "killed") - reached)
     assert len(lost) >= times(1, 50)
-    # With as many threads, on which the order of additions depends.
+    # In other processes with the same number of threads, which determines the order of additions.
     finish(config)
     config = tiny_config(data_dir, tmp_path / "whole", **settings)
     finish(config)
@@ -126,7 +128,7 @@ def test_killed_at_any_time_it_ends_as_if_it_never_was(data_dir, tmp_path, times
     )
 
 
-def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
+def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
     data_dir, tmp_path, times, report
 ):
     settings = {"max_steps": 6, "save_every": 2, "keep_last": 1, "keep_best": True, "eval_every": 2}
@@ -134,7 +136,7 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
 
     def forked(config, kill_at):
         flags = as_flags(config)
-        # From the second checkpoint on, when there is an older one to lose.
+        # From the second checkpoint on, so that there is an older one to lose.
         script = (KILLING_SCRIPT, kill_at, ".checkpoint-4.", SCRIPT)
         return python(*script, *flags, ACCELERATE_USE_CPU="true").returncode
 
@@ -162,7 +164,7 @@ def test_killed_before_any_change_on_the_disk_it_loses_one_save_at_most(
     )
 
 
-def test_a_preparation_killed_before_any_change_on_the_disk_goes_on(tmp_path, times, report):
+def test_a_preparation_killed_before_any_file_operation_resumes(tmp_path, times, report):
     (tmp_path / "text").mkdir()
     for i in range(12):
         (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
@@ -174,7 +176,7 @@ def test_a_preparation_killed_before_any_change_on_the_disk_goes_on(tmp_path, ti
 
     assert prepared(tmp_path / "whole", 0, "") == 0
     expected = read_manifest(tmp_path / "whole/d")
-    place = times("manifest.json", "d.partial")  # where tidying begins, or all
+    place = times("manifest.json", "d.partial")  # from the cleanup on, or from the start
     tried, number = 0, 1
     while True:
         folder = tmp_path / f"killed-{number}"
@@ -193,7 +195,7 @@ def test_a_preparation_killed_before_any_change_on_the_disk_goes_on(tmp_path, ti
     report("SIGKILL before each change that a preparation makes on the disk", tried, tried, "none")
 
 
-def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys, report):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(data_dir, tmp_path, capsys, report):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
@@ -214,18 +216,18 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit(data_dir, tmp_path, capsys,
         assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
         assert not list((disk / "run").glob(".checkpoint*"))
         assert status(disk / "run")["state"] == "failed"
-        assert last_step(disk / "run") == 8  # it had gone on
+        assert last_step(disk / "run") == 8  # training continued after the failed write
         (disk / "filler").unlink()
         resumed = run(config)
         assert losses(resumed) == losses(whole)
         assert weights(disk / "run") == weights(tmp_path / "whole")
     finally:
-        gc.collect()  # the resumed optimizer's tensors are those of a mapped file
+        gc.collect()  # frees tensors that may still map a file of the disk
         subprocess.run(["umount", disk], check=True)
     report("disk full in the middle of a save", 3, 3, "none while it runs; what did not fit, after")
 
 
-def test_a_disk_that_is_full_at_the_final_model_costs_a_restart(data_dir, tmp_path, monkeypatch):
+def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
@@ -243,7 +245,7 @@ def test_a_disk_that_is_full_at_the_final_model_costs_a_restart(data_dir, tmp_pa
     try:
         config = tiny_config(data_dir, disk / "run", resume_from="latest")
         failed = 0
-        while True:  # in the weights, in the config, in the card, in the tokenizer
+        while True:  # the disk fills up in the weights, the config, the card, the tokenizer
             try:
                 run(config)
                 break
@@ -261,7 +263,7 @@ def test_a_disk_that_is_full_at_the_final_model_costs_a_restart(data_dir, tmp_pa
         subprocess.run(["umount", disk], check=True)
 
 
-def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
+def test_a_resume_detects_and_skips_any_damaged_checkpoint(
     data_dir, tmp_path, capsys, times, report
 ):
     settings = {"save_every": 4, "resume_from": "latest"}
@@ -293,7 +295,7 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
     resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
     assert "checkpoint-8 is skipped: model.safetensors has 0 bytes" in capsys.readouterr().out
     assert losses(resumed) == losses(whole) and find_corruption(newest) is None
-    # A save on the way keeps itself and not the damaged one, though that has the higher number.
+    # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")
     one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
     run(tiny_config(data_dir, tmp_path / "run", **one))
@@ -320,7 +322,7 @@ def test_any_damage_to_a_checkpoint_is_found_and_passed_over(
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, processes, to, number):
     settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
-    often = {"eval_every": 1} if processes > 1 else {}  # so that it comes during an evaluation
+    often = {"eval_every": 1} if processes > 1 else {}  # the signal arrives during an evaluation
     config = tiny_config(data_dir, tmp_path / "run", resume_from="latest", **settings, **often)
     process = start(config, processes=processes, launcher=to == "launcher")
     wait_for(lambda: last_step(tmp_path / "run") > 20)
@@ -345,7 +347,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, pro
     report(f"{name} to {to} of {processes} process(es)", 1, 1, f"none; stopped in {took:.1f} s")
 
 
-def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path, monkeypatch):
+def test_a_second_ctrl_c_stops_immediately(data_dir, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def endless(accelerator, model, loader, first, sequences):
@@ -365,9 +367,7 @@ def test_a_second_ctrl_c_stops_at_once(data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
-def test_a_run_of_which_a_process_was_killed_asks_to_be_started_again(
-    data_dir, tmp_path, report, rank, state
-):
+def test_a_run_whose_process_was_killed_asks_for_a_requeue(data_dir, tmp_path, report, rank, state):
     config = tiny_config(
         data_dir, tmp_path / "run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant"
     )
@@ -381,7 +381,7 @@ def test_a_run_of_which_a_process_was_killed_asks_to_be_started_again(
 
 
 def poison(monkeypatch, bad):
-    """Makes the gradients of some updates not a number."""
+    """Sets the loss and gradients of the updates in `bad` to NaN."""
     honest = train_module.accumulate_gradients
 
     def accumulate(accelerator, model, loader, first, sequences):
@@ -395,9 +395,7 @@ def poison(monkeypatch, bad):
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 
 
-def test_an_update_that_is_not_finite_never_reaches_the_weights(
-    data_dir, tmp_path, monkeypatch, report
-):
+def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeypatch, report):
     settings = {
         "max_steps": 12,
         "save_every": 6,
@@ -435,7 +433,7 @@ def test_an_update_that_is_not_finite_never_reaches_the_weights(
     report("NaN in the gradients, 2 and 5 updates in a row", 2, 2, "the poisoned updates")
 
 
-def test_a_spike_is_skipped_where_that_is_asked_for(data_dir, tmp_path, monkeypatch):
+def test_spike_z_skips_a_spike_also_after_a_resume(data_dir, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def accumulate(accelerator, model, loader, first, sequences):
@@ -468,7 +466,9 @@ ENDS = ("stopped", "complete", "complete, signalled twice")
 
 
 @pytest.mark.parametrize(("point", "end"), zip(POINTS, itertools.cycle(ENDS)))
-def test_a_hub_that_never_answers_costs_the_upload(data_dir, tmp_path, times, report, point, end):
+def test_a_hub_that_never_answers_loses_only_the_upload(
+    data_dir, tmp_path, times, report, point, end
+):
     times(0, 1) or pytest.skip("in make test-reliability")
     settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
     settings |= {"lr_schedule": "constant"}
@@ -509,7 +509,7 @@ def test_a_hub_that_never_answers_costs_the_upload(data_dir, tmp_path, times, re
     )
 
 
-def test_checkpoints_that_cannot_be_removed_cost_nothing(
+def test_checkpoints_that_cannot_be_removed_do_not_affect_training(
     data_dir, tmp_path, capsys, times, report, undeletable
 ):
     times(0, 1) or pytest.skip("in make test-reliability")
@@ -540,7 +540,7 @@ def test_checkpoints_that_cannot_be_removed_cost_nothing(
     )
 
 
-def test_a_killed_run_goes_on_in_a_copy_without_links(data_dir, tmp_path, times, report):
+def test_a_killed_run_resumes_in_a_copy_without_links(data_dir, tmp_path, times, report):
     hops, rng = times(0, 8), random.Random(1)
     hops or pytest.skip("in make test-reliability")
     settings = {"max_steps": 1000, "save_every": 7, "dropout": 0.1, "resume_from": "latest"}
@@ -554,7 +554,7 @@ def test_a_killed_run_goes_on_in_a_copy_without_links(data_dir, tmp_path, times,
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
-        assert process.wait() != 0, "it was done before"
+        assert process.wait() != 0, "the run ended before the kill"
         copy = tmp_path / f"run-{hop + 1}"
         if hop % 2:
             archive = shutil.make_archive(tmp_path / f"archive-{hop}", "zip", folder)
@@ -575,7 +575,7 @@ def test_a_killed_run_goes_on_in_a_copy_without_links(data_dir, tmp_path, times,
     report("killed, and copied without links by cp -rL or zip", hops, hops, "at most one save")
 
 
-def test_what_the_main_process_does_alone_neither_ends_nor_holds_the_others(
+def test_slow_work_of_the_main_process_does_not_time_out_the_others(
     data_dir, tmp_path, times, report
 ):
     times(0, 1) or pytest.skip("in make test-reliability")
@@ -598,7 +598,7 @@ def test_what_the_main_process_does_alone_neither_ends_nor_holds_the_others(
     report("the main process works alone longer than a collective may take", 4, 4, "none")
 
 
-# Pairwise over: processes, micro-batches an update, precision, compilation, optimizer, where it is cut.
+# Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
 EXACT = [
     (1, 1, "no", "no", "adamw", "mid-epoch"),
     (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
@@ -617,7 +617,7 @@ EXACT = [
 
 @pytest.fixture(scope="module")
 def short_data(tmp_path_factory):
-    """76 windows of 32 tokens to train on, 8 for validation: bf16 takes long on CPUs without units for it."""
+    """76 windows of 32 tokens to train on, 8 for validation: bf16 is slow on CPUs without bf16 units."""
     path = tmp_path_factory.mktemp("short") / "words"
     splits = {"train": [make_text(150, seed) for seed in range(4)], "val": [make_text(60, 100)]}
     prepare(splits, byte_tokenizer(), path, source="made up")
@@ -625,7 +625,7 @@ def short_data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
-def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, short_data, tmp_path, times, case):
+def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, case):
     processes, micro_batches, precision, backend, optimizer, cut = case
     if processes == 2 or backend == "inductor":
         times(0, 1) or case in (EXACT[4],) or pytest.skip("in make test-reliability")
@@ -644,12 +644,12 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, short_data, tmp_path, ti
         "optimizer": optimizer,
         "deterministic": backend != "no",
     }
-    if cut == "ramp":  # 2, 2, 2, 2, 4, 4 sequences, the cut, then 6, 6, 8, 8, 8, 8
+    if cut == "ramp":  # 2, 2, 2, 2, 4, 4 sequences, the interruption, then 6, 6, 8, 8, 8, 8
         ramp = {"ramp_tokens": 24 * 32, "ramp_start": 2}
         settings |= ramp | {"max_steps": 7, "micro_batch_size": 1}
     launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
     env = {}
-    if cut == "long":  # long sequences, the loss in chunks of rows
+    if cut == "long":  # long sequences: the loss is computed in chunks of rows
         long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
         settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
         env["LOGITS_AT_ONCE"] = str(100 * 384)
@@ -681,7 +681,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(data_dir, short_data, tmp_path, ti
         assert histories[0] == histories[1], name
 
 
-def test_a_run_goes_on_with_any_number_of_processes(data_dir, tmp_path, times):
+def test_a_run_resumes_on_any_number_of_processes(data_dir, tmp_path, times):
     settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
     whole = losses(run(tiny_config(data_dir, tmp_path / "whole", **settings)))
     two = tiny_config(data_dir, tmp_path / "two", micro_batch_size=2, **settings)
@@ -700,7 +700,7 @@ def test_a_run_goes_on_with_any_number_of_processes(data_dir, tmp_path, times):
         assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
 
 
-def test_compiled_or_not_a_run_goes_on(data_dir, tmp_path, monkeypatch, times):
+def test_an_eager_run_resumes_compiled_and_vice_versa(data_dir, tmp_path, monkeypatch, times):
     backend = times("aot_eager", "inductor")
     settings = {"max_steps": 12, "save_every": 6, "keep_last": 9, "n_layer": 1}
     for first, then in (("no", backend), (backend, "no")):
