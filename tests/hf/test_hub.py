@@ -55,8 +55,8 @@ def here(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A server, and a function that runs Python as a logged-in user of it. Shared by all tests, since libraries read the
-    server's address at import."""
+    """A server, and a function that runs Python as a logged-in user of it. All tests share them, since libraries read
+    the server's address at import."""
     at_import = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
 
     def command(*arguments, start=python, **options):

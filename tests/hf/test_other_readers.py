@@ -1,9 +1,9 @@
-"""What programs other than transformers expect of a GPT-2 directory. docs/hub.md, "Other readers".
+"""Saved GPT-2 directories have what programs other than transformers require (see docs/hub.md).
 
 llama.cpp (convert_hf_to_gguf.py) reads `n_ctx`, `n_embd`, `n_head`, `n_layer`, `layer_norm_epsilon` and
-`architectures` from config.json, takes the MLP as 4 x n_embd, transposes the four Conv1D matrices, and
-maps tensor names by gguf's table. vLLM reads `architectures`, transposes the same matrices, and knows
-activations by name. Both want safetensors written with `{"format": "pt"}` and no tensor they do not know.
+`architectures` from config.json, assumes an MLP of 4 x n_embd, transposes the four Conv1D matrices, and maps tensor
+names by gguf's table. vLLM reads `architectures`, transposes the same matrices, and has a list of activation names.
+Both require safetensors with the metadata `{"format": "pt"}` and without unknown tensors.
 """
 
 import json

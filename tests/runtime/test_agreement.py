@@ -1,4 +1,4 @@
-"""Processes decide together: one checkpoint, one run id, and if one fails all end."""
+"""Processes agree on one checkpoint and one run id, and all end if one fails."""
 
 import json
 import time
@@ -10,8 +10,8 @@ from launching import launch
 from gpt2_accel.files import lock_folder
 
 
-def test_a_checkpoint_that_only_the_main_process_sees_is_not_resumed(data_dir, tmp_path):
-    """Rank 0 would go on at update 8 while rank 1 trained from 0."""
+def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):
+    """Otherwise rank 0 would resume from update 8 and rank 1 start from 0."""
     changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
     config = tiny_config(data_dir, "run", **changes)
     script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
@@ -25,7 +25,7 @@ def test_a_checkpoint_that_only_the_main_process_sees_is_not_resumed(data_dir, t
 
 
 @pytest.mark.parametrize("fault", ["locked", "a tracker", "no data"])
-def test_if_one_process_fails_before_training_all_end_with_its_sentence(fault, data_dir, tmp_path):
+def test_if_one_process_fails_before_training_all_end_with_its_error(fault, data_dir, tmp_path):
     changes = {"micro_batch_size": 2}
     if fault == "a tracker":  # a file where its folder should be
         (tmp_path / "run").mkdir()

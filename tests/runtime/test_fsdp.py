@@ -1,4 +1,4 @@
-"""FSDP2 in bf16 computes what DDP computes in bf16."""
+"""FSDP2 in bf16 is as exact as DDP in bf16."""
 
 import pytest
 from conftest import as_flags, losses, tiny_config
@@ -13,8 +13,8 @@ BY_BLOCK = ("--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation"
 
 @pytest.fixture(scope="module")
 def trained(data_dir, tmp_path_factory):
-    """A function that trains two updates of 16 micro-batches each on two processes; returns the lines of metrics.jsonl
-    and the gradient of the first update, which AdamW's first moment is a tenth of."""
+    """A function that trains two updates of 16 micro-batches each on two processes. It returns the lines of
+    metrics.jsonl and AdamW's first moment after the first update, a tenth of its gradient."""
     folder = tmp_path_factory.mktemp("fsdp")
 
     def train(name, config, script, *flags, **changes):
@@ -31,7 +31,7 @@ def trained(data_dir, tmp_path_factory):
 
 
 def error(gradient, exact):
-    """The distance of two gradients relative to the second's norm."""
+    """Returns the distance of two gradients relative to the norm of `exact`."""
     distance = sum((gradient[key] - exact[key]).square().sum() for key in exact)
     return float((distance / sum(value.square().sum() for value in exact.values())).sqrt())
 
@@ -45,7 +45,7 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
-    # Weights that are gathered in fp32 leave nothing that differs but the order of sums.
+    # With weights gathered in fp32 only the order of sums differs.
     wide, wide_gradient = trained("wide", *fsdp, *EAGER, gather_fp32=True)
     assert losses(wide) == pytest.approx(losses(lines), abs=2e-5)
     assert error(wide_gradient, gradient) < 1e-3

@@ -1,4 +1,4 @@
-"""Recipes and launch configs: what a user types, made small by flags only."""
+"""Recipes and launch configs as a user runs them, made small by flags only."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def metrics(run_dir):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_accelerate_reads_every_config_and_knows_all_of_it(path):
+def test_accelerate_reads_every_key_of_every_config(path):
     config = load_config_from_file(str(path))
     written = yaml.safe_load(path.read_text())
     known = {*vars(config)}
@@ -78,7 +78,7 @@ def test_accelerate_reads_every_config_and_knows_all_of_it(path):
 
 
 def test_the_headline_command(data_dir, tmp_path):
-    # What takes the time is to compile: one layer, and its training alone.
+    # Compilation takes most of the time: one layer, and no evaluation.
     shorter = ("--n_layer", 1, "--eval_every", 0)
     done = launch(
         "recipes/pretrain_124m.py",
@@ -97,7 +97,9 @@ def test_the_headline_command(data_dir, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["355m", "774m", "1558m"])
-def test_the_other_sizes_run_and_know_their_shape(size, data_dir, tmp_path, monkeypatch):
+def test_the_recipes_of_other_sizes_have_their_shapes_and_run(
+    size, data_dir, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     recipe = load_recipe(f"pretrain_{size}")
     settings = getattr(recipe, f"Pretrain{size.upper()}")()
@@ -116,7 +118,7 @@ def test_the_other_sizes_run_and_know_their_shape(size, data_dir, tmp_path, monk
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_embd == 32
 
 
-def test_missing_data_is_named_with_the_command_that_makes_it(tmp_path):
+def test_the_error_for_missing_data_names_the_command_to_prepare_it(tmp_path):
     done = python("recipes/pretrain_355m.py", "--data_dir", tmp_path / "fineweb_edu")
     [line] = done.stderr.splitlines()
     assert f"prepare_data.py fineweb-edu --data_dir {tmp_path}/fineweb_edu" in line
@@ -131,7 +133,7 @@ def test_nanogpts_settings_are_read(data_dir, tmp_path):
     assert "124,337,664 parameters" in done.stdout  # without biases
 
 
-def test_scripts_for_clusters_are_whole():
+def test_the_cluster_scripts_parse():
     subprocess.run(["bash", "-n", ROOT / "recipes/cluster/pretrain.sbatch"], check=True)
     sky = yaml.safe_load((ROOT / "recipes/cluster/sky.yaml").read_text())
     assert "--resume_from latest" in sky["run"]
@@ -163,7 +165,7 @@ def test_the_notebook_trains(tmp_path):
 # FSDP2
 
 
-def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp_path):
+def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(data_dir, tmp_path):
     changes = {"micro_batch_size": 2, "total_batch_size": 256, "eval_every": 3, "save_every": 3}
 
     def sharded(name, processes, **more):
@@ -195,7 +197,7 @@ def test_a_sharded_run_is_a_ddp_run_and_resumes_on_other_processes(data_dir, tmp
     assert "muon works on whole matrices" in launch(*flags, config="8xa100_fsdp2").stderr
 
 
-def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir, tmp_path):
+def test_the_chunked_loss_equals_the_plain_one_on_two_processes(data_dir, tmp_path):
     changes = {"n_layer": 1, "max_steps": 4, "micro_batch_size": 4, "total_batch_size": 8 * 32}
     plain = run(tiny_config(data_dir, tmp_path / "plain", **changes))
     chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
@@ -216,7 +218,7 @@ def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir
         chunked("fsdp", fsdp[0], *in_fp32, *eager, fsdp[1]),
     ]
     assert found == [pytest.approx(losses(plain), abs=1e-5)] * 3
-    # In bf16 within its rounding.
+    # Equal within the rounding of bf16.
     found = [
         chunked("ddp_bf16", ddp[0], *eager, ddp[1]),
         chunked("fsdp_bf16", fsdp[0], *eager, fsdp[1]),
@@ -227,13 +229,13 @@ def test_the_loss_in_chunks_is_the_plain_one_on_any_number_of_processes(data_dir
 # Schedules
 
 
-def test_the_batch_ramp_grows_in_steps_and_every_sequence_comes_once():
+def test_the_batch_ramp_grows_in_steps_and_uses_every_sequence_once():
     schedule = BatchSchedule(512, start=32, ramp_sequences=40_000)
     sizes = [schedule.sequences(step) for step in range(400)]
     assert sizes[0] == 32 and sizes[-1] == 512 and sizes == sorted(sizes)
     assert all(size % 32 == 0 for size in sizes)
     assert [schedule.first(step) for step in range(400)] == [sum(sizes[:i]) for i in range(400)]
-    # Linear in the sequences seen, as the GPT-3 paper has it.
+    # Linear in the sequences seen, as in the GPT-3 paper.
     half = next(step for step in range(400) if schedule.first(step) >= 20_000)
     assert abs(sizes[half] - (32 + 512) / 2) <= 32
     for full in (10, 79, 200, 1000):
@@ -255,7 +257,7 @@ RAMP = {
 }
 
 
-def test_a_run_with_a_ramp_is_the_same_on_two_processes_and_resumed(data_dir, tmp_path):
+def test_a_run_with_a_ramp_is_equal_on_two_processes_and_after_a_resume(data_dir, tmp_path):
     whole = run(tiny_config(data_dir, tmp_path / "whole", **RAMP, save_every=4))
     tokens = [entry["tokens"] for entry in whole]
     assert tokens[0] == 4 * 32 and len(whole) > 10
@@ -265,14 +267,14 @@ def test_a_run_with_a_ramp_is_the_same_on_two_processes_and_resumed(data_dir, tm
         for seen, size in zip(tokens, torch.tensor([0, *tokens]).diff().tolist(), strict=True)
     ]
     assert [entry["train/learning_rate"] for entry in whole] == pytest.approx(expected)
-    # Two processes, whose micro-batches shrink to half.
+    # Two processes with half the micro-batch size.
     config = tiny_config(data_dir, tmp_path / "two", **{**RAMP, "micro_batch_size": 8})
     done = launch("tests/train_script.py", *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
     two = metrics(tmp_path / "two")
     assert [entry["tokens"] for entry in two] == tokens
     assert losses(two) == pytest.approx(losses(whole), abs=1e-5)
-    # On from the middle of the ramp.
+    # A resume from the middle of the ramp.
     resumed = run(
         tiny_config(
             data_dir,
@@ -284,12 +286,12 @@ def test_a_run_with_a_ramp_is_the_same_on_two_processes_and_resumed(data_dir, tm
     assert losses(resumed) == losses(whole)[len(whole) // 4 * 4 :]
 
 
-def test_a_ramp_that_does_not_come_out_even_is_refused(data_dir, tmp_path):
+def test_a_ramp_start_that_does_not_divide_the_batch_is_refused(data_dir, tmp_path):
     with pytest.raises(ValueError, match="--ramp_start"):
         run(tiny_config(data_dir, tmp_path, **{**RAMP, "ramp_start": 5}))
 
 
-def test_wsd_stays_at_the_peak_and_then_falls():
+def test_wsd_is_constant_and_then_decays():
     settings = {"peak": 1.0, "schedule": "wsd", "warmup_steps": 10, "max_steps": 100}
     rates = [learning_rate(step, **settings) for step in range(101)]
     assert rates[10:81] == [1.0] * 71
@@ -297,10 +299,10 @@ def test_wsd_stays_at_the_peak_and_then_falls():
     assert rates[100] == pytest.approx(0.1) and rates[81:] == sorted(rates[81:], reverse=True)
 
 
-# Fine-tuning and the ways to end
+# Fine-tuning and early stopping
 
 
-def test_finetuning_ends_early_and_keeps_the_best(tmp_path):
+def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, n_positions=32, n_layer=2, n_head=2, n_embd=32))
     save_pretrained(model, tmp_path / "start", byte_tokenizer())
@@ -334,7 +336,7 @@ def test_the_first_recipes_on_two_processes(tmp_path):
     assert len(generated["generated_text"]) > 4
 
 
-def test_patience_outlives_a_resume(data_dir, tmp_path):
+def test_a_resume_keeps_the_state_of_early_stopping(data_dir, tmp_path):
     settings = {"eval_every": 1, "patience": 3, "learning_rate": 1.0, "max_steps": 30}
     whole = run(tiny_config(data_dir, tmp_path / "whole", **settings, save_every=1, keep_last=30))
     assert 4 <= len(whole) < 30
@@ -349,7 +351,7 @@ def test_patience_outlives_a_resume(data_dir, tmp_path):
     assert len(resumed) == 1
 
 
-def test_only_an_evaluation(data_dir, tmp_path, capsys):
+def test_eval_only(data_dir, tmp_path, capsys):
     last = run(tiny_config(data_dir, tmp_path / "run", eval_every=8))[-1]
     capsys.readouterr()
     run(tiny_config(data_dir, tmp_path / "none", init_from=str(tmp_path / "run"), eval_only=True))
@@ -358,7 +360,7 @@ def test_only_an_evaluation(data_dir, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-# What a run takes
+# Memory, time and traces of a run
 
 
 def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
@@ -374,7 +376,7 @@ def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_plans_for_hardware_that_is_not_here(data_dir, tmp_path, capsys):
+def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, capsys):
     flags = ("--dry_run", "--data_dir", tmp_path / "none", "--device", "A100")
     here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
@@ -412,7 +414,7 @@ def test_a_dry_run_plans_for_hardware_that_is_not_here(data_dir, tmp_path, capsy
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_activations_of_a_dry_run_are_those_that_autograd_saves(precision):
+def test_the_dry_runs_activation_memory_equals_what_autograd_saves(precision):
     config = GPTConfig(500, n_positions=64, n_layer=3, n_head=2, n_embd=64)
     model, seen = GPT(config), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -436,7 +438,7 @@ def test_the_activations_of_a_dry_run_are_those_that_autograd_saves(precision):
     loss.backward()
 
 
-def test_the_largest_micro_batch_that_fits(data_dir, tmp_path, monkeypatch, capsys):
+def test_auto_micro_batch_is_the_largest_that_fits(data_dir, tmp_path, monkeypatch, capsys):
     weights = 12 * (GPTConfig(257, 32, 2, 2, 32).parameter_count + 127 * 32)
     two = activation_bytes(GPTConfig(257, 32, 2, 2, 32), 2, 32, "no")
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.2 * two) / 0.9)}))
@@ -451,7 +453,7 @@ def test_the_largest_micro_batch_that_fits(data_dir, tmp_path, monkeypatch, caps
     assert "micro-batch 1 x 1024" in done.stdout, done.stderr
 
 
-def test_a_trace_of_some_updates(data_dir, tmp_path, capsys):
+def test_profile_writes_a_trace_of_some_updates(data_dir, tmp_path, capsys):
     run(tiny_config(data_dir, tmp_path / "short", profile=2, max_steps=4))
     assert "there is no trace: the run ended before" in capsys.readouterr().out
     run(tiny_config(data_dir, tmp_path, profile=2))
@@ -473,7 +475,7 @@ torch.compile(lambda x: chunked_cross_entropy(x, weight, targets, 100, 12, False
 """
 
 
-def test_what_an_older_release_compiled_is_not_taken_from_the_cache(tmp_path):
+def test_code_compiled_by_another_release_is_not_reused(tmp_path):
     shutil.copytree(ROOT / "gpt2_accel", tmp_path / "gpt2_accel")
 
     def compile_loss():
@@ -488,7 +490,7 @@ def test_what_an_older_release_compiled_is_not_taken_from_the_cache(tmp_path):
     assert compile_loss().returncode == 0
     path = tmp_path / "gpt2_accel" / "kernels" / "cross_entropy.py"
     text = path.read_text()
-    # The gradient's layout in memory is another in this release.
+    # The other release has another memory layout of the gradient.
     layouts = {
         "return total, grad_x,": "return total, grad_x.t().contiguous().t(),",
         "like(x), like(weight)": "like(x).t().contiguous().t(), like(weight)",

@@ -1,4 +1,4 @@
-"""What the log of a run says, while the run goes on and when it no longer does."""
+"""`status.json` and the estimate of the remaining time."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from gpt2_accel.runtime.log import SILENCE, RunLog, read_status
 from gpt2_accel.runtime.signals import StopRequest
 
 
-def test_a_run_shows_signs_of_life_also_in_a_long_update(data_dir, tmp_path, monkeypatch):
+def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatch):
     honest, seen = train_module.accumulate_gradients, []
 
     def slow(accelerator, model, loader, first, sequences):
@@ -34,7 +34,7 @@ def test_a_run_shows_signs_of_life_also_in_a_long_update(data_dir, tmp_path, mon
     assert read_status(tmp_path) == found
 
 
-def test_a_reader_tells_a_killed_run_from_one_that_goes_on(data_dir, tmp_path):
+def test_a_run_without_heartbeat_counts_as_killed(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path))
     written = json.loads((tmp_path / "status.json").read_text()) | {"state": "running"}
 
@@ -45,12 +45,12 @@ def test_a_reader_tells_a_killed_run_from_one_that_goes_on(data_dir, tmp_path):
 
     assert said(SILENCE / 2) == "running at update 8 of 8"
     assert said(2 * SILENCE).startswith("killed at update 8 of 8: no heartbeat since 2")
-    del written["time"]  # of an older release
+    del written["time"]  # as written by an older release
     (tmp_path / "status.json").write_text(json.dumps(written))
     assert read_status(tmp_path)["state"] == "running"
 
 
-def test_the_time_left_is_measured_after_the_first_update(tmp_path, capsys, monkeypatch):
+def test_the_remaining_time_is_estimated_without_the_first_update(tmp_path, capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     run = RunLog(

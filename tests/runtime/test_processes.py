@@ -1,4 +1,4 @@
-"""Runs of several processes, and runs that are killed."""
+"""Runs on several processes, and a run that is killed and resumed."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ SCRIPT = "tests/train_script.py"
 
 
 @pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 2), (4, 8)])
-def test_processes_times_accumulation_gives_the_same_losses(
+def test_losses_do_not_depend_on_processes_and_accumulation(
     data_dir, tmp_path, processes, micro_batch_size
 ):
     settings = {"total_batch_size": 8 * 32, "eval_every": 4, "save_every": 4}
@@ -37,10 +37,10 @@ def test_processes_times_accumulation_gives_the_same_losses(
     assert f"{8 // 2 // processes} micro-batches x {processes} processes" in done.stdout
     said = f"micro_batch_size 2 in place of 8: {processes} process(es) take 2 sequences each"
     assert done.stdout.count(said) == (micro_batch_size == 8)
-    assert done.stdout.count("tokens per update") == 1  # only the main process speaks
+    assert done.stdout.count("tokens per update") == 1  # only the main process prints
 
 
-def test_processes_that_accelerate_does_not_see_end_in_one_sentence(data_dir, tmp_path):
+def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run")
     done = launch(SCRIPT, *as_flags(config), processes=2, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What stands on the terminal: a bar that follows its width, lines in a pipe."""
+"""The progress bar on a terminal and plain lines in a pipe."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
         try:
             while data := os.read(ours, 65536):
                 seen.append((width, data.decode(errors="replace")))
-        except OSError:  # Linux's way to say that the other end is closed
+        except OSError:  # the other end is closed
             pass
 
     reader = threading.Thread(target=read)
@@ -47,17 +47,16 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.05)
     set_width(ours, 60)
-    time.sleep(1)  # what was on its way
+    time.sleep(1)  # for output of the former width
     width = 60
     code = process.wait(120)
-    os.close(theirs)  # no sooner: the process opens it some time after its start
+    os.close(theirs)  # not earlier: the process opens it some time after its start
     reader.join(10)
     os.close(ours)
     text = "".join(part for _, part in seen)
     assert code == 0, text
-    assert re.search(
-        r"\d+%\|.*\d+/800 \[.*<.*at=\d+.*loss=.*tok/s=", text
-    )  # share, time left, figures
+    # Percentage, remaining time, figures.
+    assert re.search(r"\d+%\|.*\d+/800 \[.*<.*at=\d+.*loss=.*tok/s=", text)
     bars = [
         piece
         for columns, part in seen[:-1]
@@ -66,10 +65,10 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
         if "/800 [" in piece
     ]
     assert bars and max(map(len, bars)) <= 60
-    assert text.count("step 200: val/loss") == 1  # above the bar, on a line of its own
+    assert text.count("step 200: val/loss") == 1  # on its own line above the bar
 
 
-def test_in_a_pipe_there_are_plain_lines_of_one_process(data_dir, tmp_path):
+def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
     done = launch(SCRIPT, *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
@@ -85,12 +84,14 @@ def test_in_a_pipe_there_are_plain_lines_of_one_process(data_dir, tmp_path):
     assert len(re.findall(pattern, said)) == 1
 
 
-def test_each_figure_is_named_with_its_update(data_dir, tmp_path, monkeypatch, capsys):
+def test_closing_line_and_model_card_name_the_update_of_each_result(
+    data_dir, tmp_path, monkeypatch, capsys
+):
     advance = RunLog.advance
 
     def advance_and_stop(log, step):
         advance(log, step)
-        if step == 4:  # the run ends after the next
+        if step == 4:  # the run stops after the next update
             os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(RunLog, "advance", advance_and_stop)
@@ -115,5 +116,5 @@ def test_each_figure_is_named_with_its_update(data_dir, tmp_path, monkeypatch, c
         (4 * 86400 + 7 * 3600, "4 d 07 h"),
     ],
 )
-def test_a_duration_in_words(seconds, words):
+def test_duration(seconds, words):
     assert duration(seconds) == words

@@ -1,4 +1,4 @@
-"""Signals to the launcher of several processes, as Slurm sends them."""
+"""Signals to the launcher, as Slurm sends them, and to children of a dying process."""
 
 import json
 import os
@@ -18,17 +18,17 @@ from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.files import read_json_lines
 
 SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
-# What the script for Slurm tells the launcher, taken from there.
+# The variables for the launcher in the Slurm script.
 EXPORTED = dict(re.findall(r"^export (PET_\w+)=(\S+)$", SBATCH, re.MULTILINE))
 
 
 def send_to_all(launcher, number):
-    """As Slurm does: to the launcher, which passes it on, and to each process below it."""
+    """Sends a signal as Slurm does: to the launcher, which passes it on, and to each of its descendants."""
     for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
         process.send_signal(number)
 
 
-# USR1 is the one that torchrun leaves out.
+# torchrun does not forward SIGUSR1 by default.
 CASES = [(signal.SIGUSR1, os.kill)]
 OTHERS = [(signal.SIGTERM, os.kill), (signal.SIGINT, os.kill), (signal.SIGINT, send_to_all)]
 
@@ -37,7 +37,7 @@ OTHERS = [(signal.SIGTERM, os.kill), (signal.SIGINT, os.kill), (signal.SIGINT, s
 def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tmp_path):
     settings = {"micro_batch_size": 2, "max_steps": 10**5, "lr_schedule": "constant"}
     if send is send_to_all:
-        settings["total_batch_size"] = 400 * 32  # an update is long enough for both signals
+        settings["total_batch_size"] = 400 * 32  # updates long enough for both signals
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", free_port()]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
@@ -60,16 +60,16 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tm
         launcher.kill()
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", number.name)
-    assert status["requeue"]  # also after SIGINT, which batch systems send too
+    assert status["requeue"]  # also after SIGINT, which batch systems send as well
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert checkpoint.name == f"checkpoint-{status['step']}" and find_corruption(checkpoint) is None
 
 
-def test_the_script_for_slurm_forwards_its_signal_and_needs_no_folder():
+def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():
     assert "SIGUSR1" in EXPORTED["PET_SIGNALS_TO_HANDLE"].split(",")
     warning = int(re.search(r"--signal=USR1@(\d+)", SBATCH)[1])
     assert 30 <= int(EXPORTED["PET_SHUTDOWN_TIMEOUT"]) < warning
-    assert "/" not in re.search(r"--output=(\S+)", SBATCH)[1]  # runs/ is not there in a fresh clone
+    assert "/" not in re.search(r"--output=(\S+)", SBATCH)[1]  # a fresh clone has no runs/
 
 
 PARENT = """
@@ -90,8 +90,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has this signal")
-def test_a_child_that_asks_for_it_ends_with_its_parent():
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this signal")
+def test_end_with_parent_kills_a_child_when_its_parent_dies():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     held, free = (psutil.Process(int(parent.stdout.readline())) for _ in range(2))
     parent.kill()

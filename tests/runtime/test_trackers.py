@@ -1,4 +1,4 @@
-"""Trackers and the terminal: what is logged where, over a kill and a resume."""
+"""Trackers: the steps, settings and errors that reach them, also over a kill and a resume."""
 
 import importlib.util
 import json
@@ -27,13 +27,13 @@ needs_all = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join
 
 @pytest.fixture(scope="session")
 def trackio_dir(tmp_path_factory):
-    """Where trackio writes; it reads that once, at its import."""
+    """The folder of trackio, which reads its setting at import only."""
     return tmp_path_factory.mktemp("trackio")
 
 
 @pytest.fixture
 def offline(trackio_dir, monkeypatch):
-    """Trackers need no network and write nothing outside the tests' folders."""
+    """Makes trackers work without a network and write into the tests' folders only."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(trackio_dir))
@@ -41,7 +41,7 @@ def offline(trackio_dir, monkeypatch):
 
 
 def wandb_history(path: Path) -> list[dict]:
-    """The logged rows in an offline run's file: LevelDB's log format after 7 bytes, of protobuf records."""
+    """Reads the logged rows of an offline run: a header of 7 bytes, then protobuf records in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, parts, rows = path.read_bytes(), 7, b"", []
@@ -54,7 +54,7 @@ def wandb_history(path: Path) -> list[dict]:
         if not kind or len(piece) < size:
             break
         parts, position = parts + piece, position + 7 + size
-        if kind in (1, 4):  # a whole record, or the last piece of one
+        if kind in (1, 4):  # a full record, or the last piece of one
             record, parts = Record.FromString(parts), b""
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
@@ -75,7 +75,7 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
 
 
 def trackio_rows(trackio_dir: Path, run_dir: Path) -> list[tuple[int, dict]]:
-    """(step, metrics) of one run, in the order of writing."""
+    """Returns (step, metrics) of one run, in the order of writing."""
     name = f"{run_dir.name}-{facts(run_dir)['run_id']}"
     [path] = trackio_dir.glob("*.db")
     query = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
@@ -88,7 +88,7 @@ def facts(run_dir: Path) -> dict:
 
 
 def kill_after(config, step: int) -> None:
-    """Starts the run as a process of its own, and kills it once it has logged `step`."""
+    """Starts the run in another process and kills it once it has logged `step`."""
     log = Path(config.output_dir) / "metrics.jsonl"
     options = {"log": Path(f"{config.output_dir}.txt"), "ACCELERATE_USE_CPU": "true"}
     process, deadline = Started(SCRIPT, *as_flags(config), **options), time.time() + 120
@@ -117,7 +117,7 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     steps, tokens = list(range(1, 161)), [step * 128 for step in range(1, 161)]
     assert [entry["step"] for entry in metrics] == steps
 
-    # wandb: a second folder of the same run, which holds all of it.
+    # wandb: a second folder with all steps of the same run.
     _, after = wandb_folders(tmp_path / "run")
     assert [row["_step"] for row in after] == steps
     assert [row["tokens"] for row in after] == tokens
@@ -126,18 +126,18 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     run_id = facts(tmp_path / "run")["run_id"]
     assert all(p.name.endswith(run_id) for p in (tmp_path / "run/wandb").glob("offline-run-*"))
 
-    # TensorBoard: what came after the checkpoint is purged.
+    # TensorBoard: the steps after the checkpoint are purged.
     boards = tmp_path / "run/tensorboard"
     assert tensorboard_steps(boards / "updates", "train/loss") == steps
     assert tensorboard_steps(boards / "tokens", "train_by_tokens/loss") == tokens
 
-    # trackio: the same run, to which only the missing steps were added.
+    # trackio: the same run; only the missing steps are added.
     rows = trackio_rows(trackio_dir, tmp_path / "run")
     assert [step for step, _ in rows] == steps
     assert [values["tokens"] for _, values in rows] == tokens
 
 
-def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
+def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(
     data_dir, tmp_path, monkeypatch
 ):
     config = tiny_config(
@@ -154,7 +154,7 @@ def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.delenv("WANDB_SERVICE", raising=False)
         kill_after(config, 80)
-        # It had sent ten updates more than the checkpoint has.
+        # The killed run had sent ten updates after the checkpoint.
         sent = read_json_lines(tmp_path / "run/metrics.jsonl")[:60]
         server.history = [{"_step": line["step"], **line} for line in sent]
         done = python(SCRIPT, *as_flags(config), ACCELERATE_USE_CPU="true")
@@ -167,7 +167,7 @@ def test_wandbs_server_gets_each_step_of_a_killed_and_resumed_run_once(
 
 
 @needs_all
-def test_trackers_know_the_settings_the_hardware_and_the_commit(data_dir, tmp_path, offline):
+def test_trackers_get_settings_hardware_and_commit(data_dir, tmp_path, offline):
     import trackio
 
     run(tiny_config(data_dir, tmp_path / "run", report_to=["trackio", "tensorboard"]))
@@ -183,7 +183,7 @@ def test_trackers_know_the_settings_the_hardware_and_the_commit(data_dir, tmp_pa
 
 
 @needs_all
-def test_a_tracker_added_later_gets_the_whole_run_and_a_branch_is_another_run(
+def test_a_tracker_added_at_a_resume_gets_all_steps_and_a_branch_has_a_new_id(
     data_dir, tmp_path, offline, trackio_dir
 ):
     settings = {"save_every": 4, "keep_last": 9}
@@ -202,7 +202,7 @@ def test_a_tracker_added_later_gets_the_whole_run_and_a_branch_is_another_run(
     assert facts(tmp_path / "branch")["run_id"] != facts(tmp_path / "run")["run_id"]
 
 
-def test_a_tracker_that_is_unknown_or_missing_is_an_error_before_anything_is_written(
+def test_an_unknown_or_missing_tracker_is_refused_before_anything_is_written(
     data_dir, tmp_path, monkeypatch
 ):
     with pytest.raises(
@@ -216,7 +216,7 @@ def test_a_tracker_that_is_unknown_or_missing_is_an_error_before_anything_is_wri
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_an_account_ends_in_one_sentence(data_dir, tmp_path, monkeypatch):
+def test_wandb_without_an_account_gives_one_clear_error(data_dir, tmp_path, monkeypatch):
     config = tiny_config(data_dir, tmp_path / "run", report_to=["wandb"])
     for name in filter(re.compile("WANDB").match, list(os.environ)):
         monkeypatch.delenv(name)
@@ -231,7 +231,7 @@ def test_wandb_without_an_account_ends_in_one_sentence(data_dir, tmp_path, monke
 
 
 @needs_all
-def test_a_tracker_that_fails_later_is_left_out_and_the_run_goes_on(
+def test_training_continues_without_a_tracker_that_fails(
     data_dir, tmp_path, offline, monkeypatch, capsys
 ):
     def fail(self, values, step=None, **kwargs):
