@@ -1,4 +1,4 @@
-"""What the tests share: no network, a small text, its token shards, and a run of a few updates."""
+"""Shared by all tests: no network, a small text, its token shards, and a run of a few updates."""
 
 import gc
 import importlib.util
@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
-os.environ["HF_HUB_DISABLE_XET"] = "1"  # the Hub of the tests speaks plain LFS
+os.environ["HF_HUB_DISABLE_XET"] = "1"  # the tests' Hub has plain LFS only
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
-# For models as small as these a second thread costs more than it does, and cores run tests side by side.
+# Small models gain nothing from a second thread, and several tests run in parallel.
 os.environ["OMP_NUM_THREADS"] = "1"
-# inductor compiles in this process and without trial programs for each kind of instructions first.
+# Inductor compiles in this process, without test programs for each instruction set.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-# An answer in place of a measurement at the start of each run; `test_device.py` measures.
+# Replaces a measurement at the start of each run; `test_device.py` makes it.
 os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 
 import psutil
@@ -32,7 +32,7 @@ from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
 from gpt2_accel.train import train
 
-# `make test-reliability` tries each fault many times, `make test` a few.
+# `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 FAULTS: list[tuple[str, int, int, str]] = []
 WORDS = [
@@ -59,13 +59,13 @@ WORDS = [
 
 
 def make_text(words: int, seed: int) -> str:
-    """Sentences of random words: easy to learn a little of."""
+    """Returns a sentence of random words, whose statistics a small model learns quickly."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(words)) + ".\n"
 
 
 def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
-    """Made-up questions, some too long for 64 bytes, with characters of several bytes."""
+    """Returns random questions, some longer than 64 bytes, with characters of several bytes."""
     rng = random.Random(seed)
     items = []
     for i in range(number):
@@ -84,7 +84,7 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """Byte-level shards: 12 documents to train on, 3 for validation."""
+    """Byte-level shards: 12 documents for training, 3 for validation."""
     path = tmp_path_factory.mktemp("data") / "words"
     splits = {
         "train": [make_text(150, seed) for seed in range(12)],
@@ -95,7 +95,7 @@ def data_dir(tmp_path_factory):
 
 
 def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
-    """Eight updates of a two-layer model, everything logged."""
+    """Returns the settings of eight updates of a two-layer model, each logged."""
     settings = {
         "data_dir": str(data_dir),
         "output_dir": str(output_dir),
@@ -118,7 +118,7 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
 
 
 def run(config: TrainConfig) -> list[dict]:
-    """Trains in this process, as a launch of its own would; returns the lines of metrics.jsonl."""
+    """Trains in this process, with Accelerate's state reset; returns the lines of metrics.jsonl."""
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
     train(config)
@@ -143,7 +143,7 @@ def load_recipe(name):
 
 
 def as_flags(config: TrainConfig) -> list[str]:
-    """The settings as a command line."""
+    """Returns the settings as command-line flags."""
     return [
         part
         for name, value in asdict(config).items()
@@ -154,19 +154,19 @@ def as_flags(config: TrainConfig) -> list[str]:
 
 @pytest.fixture
 def times():
-    """How often to try: `times(few, many)`."""
+    """A function `times(few, many)` that returns how often to try."""
     return lambda few, many: many if LONG else few
 
 
 @pytest.fixture
 def report():
-    """Notes a row of the table of faults: fault, how often tried, how often survived, work lost."""
+    """Adds a row to the table of faults: fault, times tried, times survived, work lost."""
     return lambda *row: FAULTS.append(row)
 
 
 @pytest.fixture
 def undeletable(tmp_path):
-    """Makes a folder one that root cannot remove either: a mount point. Skips where mounting is not allowed."""
+    """Makes a folder a mount point, which even root cannot remove. Skips the test if mounting is not allowed."""
 
     def mount(folder):
         done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True)
@@ -174,13 +174,13 @@ def undeletable(tmp_path):
             pytest.skip("mounting takes root")
 
     yield mount
-    for place in psutil.disk_partitions(all=True):  # some have another name by now
+    for place in psutil.disk_partitions(all=True):  # some were renamed
         if Path(place.mountpoint).is_relative_to(tmp_path):
             subprocess.run(["umount", place.mountpoint], check=True)
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what is imported is never collected, and looking through it takes long
+    gc.freeze()  # excludes imported objects from garbage collection, which would be slow
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -192,7 +192,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def gpt2():
-    """GPT-2's own BPE, where it can be had."""
+    """GPT-2's BPE. Skips the test if it cannot be downloaded."""
     try:
         return gpt2_tokenizer()
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Runs Python scripts in processes forked from this one, which has imported what they need and computed nothing.
+"""Runs Python scripts in processes forked from this one, which has imported their libraries.
 
 Reads requests from stdin, one JSON object per line, `{"commands": [{"argv": […], "env": {…}}, …], "cwd": …, "output":
-…, "errors": …, "timeout": seconds}`, starts all commands of a request at once, and answers with their exit codes, one
+…, "errors": …, "timeout": seconds}`, starts all commands of a request together, and answers with their exit codes, one
 JSON list per line. If one command fails the others are ended, as by torchrun. Without a timeout the answer is their
-process ids, at once; a later `{"poll": [process id, …]}` asks for their exit codes, null while they run.
+process ids, immediately; a later `{"poll": [process id, …]}` asks for their exit codes, null while they run.
 """
 
 import gc
@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 
 import datasets  # noqa: F401
-import torch._dynamo  # noqa: F401  what a compiled run needs
+import torch._dynamo  # noqa: F401  for compiled runs
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: F401
 
 import gpt2_accel.data.prepare
@@ -27,8 +27,8 @@ import gpt2_accel.train  # noqa: F401
 with suppress(ImportError):  # the extra [report]
     import matplotlib.pyplot  # noqa: F401
 
-GRACE = 10  # seconds that the others have to end after one command's failure
-running: set[int] = set()  # what was started without a timeout
+GRACE = 10  # seconds in which the others must end after one command failed
+running: set[int] = set()  # children started without a timeout
 ended: dict[int, int] = {}
 
 
@@ -55,7 +55,7 @@ def start(command: dict, request: dict) -> int:
     """Forks a child that runs one command; returns its process id."""
     if (child := os.fork()) > 0:
         return child
-    os.setsid()  # so that what it started ends with it
+    os.setsid()  # so that `kill` also ends its children
     os.chdir(request["cwd"])
     for number, path in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
@@ -66,13 +66,13 @@ def start(command: dict, request: dict) -> int:
 
 
 def end(others: list[int]) -> None:
-    """Asks processes to end, as torchrun does when one has failed."""
+    """Sends SIGTERM to processes, as torchrun does when one has failed."""
     for child in others:
         os.kill(child, signal.SIGTERM)
 
 
 def kill(child: int) -> None:
-    """Ends a child and all that it started."""
+    """Kills a child and its descendants."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -80,7 +80,7 @@ def kill(child: int) -> None:
 
 
 def poll(child: int) -> int | None:
-    """The exit code of a child, None while it runs."""
+    """Returns the exit code of a child; None while it runs."""
     if child in running:
         done, status = os.waitpid(child, os.WNOHANG)
         if not done:
@@ -91,7 +91,7 @@ def poll(child: int) -> int | None:
 
 
 def answer(request: dict) -> list[int | None]:
-    """The exit codes of a request's commands, or the ids of their processes."""
+    """Returns the exit codes of a request's commands, or their process ids."""
     if "poll" in request:
         return [poll(child) for child in request["poll"]]
     children = [start(command, request) for command in request["commands"]]
@@ -121,7 +121,7 @@ def answer(request: dict) -> list[int | None]:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported is never collected: children leave its memory shared
+    gc.freeze()  # imported objects are never collected, so children keep sharing their memory
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -1,4 +1,4 @@
-"""A training run on FSDP2 over gloo, which Accelerate itself would offer for GPUs only."""
+"""A training run with FSDP2 over gloo, which Accelerate offers for GPUs only."""
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType

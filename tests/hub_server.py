@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on loopback: what the real client needs to create, push, load and fail."""
+"""A small Hugging Face Hub on localhost, with the API that the real client needs to create, push, load and fail."""
 
 import base64
 import hashlib
@@ -13,11 +13,11 @@ TOKEN = "hf_thisIsASecret"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories in memory. `url` is its address; a context manager.
+    """A server with repositories in memory; a context manager. `url` is its address.
 
-    `faults` are (method, part of the path, what): the next matching request is answered by the status
-    `what`, or cut off in its body where that is `cut`. While `gate` is cleared, commits wait. A request
-    such as `PUT /lfs/…` that contains `hangs` is never answered.
+    `faults` are tuples (method, part of the path, fault). The next matching request is answered with the status
+    `fault`, or its connection is closed within its body if `fault` is `cut`. While `gate` is cleared, commits wait. A
+    request such as `PUT /lfs/…` that contains `hangs` is never answered.
     """
 
     daemon_threads = True
@@ -45,7 +45,7 @@ class Hub(ThreadingHTTPServer):
         self.server_close()
 
     def files(self, repo_id: str) -> dict[str, bytes]:
-        """The newest files of a repository."""
+        """Returns the newest files of a repository."""
         return self.repos[repo_id]["commits"][-1][1]
 
     def revision(self, repo_id: str, name: str):
@@ -132,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"url": url})
 
     def preupload(self, body, repo_id, _revision):
-        there = self.server.files(repo_id)
+        existing = self.server.files(repo_id)
         files = []
         for path in (file["path"] for file in json.loads(body)["files"]):
             is_lfs = path.endswith(".safetensors")
@@ -141,8 +141,8 @@ class Handler(BaseHTTPRequestHandler):
                 "uploadMode": "lfs" if is_lfs else "regular",
                 "shouldIgnore": False,
             }
-            if path in there:
-                data = there[path]
+            if path in existing:
+                data = existing[path]
                 file["oid"] = hashlib.sha256(data).hexdigest() if is_lfs else blob_id(data)
             files.append(file)
         self.answer(200, {"files": files})
@@ -204,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def blob_id(data: bytes) -> str:
-    """Git's name of a file's content."""
+    """Returns the id of a file's content in git."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Starts recipes as `accelerate launch` or `python` does, in forked processes unless a test needs the real launcher.
 
-Starting Python and importing torch, transformers and accelerate takes several seconds of processor time, and a launch
-does it once for the launcher and once for each process. Forked processes are real ones too: they exchange gradients
-by gloo, and get the environment that Accelerate's launcher computes from its config and flags.
+Starting Python and importing torch, transformers and accelerate takes several seconds of CPU time, and a launch does it
+once for the launcher and once for each process. Forked processes reduce gradients by gloo as well, and get the
+environment that Accelerate's launcher computes from its config and flags.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 280  # of one launch, at most
+SECONDS = 280  # time limit of one launch
 
 
 def launch(
@@ -33,10 +33,10 @@ def launch(
     cwd: Path = ROOT,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """`accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, from the project's root.
+    """Runs `accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, in the project's root.
 
-    Flags of the launcher may stand before the script's name. On several processes `config` "cpu" means the launcher's
-    own flags for them, as the README says it. With `launcher` it is the real command, given in the folder `cwd`.
+    Flags of the launcher may precede the script's name. For several processes the config "cpu" is replaced by the flags
+    `--multi_gpu --num_processes`, as in the docs. With `launcher` the real command runs, in the folder `cwd`.
     """
     flags, environment = launch_flags(script, *args, processes=processes, config=config, **env)
     if launcher:
@@ -50,7 +50,7 @@ def launch(
 def launch_flags(
     script: str | Path, *args: object, processes: int = 1, config: str = "cpu", **env: str
 ) -> tuple[list[str], dict[str, str]]:
-    """What stands behind `accelerate launch`, and the environment in which it is typed."""
+    """Returns the arguments of `accelerate launch` and its environment."""
     where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
     several = ["--num_processes", str(processes), "--main_process_port", free_port()]
     if config == "cpu" and processes > 1:
@@ -71,9 +71,9 @@ def python(
     at_import: dict[str, str] | None = None,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """`python SCRIPT ARGS` in a forked process.
+    """Runs `python SCRIPT ARGS` in a forked process.
 
-    `at_import` is that part of the environment which libraries read when they are imported: a fork server of its own.
+    `at_import` are the environment variables that libraries read at import; they need another fork server.
     """
     at_import = at_import or {}
     environment = {**os.environ, **at_import, **env}
@@ -81,7 +81,7 @@ def python(
 
 
 class Started:
-    """A launch, or `python` without one, in forked processes that go on beside the test; output goes to a file."""
+    """A launch, or without `processes` a Python script, in forked processes beside the test. Output goes to `log`."""
 
     def __init__(self, script, *args, log: Path, processes: int | None = None, **env: str):
         environment = {**os.environ, **env}
@@ -93,12 +93,12 @@ class Started:
         self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})
 
     def poll(self) -> int | None:
-        """The exit code, None while a process runs: 0, or that of the first process that failed."""
+        """Returns None while a process runs, then 0 or the exit code of the first failed process."""
         codes = ask({"poll": self.pids})
         return None if None in codes else next(filter(None, codes), 0)
 
     def wait(self, seconds: float = SECONDS) -> int:
-        """The exit code at the end. After so many seconds the processes are killed."""
+        """Waits and returns the exit code. Kills the processes after `seconds` and raises `TimeoutExpired`."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -108,14 +108,14 @@ class Started:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to those processes that run."""
+        """Sends a signal to the running processes."""
         for pid, code in zip(self.pids, ask({"poll": self.pids}), strict=True):
             if code is None:
                 os.kill(pid, number)
 
 
 def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], list[dict]]:
-    """The script's command line, and the environment of each process, that the launcher makes of its flags."""
+    """Returns the script's command line and the environment of each process, as the launcher computes them."""
     before, here = dict(os.environ), Path.cwd()
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -151,7 +151,7 @@ def forked(
     cwd: Path = ROOT,
     at_import: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Runs a script once for each environment, all at once, in forked processes; waits for all of them."""
+    """Runs a script in one forked process per environment, in parallel, and waits for all of them."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         request = {
@@ -168,7 +168,7 @@ def forked(
 
 
 def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
-    """What the fork server of this test process answers."""
+    """Sends a request to the fork server of this test process and returns its answer."""
     server = fork_server(frozenset((at_import or {}).items()))
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
@@ -177,7 +177,7 @@ def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
 
 @functools.cache
 def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> subprocess.Popen:
-    """The fork server of this test process for such variables of the environment, started when it is first needed."""
+    """Returns the fork server of this test process with these environment variables; starts it at the first call."""
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
         env={**os.environ, **dict(at_import)},

@@ -1,5 +1,5 @@
-"""One update of Muon on all ranks: prints the weights' difference to the update of a single process, and the share of the
-matrices that this rank orthogonalizes."""
+"""One update of Muon on all ranks. Prints the difference of the weights to an update of a single process, and the number
+of matrices that this rank orthogonalizes."""
 
 import copy
 

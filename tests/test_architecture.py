@@ -1,4 +1,4 @@
-"""What docs/architecture.md says is true."""
+"""docs/architecture.md names the package's files and functions correctly."""
 
 import re
 
@@ -11,7 +11,7 @@ PLACES = re.findall(r"^\| (?:`([\w/.]+)`|leaves) \| (.+) \|$", TEXT, re.MULTILIN
 
 
 @pytest.mark.parametrize("question, file, name", QUESTIONS)
-def test_each_question_leads_to_the_one_file_that_has_the_name(question, file, name):
+def test_each_question_names_the_file_that_defines_the_answer(question, file, name):
     assert name in (ROOT / file).read_text()
     if name.startswith("class "):
         pattern = re.compile(rf"^{re.escape(name)}\b", re.MULTILINE)
@@ -19,7 +19,7 @@ def test_each_question_leads_to_the_one_file_that_has_the_name(question, file, n
         assert [p for p in sources if pattern.search(p.read_text())] == [ROOT / file]
 
 
-def test_the_table_of_rooms_names_every_file_and_none_that_is_not_there():
+def test_the_table_of_rooms_names_exactly_the_existing_files():
     named = set()
     for room, files in PLACES:
         folder = ROOT / "gpt2_accel" / (room if room.endswith("/") else "")
@@ -27,13 +27,13 @@ def test_the_table_of_rooms_names_every_file_and_none_that_is_not_there():
             r"`([\w/]+\.py)`", files if room.endswith("/") or not room else f"`{room}`"
         )
         named |= {folder / name for name in listed}
-    there = {path for path in (ROOT / "gpt2_accel").rglob("*.py") if path.stat().st_size}
-    faces = {path for path in there if path.name == "__init__.py"}
+    existing = {path for path in (ROOT / "gpt2_accel").rglob("*.py") if path.stat().st_size}
+    faces = {path for path in existing if path.name == "__init__.py"}
     former = {ROOT / "gpt2_accel" / name for name in ("model.py", "generate.py")}
-    assert named - faces == there - faces - former
+    assert named - faces == existing - faces - former
 
 
-def test_every_former_name_is_still_importable():
+def test_former_names_are_importable():
     import gpt2_accel.generate
     import gpt2_accel.model
     from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained

@@ -1,4 +1,4 @@
-"""Who may import whom: rules on the package's rooms."""
+"""The import rules of the package's rooms, as docs/architecture.md states them."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 LEAVES = ("cli", "errors", "files", "device", "optim", "tokenizer")
-# From the bottom up: each room may import the leaves and the rooms before it. `generation` and `evals` stand side by side.
+# From the bottom up: a room may import the leaves and the rooms before it, except pairs in `SIDE_BY_SIDE`.
 ROOMS = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
     *("estimate", "runtime", "report", "train"),
@@ -19,9 +19,9 @@ SIDE_BY_SIDE = [
     ("data", "models"),
 ]
 OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}, "cli": {"errors"}}
-# The package's face and former names of modules.
+# The package's `__init__.py` and former names of modules.
 ALIASES = {"__init__": {"hf", "models"}, "model": {"models"}, "generate": {"generation"}}
-KNOW_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate"}
+USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate"}
 
 
 def modules():
@@ -29,12 +29,12 @@ def modules():
 
 
 def room(name):
-    """The room of a module's path or dotted name below the package: its first part."""
+    """Returns the room of a module: the first part of its path or dotted name below the package."""
     return Path(str(name).replace(".py", "").replace(".", "/")).parts[0]
 
 
 def imports(path):
-    """The dotted names that a module imports, also inside functions."""
+    """Yields the dotted names that a module imports, also inside functions."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,7 +47,7 @@ def imports(path):
 
 
 def allowed(name):
-    """The rooms and leaves that a room may import."""
+    """Returns the rooms and leaves that a room may import."""
     if name in ALIASES:
         return ALIASES[name]
     if name in LEAVES:
@@ -56,12 +56,12 @@ def allowed(name):
     return {*LEAVES, *ROOMS[: ROOMS.index(name) + 1]} - beside
 
 
-def test_every_module_has_a_room():
+def test_every_module_belongs_to_a_room():
     assert {room(path) for path in modules()} == {*LEAVES, *ROOMS, *ALIASES}
 
 
 @pytest.mark.parametrize("name", [*LEAVES, *ROOMS, *ALIASES])
-def test_a_room_imports_only_what_lies_below_it(name):
+def test_a_room_imports_only_allowed_rooms(name):
     for path in modules():
         if room(path) == name:
             own = {
@@ -71,8 +71,8 @@ def test_a_room_imports_only_what_lies_below_it(name):
             assert found <= allowed(name), f"{path} imports {found - allowed(name)}"
 
 
-def test_rooms_that_know_accelerate():
-    knowing = {
+def test_rooms_that_import_accelerate():
+    found = {
         room(path) for path in modules() if any(room(n) == "accelerate" for n in imports(path))
     }
-    assert knowing == KNOW_ACCELERATE
+    assert found == USE_ACCELERATE

@@ -1,4 +1,4 @@
-"""Whole runs in this process."""
+"""Complete runs in the test process."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from gpt2_accel.device import peak_flops
 from gpt2_accel.files import JsonLines, read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
 
-# Ten updates of `tiny_config`, AdamW, fp32 on a CPU.
+# The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
 GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
 
 
@@ -32,12 +32,12 @@ def without_speed(metrics):
     return [{k: v for k, v in entry.items() if k not in measured} for entry in metrics]
 
 
-def test_the_first_ten_losses_are_the_golden_ones(data_dir, tmp_path):
+def test_the_first_ten_losses_equal_the_recorded_ones(data_dir, tmp_path):
     metrics = run(tiny_config(data_dir, tmp_path, max_steps=10))
     assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
 
 
-def test_the_logged_loss_is_the_mean_over_all_micro_batches(data_dir, tmp_path):
+def test_the_logged_loss_is_the_mean_over_micro_batches(data_dir, tmp_path):
     config = tiny_config(
         data_dir, tmp_path, max_steps=1, total_batch_size=8 * 32, micro_batch_size=2
     )
@@ -56,7 +56,7 @@ def test_the_logged_loss_is_the_mean_over_all_micro_batches(data_dir, tmp_path):
     assert by_hand[0] == pytest.approx(math.log(257), abs=0.1)
 
 
-def test_validation_is_over_every_window_and_bits_count_the_texts_bytes(data_dir, tmp_path):
+def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(data_dir, tmp_path):
     last = run(tiny_config(data_dir, tmp_path, eval_every=4))[-1]
     stream = TokenStream(data_dir, "val")
     samples = np.array([[0, i] for i in range(count_windows(stream, 32))])
@@ -68,16 +68,16 @@ def test_validation_is_over_every_window_and_bits_count_the_texts_bytes(data_dir
     assert last["val/bits_per_byte"] == pytest.approx(bits, abs=1e-5)
 
 
-def test_it_learns(data_dir, tmp_path):
+def test_the_loss_falls_below_that_of_letter_frequencies(data_dir, tmp_path):
     for optimizer in ("adamw", "muon"):
         config = tiny_config(data_dir, tmp_path / optimizer, optimizer=optimizer, max_steps=200)
         history = losses(run(config))
         assert history[0] > 5.4
-        assert history[-1] < 2.4  # guessing letters by their frequency costs 2.50
+        assert history[-1] < 2.4  # letter frequencies alone give a loss of 2.50
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_is_the_run(data_dir, tmp_path, optimizer):
+def test_a_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, optimizer):
     settings = {
         "optimizer": optimizer,
         "dropout": 0.1,
@@ -86,7 +86,7 @@ def test_a_resumed_run_is_the_run(data_dir, tmp_path, optimizer):
         "keep_last": 9,
     }
     whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    # The folder of a run that was killed after its fifth update.
+    # The folder of a run killed after its fifth update.
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "cut/checkpoint-4")
     lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut/metrics.jsonl").write_text("".join(lines[:5]) + '{"step": 6, "tok')
@@ -99,7 +99,7 @@ def test_a_resumed_run_is_the_run(data_dir, tmp_path, optimizer):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_latest_starts_afresh_where_there_is_nothing_and_does_nothing_at_the_end(
+def test_resume_from_latest_starts_a_new_run_and_changes_nothing_in_a_complete_one(
     data_dir, tmp_path
 ):
     config = tiny_config(data_dir, tmp_path, resume_from="latest")
@@ -109,7 +109,7 @@ def test_latest_starts_afresh_where_there_is_nothing_and_does_nothing_at_the_end
     assert weights(tmp_path) == before
 
 
-def test_only_the_newest_checkpoints_stay_and_each_opens_in_transformers(data_dir, tmp_path):
+def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path, save_every=2, keep_last=2))
     assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-6", "checkpoint-8"]
     for folder in (tmp_path, tmp_path / "checkpoint-6"):
@@ -127,11 +127,11 @@ def test_compiled_equals_eager_and_sampling_does_not_recompile(data_dir, tmp_pat
     compiled = run(tiny_config(data_dir, tmp_path / "compiled", **settings))
     assert losses(compiled) == pytest.approx(losses(eager), abs=1e-5)
     assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-5)
-    # One graph to train, one to evaluate; none for the 2 x 40 lengths that were sampled.
+    # One graph for training, one for evaluation, none for the 2 x 40 lengths of sampling.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     keys = load_file(tmp_path / "compiled/checkpoint-8/model.safetensors").keys()
     assert keys == load_file(tmp_path / "eager/checkpoint-8/model.safetensors").keys()
-    # Saved compiled, resumed eager.
+    # A compiled run resumes eagerly.
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
     from_compiled = tmp_path / "compiled/checkpoint-4"
     resumed = run(tiny_config(data_dir, tmp_path / "r", resume_from=str(from_compiled), **settings))
@@ -142,7 +142,7 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(data_dir, tmp_path, mo
     fp32 = losses(run(tiny_config(data_dir, tmp_path / "fp32")))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     bf16 = losses(run(tiny_config(data_dir, tmp_path / "bf16")))
-    # What looks at the plain model in between leaves the precision of training as it is.
+    # Saving, evaluating and sampling do not change the precision of training.
     often = {"save_every": 2, "eval_every": 2, "sample_every": 2, "sample_tokens": 5}
     assert losses(run(tiny_config(data_dir, tmp_path / "often", **often))) == bf16
     assert bf16 == pytest.approx(fp32, abs=0.05) and bf16 != fp32
@@ -150,7 +150,7 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(data_dir, tmp_path, mo
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_training_goes_on_from_any_hf_gpt2(data_dir, tmp_path):
+def test_init_from_an_hf_gpt2(data_dir, tmp_path):
     shape = {"vocab_size": 257, "n_positions": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
     hf = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=256, eos_token_id=256))
     hf.save_pretrained(tmp_path / "hf")
@@ -159,7 +159,7 @@ def test_training_goes_on_from_any_hf_gpt2(data_dir, tmp_path):
     assert from_pretrained(tmp_path / "run").config.n_positions == 64
 
 
-def test_without_a_cpp_compiler_it_runs_uncompiled_and_says_so(
+def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(
     data_dir, tmp_path, monkeypatch, capsys
 ):
     eager = run(tiny_config(data_dir, tmp_path / "eager"))
@@ -187,7 +187,7 @@ def test_without_a_cpp_compiler_it_runs_uncompiled_and_says_so(
         ({"resume_from": "/no/such"}, "/no/such is not a checkpoint"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_written(data_dir, tmp_path, changes, message):
+def test_bad_settings_are_refused_before_anything_is_written(data_dir, tmp_path, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run(tiny_config(**{"data_dir": data_dir, "output_dir": tmp_path / "run", **changes}))
     assert not (tmp_path / "run").exists()
@@ -209,7 +209,7 @@ def test_a_launch_that_did_not_take_effect_is_refused(
         run(tiny_config(data_dir, tmp_path / "run"))
 
 
-def test_another_run_is_not_overwritten_nor_resumed_as_something_else(data_dir, tmp_path):
+def test_another_run_is_neither_overwritten_nor_resumed_with_other_settings(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path))
     for changes, message in (
         ({}, "holds checkpoint-8 of an earlier run"),
@@ -220,12 +220,12 @@ def test_another_run_is_not_overwritten_nor_resumed_as_something_else(data_dir, 
             run(tiny_config(data_dir, tmp_path, **changes))
 
 
-def test_data_of_another_tokenizer_than_the_models_is_refused(data_dir, tmp_path):
+def test_data_of_another_tokenizer_is_refused(data_dir, tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32)).save_pretrained(tmp_path / "hf")
     with pytest.raises(ValueError, match="vocabulary of 50257.*tokenized with one of 257"):
         run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf")))
 
-    # Of the same size, but not the same: 257 characters.
+    # Another tokenizer of the same size: 257 characters.
     model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
     characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
     save_pretrained(model, tmp_path / "other", characters)
@@ -233,7 +233,7 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(data_dir, tmp_path
         run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "other")))
 
 
-def test_a_run_that_fails_says_why_in_its_status(data_dir, tmp_path):
+def test_status_has_the_reason_of_a_failed_run(data_dir, tmp_path):
     data = shutil.copytree(data_dir, tmp_path / "data")
     path = data / "train_000000.bin"
     size = path.stat().st_size
@@ -244,7 +244,7 @@ def test_a_run_that_fails_says_why_in_its_status(data_dir, tmp_path):
     assert status["state"] == "failed" and "train_000000.bin" in status["reason"]
 
 
-def test_a_log_is_cut_back_to_the_step_that_is_resumed(tmp_path):
+def test_a_resumed_log_drops_later_steps(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     log = JsonLines(path, last_step=2)
@@ -253,7 +253,7 @@ def test_a_log_is_cut_back_to_the_step_that_is_resumed(tmp_path):
     log.close()
 
 
-def test_peaks_of_known_devices():
+def test_peak_flops_of_known_devices():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA L40S") == 362e12

@@ -1,6 +1,6 @@
-"""A recipe without defaults of its own, for tests that launch processes.
+"""A recipe with the package's defaults, for tests that launch processes.
 
-`LOGITS_AT_ONCE` in the environment lets the loss work in chunks at a test's size too.
+The environment variable `LOGITS_AT_ONCE` makes the loss of small models chunked too.
 """
 
 import os

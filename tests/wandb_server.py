@@ -1,4 +1,4 @@
-"""A stand-in for wandb's server: enough of it to log to a run and to resume it."""
+"""A local server with the part of wandb's API that logging and resuming a run need."""
 
 import contextlib
 import gzip
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class WandbServer:
-    """Serves on a port of its own; `history` holds the rows of the one run, in the order in which they came."""
+    """A server of one run; `history` has its rows in order."""
 
     def __init__(self):
         self.history: list[dict] = []
@@ -25,7 +25,7 @@ class WandbServer:
         self._server.shutdown()
 
     def add(self, offset: int, lines: list[str]) -> None:
-        """Rows that come again after a lost answer take their old place."""
+        """Stores rows from `offset` on; rows that are sent again replace the former ones."""
         self.history[offset : offset + len(lines)] = map(json.loads, lines)
 
     def answer(self, operation: str | None, variables: dict) -> dict:
