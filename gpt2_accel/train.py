@@ -38,8 +38,8 @@ def train(config: TrainConfig) -> bool:
 
     Writes checkpoints, logs and the final model, an HF directory, into `config.output_dir`. All ranks call it.
 
-    Returns True if the run is complete. A signal or `max_hours` ends it earlier, with a checkpoint; a dry run and
-    `eval_only` train nothing.
+    Returns whether the run is complete. It is not if a signal or `max_hours` ends it with a checkpoint, and with
+    `dry_run` and `eval_only`, which train nothing.
 
     Raises `ValueError` or `OSError` for settings or data that cannot work, before anything is written, and
     `ValueError` if the run diverges.
@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> bool:
         stopping = diverged = save_due = False
         converged = state.early_stopping.ended  # before a resume
         while state.step < inputs.updates and not (stopping or diverged or converged):
-            # Learning rate, data order and dropout seed are functions of the step, so a resume needs only the step.
+            # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
             first, sequences = schedule.first(state.step), schedule.sequences(state.step)
             lr = learning_rate(
                 first / schedule.full,
@@ -175,7 +175,7 @@ def reduce_step_stats(
 
 
 def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
-    """Whether any rank has to stop."""
+    """Whether any rank has to stop. All ranks call it and get the same answer."""
     flag = torch.tensor(float(stop.reason is not None))
     if accelerator.num_processes > 1:
         flag = accelerator.reduce(flag.to(accelerator.device), "sum")
@@ -235,15 +235,15 @@ def export_model(run: RunContext, state: TrainState) -> None:
             if not (isinstance(error, OSError) or "os error" in str(error)):  # raised by tokenizers
                 raise
             raise OSError(
-                f"the final model could not be written to {config.output_dir} ({first_line(error)}): make it "
-                "writable and continue from the last checkpoint with --resume_from latest"
+                f"the final model could not be written to {config.output_dir} ({first_line(error)}): free "
+                "space or make it writable, then continue from the last checkpoint with --resume_from latest"
             ) from error
     run.log.finished()
     if accelerator.is_main_process and config.push_to_hub:
         try:
             draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
         except OSError as error:
-            run.log.say(f"no picture of the loss: {first_line(error)}")
+            run.log.say(f"the loss is not plotted: {first_line(error)}")
         push_final(config, run.uploads, run.inputs)
 
 

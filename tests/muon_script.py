@@ -1,4 +1,4 @@
-"""One update of Muon on all ranks. Prints the difference of the weights to an update of a single process, and the number
+"""One update of Muon on all ranks. Prints the difference of the weights to an update of one process, and the number
 of matrices that this rank orthogonalizes."""
 
 import copy

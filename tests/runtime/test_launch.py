@@ -311,7 +311,8 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     flags += (
         f"--output_dir {tmp_path}/run --micro_batch_size 2 --total_batch_size 128 --eval_every 2 "
     )
-    flags += "--save_every 2 --sequence_length 32 --learning_rate 0.3 --max_steps 60 --sample_every 0 --eval_tokens 2048"
+    flags += "--save_every 2 --sequence_length 32 --learning_rate 0.3 --max_steps 60 "
+    flags += "--sample_every 0 --eval_tokens 2048"
     done = launch("recipes/finetune_shakespeare.py", *flags.split(), processes=2)
     assert done.returncode == 0, done.stderr
     assert "no lower validation loss in 3 evaluations" in done.stderr + done.stdout
