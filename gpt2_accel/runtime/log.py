@@ -27,9 +27,9 @@ class RunLog:
     process; then nothing is written.
 
     `status.json` has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `time` of the last
-    heartbeat, and `requeue`: whether the same command is to be started again to continue. This holds for `running`,
-    since a run whose process is gone was killed, and for `stopped`. It holds for `failed` if `stop` had received a
-    signal, or if another process was lost after some progress.
+    heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
+    (a run without a process was killed) and `stopped`, and for `failed` if `stop` has a reason or if another process was
+    lost after some progress.
 
     `publish`, if set, is called with each line before it is written to `metrics.jsonl`. `results` has the newest
     evaluations, `evaluated` the update of each, and `seconds` the training time, including that before a resume.
