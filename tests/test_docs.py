@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import load_recipe
 from launching import ROOT
+
+from gpt2_accel.config import TrainConfig
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
@@ -51,6 +54,28 @@ def test_files_that_a_page_names_are_there(page):
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     named = [name for name in named if "NAME" not in name]  # which stands for any
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "defaults"),
+    [
+        ("training", TrainConfig()),
+        ("checkpoints", TrainConfig()),
+        ("generation", load_recipe("sample").Sample()),
+    ],
+)
+def test_the_defaults_of_the_settings_are_those_of_the_code(page, defaults):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    rows = re.findall(r"^\| `--(\w+)` \| ([^|]*?) ?\| [^|]+ \|$", text, re.MULTILINE)
+    assert len(rows) >= 4
+    for name, written in rows:
+        default = getattr(defaults, name)
+        if isinstance(default, bool):
+            assert written == ("on" if default else "off"), name
+        elif isinstance(default, int | float):
+            assert float(written.replace(",", "")) == default, name
+        elif isinstance(default, str):
+            assert written == f"`{default}`", name
 
 
 def test_the_citation_names_the_licence_and_what_the_format_requires():
