@@ -1,10 +1,10 @@
-"""Turn a checkpoint of nanoGPT, build-nanogpt or llm.c into a Hugging Face model directory.
+"""Convert a checkpoint of nanoGPT, build-nanogpt or llm.c to a Hugging Face model directory.
 
     python recipes/import_checkpoint.py --input out/ckpt.pt --output_dir models/mine
     python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
     python recipes/import_checkpoint.py --input gpt2_124M.bin --output_dir models/gpt2
 
-The directory, which must be new or empty, opens in transformers, in recipes/sample.py, and as `--init_from` of any training here.
+The directory must be new or empty. transformers, recipes/sample.py and `--init_from` of any training recipe load it.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ImportCheckpoint:
         output = Path(self.output_dir)
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             raise FileExistsError(
-                f"{output} exists already, and an import replaces nothing: choose another --output_dir"
+                f"{output} exists already, and an import does not overwrite it: choose another --output_dir"
             )
 
 
@@ -40,9 +40,7 @@ def main() -> None:
     save_pretrained(read_checkpoint(config.input), config.output_dir, tokenizer)
     print(f"The model is in {config.output_dir}.")
     if tokenizer is None:
-        print(
-            "It has no tokenizer: put the files of its own there before it writes or is evaluated."
-        )
+        print("It has no tokenizer: add the model's tokenizer files before sampling or evaluation.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Turn text into token shards that any recipe trains on.
+"""Tokenize text into shards, on which any recipe trains.
 
     python recipes/prepare_data.py fineweb-edu --data_dir data/fineweb_edu
     python recipes/prepare_data.py openwebtext --data_dir data/openwebtext
@@ -8,20 +8,18 @@
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py --verify --stats --data_dir data/mine
 
-Killed, it goes on where it was when the same command is given again; the result is the same to the byte,
-with any number of workers.
+The same command resumes after a kill. The shards are the same, byte for byte, with any number of workers.
 
-- fineweb-edu: its sample of 10 billion tokens, as build-nanogpt has it: shards of 100M tokens, the first for
+- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: shards of 100M tokens, the first for validation.
+- openwebtext: as in nanoGPT, 0.05% of the documents for validation, drawn with seed 2357.
+- shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
-- openwebtext: as nanoGPT has it, 0.05% of the documents for validation, drawn with seed 2357.
-- shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or by the character, as nanoGPT has it, the
-  last 10% for validation.
-- text: files and folders of .txt (each a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (each row).
+- text: files and folders of .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (one per row).
 - hf: any data set that `datasets` can load.
 
-Of several documents one in 20 is held out for validation, by a hash of its name; of files whose documents are too
-few for that, the last 5% of each. With `--executor slurm` or `ray` the work goes to a cluster through datatrove (not tested here: only
-`--executor datatrove`, which is its local one, is).
+One document in 20 is held out for validation, by a hash of its name. If there are too few documents, the last 5% of
+each is held out. `--executor slurm` and `ray` run on a cluster through datatrove; they are not tested. `--executor
+datatrove`, its local executor, is tested.
 """
 
 import argparse
@@ -58,7 +56,7 @@ from gpt2_accel.tokenizer import (
     train_bpe,
 )
 
-BPE_DOCUMENTS = 100_000  # a BPE is trained on this many at most
+BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
 
 # nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
 OPENWEBTEXT_VAL, OPENWEBTEXT_SEED = 0.0005, 2357
@@ -76,14 +74,14 @@ DATASETS: dict[str, dict[str, Any]] = {
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, of the command line."""
+    """Parses a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """A folder and its weight, of the command line."""
+    """Parses DATA_DIR=WEIGHT."""
     folder, _, weight = text.rpartition("=")
     try:
         return folder or text, float(weight)
@@ -94,12 +92,12 @@ def weighted(text: str) -> tuple[str, float]:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
-    # What is not given leaves no attribute, so that these options may stand before or after the command.
+    """Parses the command line."""
+    # Suppressed defaults let these options stand before or after the command.
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("--data_dir", help="folder to make, or to look at")
+    common.add_argument("--data_dir", help="folder of the shards")
     common.add_argument("--verify", action="store_true", help="check all shards' checksums")
-    common.add_argument("--stats", action="store_true", help="print what is in the shards")
+    common.add_argument("--stats", action="store_true", help="print statistics of the shards")
     parser = cli.Parser(
         description=__doc__,
         parents=[common],
@@ -110,7 +108,7 @@ def parse_options() -> argparse.Namespace:
     corpus.add_argument(
         "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
     )
-    corpus.add_argument("--executor", choices=EXECUTORS, help="run it through datatrove")
+    corpus.add_argument("--executor", choices=EXECUTORS, help="datatrove executor")
     corpus.add_argument("--slurm_partition", help="for --executor slurm")
     corpus.add_argument("--slurm_time", default="20:00:00", help="for --executor slurm")
     tokens = argparse.ArgumentParser(add_help=False)
@@ -119,22 +117,24 @@ def parse_options() -> argparse.Namespace:
         default="gpt2",
         help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
     )
-    tokens.add_argument("--vocab_size", type=positive, default=4096, help="tokens of a trained bpe")
+    tokens.add_argument(
+        "--vocab_size", type=positive, default=4096, help="vocabulary size of a trained bpe"
+    )
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
     commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
         command = commands.add_parser(name, parents=[corpus])
-        command.add_argument("--input", help="the text; downloaded if not given")
+        command.add_argument("--input", help="text file; downloaded if not given")
     text = commands.add_parser("text", parents=[corpus, tokens])
     text.add_argument("sources", nargs="+", metavar="PATH")
-    text.add_argument("--pattern", help="which files of a folder, such as '*.py'")
+    text.add_argument("--pattern", help="pattern of a folder's files, such as '*.py'")
     for name in ("hf", *DATASETS):
         command = commands.add_parser(name, parents=[corpus, tokens])
         command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
-        command.add_argument("--config", help="its configuration")
-        command.add_argument("--split", default="train", help="its split")
+        command.add_argument("--config", help="configuration of the data set")
+        command.add_argument("--split", default="train", help="split of the data set")
         command.add_argument("--revision", help="a branch, tag or commit")
-        command.add_argument("--data_files", help="which of its files")
+        command.add_argument("--data_files", help="pattern of the data set's files")
     mix = commands.add_parser("mix", parents=[common])
     mix.add_argument("parts", nargs="+", type=weighted, metavar="DATA_DIR=WEIGHT")
     options = parser.parse_args()
@@ -149,8 +149,8 @@ EXECUTORS = ("datatrove", "slurm", "ray")
 
 
 def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None]:
-    """The corpus that the command line names: its pieces, what it is, and its revision."""
-    # A piece makes a shard at most, so that a kill costs little where shards are small.
+    """Returns the pieces of the corpus, its source for the manifest, and its revision."""
+    # A piece is at most one shard, so that a kill loses little work if shards are small.
     piece_bytes = min(PIECE_BYTES, 4 * options.shard_tokens)
     if options.command == "text":
         found = [(path, s) for s in options.sources for path in text_files(s, options.pattern)]
@@ -162,7 +162,7 @@ def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None
         return pieces, ", ".join(options.sources), None
     draws = {
         "openwebtext": partial(Drawn, share=OPENWEBTEXT_VAL, seed=OPENWEBTEXT_SEED),
-        "fineweb-edu": partial(Drawn, share=0, seed=0),  # none: a whole shard is held out
+        "fineweb-edu": partial(Drawn, share=0, seed=0),  # no row, since a whole shard is held out
     }
     names = ("config", "split", "column", "revision", "data_files")
     pieces, revision = hub_pieces(
@@ -175,7 +175,7 @@ def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None
 
 
 def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
-    """The tokenizer that `--tokenizer` names."""
+    """Loads, builds or trains the tokenizer of `--tokenizer`."""
     if name == "gpt2":
         return gpt2_tokenizer()
     if name == "bytes":
@@ -188,13 +188,13 @@ def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
 
 
 def training_texts(pieces: list[Piece]) -> Iterator[str]:
-    """The chunks of the documents that are for training."""
+    """Yields the chunks of the training documents."""
     documents = (document for piece in pieces for document in piece.documents())
     return (chunk for d in documents if d.split == "train" for chunk in d.chunks)
 
 
 def prepare_corpus(options: argparse.Namespace) -> dict:
-    """Makes the shards; returns the manifest."""
+    """Writes the shards; returns the manifest, None after submitting Slurm jobs."""
     plan = plan_of(options)
     plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
     if not options.executor:
@@ -206,7 +206,7 @@ def prepare_corpus(options: argparse.Namespace) -> dict:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """What the command line asks for."""
+    """Builds the plan of the command line."""
     data_dir = Path(options.data_dir)
     if options.command.startswith("shakespeare"):
         text = tiny_shakespeare(options.input)
@@ -230,7 +230,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def summarize(manifest: dict) -> None:
-    """Prints what was made."""
+    """Prints the counts of a manifest."""
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
         print(
@@ -239,15 +239,15 @@ def summarize(manifest: dict) -> None:
             f"{entry['bytes'] or 0:,} bytes, {len(entry['shards'])} shards"
         )
     counts = manifest.get("counts", {})
-    said = {
+    labels = {
         "empty": "documents without text, left out",
-        "not_utf8": "documents with bytes that are not UTF-8, each now U+FFFD",
-        "literal_separator": "documents that hold <|endoftext|>, taken as text",
+        "not_utf8": "documents with bytes that are not UTF-8, replaced by U+FFFD",
+        "literal_separator": "documents that hold <|endoftext|>, encoded as text",
     }
-    for name, what in said.items():
+    for name, label in labels.items():
         if counts.get(name):
             first = manifest.get("first_not_utf8") if name == "not_utf8" else None
-            print(f"{counts[name]:,} {what}" + (f", the first: {first}" if first else ""))
+            print(f"{counts[name]:,} {label}" + (f", the first: {first}" if first else ""))
     if counts:
         print(f"the longest document has {counts['longest']:,} bytes")
 
@@ -261,7 +261,7 @@ def main() -> None:
     elif options.command:
         summarize(prepare_corpus(options))
     if options.verify:
-        print(f"{verify_data(options.data_dir)} shards are whole")
+        print(f"all {verify_data(options.data_dir)} shards are intact")
     if options.stats or not (options.command or options.verify):
         print(describe(options.data_dir))
 

@@ -3,8 +3,8 @@
     hf auth login
     python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME
 
-`--model` is a run's folder, a checkpoint, or any Hugging Face GPT-2 directory. Then anyone who may see the
-repository opens it: `pipeline("text-generation", model="USER/NAME")`.
+`--model` is a run's folder, a checkpoint, or any Hugging Face GPT-2 directory. Everyone with access to the repository
+can then load the model: `pipeline("text-generation", model="USER/NAME")`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def main() -> None:
     check_repo_id(config.repo_id)
     directory = Path(model_directory(config.model))
     shape = read_config(directory)
-    weight_files(directory)  # raises if they are not whole
+    weight_files(directory)  # raises an error if they are incomplete
     draw_loss(config.model, directory / PICTURE)
     card = model_card(config.repo_id, describe(shape))
     url = push_model(directory, config.repo_id, private=config.private, card=card)

@@ -3,8 +3,8 @@
     python recipes/sample.py --model runs/quickstart --prompt 'def '
 
 `--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id such as openai-community/gpt2.
-A single sample appears as it is being written. `--dtype bfloat16` halves what is read for each token,
-`--compile true` pays from some thousand tokens on.
+A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
+saves time from about a thousand tokens.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from gpt2_accel.generation.sampling import Completion, Sampling, load, stream
 class Sample(Sampling):
     model: str = setting("runs/quickstart", "run's folder, HF GPT-2 directory or Hub id")
     prompt: str = setting("", "text to continue; empty for the start of a text")
-    num_samples: int = setting(3, "how many continuations")
-    dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
+    num_samples: int = setting(3, "number of continuations")
+    dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
     compile: bool = setting(
-        False, "compile the forward of one token: some 20 seconds first, faster then"
+        False, "compile the forward pass of one token: takes about 20 seconds, then is faster"
     )
     logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def show(written: Iterator[list[Completion]], live: bool) -> list[Completion]:
-    """Prints the samples, a single one as it is being written; returns them."""
+    """Prints the samples and returns them; with `live` the only sample is printed as it is generated."""
     shown = 0
     for samples in written:
         if live:

@@ -1,4 +1,4 @@
-"""How a recipe ends: one sentence for a mistake, one traceback for a bug, by one of several processes."""
+"""Errors of recipes: one sentence for a user's mistake, one traceback for a bug, printed by one process."""
 
 import os
 
@@ -10,13 +10,13 @@ from gpt2_accel.device import usable_cpus
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
 
-def test_under_the_launcher_of_one_process_the_sentence_is_all_there_is():
+def test_the_launcher_prints_only_the_error_message():
     done = launch("recipes/quickstart.py", "--max_steps", 0, launcher=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"{MISTAKE}\n"
 
 
-def test_under_the_launcher_of_several_processes_the_sentence_comes_once_and_last():
+def test_the_launcher_of_several_processes_prints_the_message_once_and_last():
     done = launch("recipes/quickstart.py", "--max_steps", 0, processes=3, launcher=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count(MISTAKE) == 1
@@ -25,7 +25,7 @@ def test_under_the_launcher_of_several_processes_the_sentence_comes_once_and_las
 
 
 @pytest.mark.parametrize("config", ["cpu", "cpu_bf16"])
-def test_the_launcher_takes_a_cpu_config_without_a_word_and_asks_for_all_cores(config, caplog):
+def test_cpu_configs_cause_no_warnings_and_use_all_cores(config, caplog):
     flags = ["--config_file", f"accelerate_configs/{config}.yaml", "x.py"]
     _, [env] = launched(flags, {"OMP_NUM_THREADS": "0"})
     assert not caplog.text and int(env["OMP_NUM_THREADS"]) >= os.cpu_count()
@@ -33,7 +33,7 @@ def test_the_launcher_takes_a_cpu_config_without_a_word_and_asks_for_all_cores(c
     assert env["OMP_NUM_THREADS"] == "1"
 
 
-def test_torch_gets_no_more_threads_than_there_are_cores(tmp_path):
+def test_torch_threads_are_limited_to_the_cores(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch; from gpt2_accel.runtime.accelerator import build_accelerator\n"
@@ -54,7 +54,7 @@ def test_torch_gets_no_more_threads_than_there_are_cores(tmp_path):
         ("[][1]", "IndexError: list index out of range\n"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
+def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
         "import json; from pathlib import Path; from gpt2_accel import cli\n"
@@ -65,7 +65,7 @@ def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
     assert ("Traceback" in done.stderr) == (not ending.startswith("x.py"))
 
 
-def test_of_several_processes_one_speaks_also_if_it_is_not_the_first(tmp_path):
+def test_only_the_failing_process_prints_its_message(tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
         "import os, time; from gpt2_accel import cli\n"

@@ -1,4 +1,4 @@
-"""The commands of README.md, docs/ and the recipes' headers: each works as it stands, made small by flags only."""
+"""Runs the commands of README.md and docs/ with flags for small models, and parses those of the recipes' headers."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ MODEL = "--n_layer 1 --n_head 2 --n_embd 16 --max_steps 2"
 LOG = "--eval_tokens 256 --sample_tokens 2"
 SMALL = f"{MODEL} {LOG} --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
 CORPUS = "--workers 1 --tokenizer runs/mine --shard_tokens 2000"
-# Command -> flags that make it small, in an order in which each finds what it needs.
+# Command -> flags for a small model; later commands use the output of earlier ones.
 LOCAL = {
     "python recipes/prepare_data.py text my_texts/ --tokenizer bpe --data_dir data/mine": (
         "--workers 1 --vocab_size 300"
@@ -31,7 +31,7 @@ LOCAL = {
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--data_dir data/mine --output_dir runs/mine --sample_prompts 'Once upon a time'": SMALL,
     "python recipes/sample.py --model runs/mine --prompt 'Once upon a time'": "--max_new_tokens 3",
-    # The data sets are folders here.
+    # Folders stand for the Hub's data sets.
     "python recipes/prepare_data.py fineweb-edu --data_dir data/fineweb_edu": (
         f"web --config default {CORPUS}"
     ),
@@ -55,7 +55,7 @@ LOCAL = {
         SMALL
     ),
     "ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 "
-    "recipes/quickstart.py": f"{MODEL} {LOG}",  # the batch as it is: what the processes share
+    "recipes/quickstart.py": f"{MODEL} {LOG}",  # keeps the batch size
     "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml --dynamo_backend inductor "
     "recipes/pretrain_124m.py": f"{SMALL} --output_dir runs/bf16",
     "python recipes/sample.py --model runs/quickstart --prompt 'def ' --stop return --num_samples 1": (
@@ -89,26 +89,26 @@ NOT_RUN = {
 
 
 def commands_of(text: str) -> list[str]:
-    """The commands in a Markdown file's `sh` blocks, one a line, without comments and the environment's folder."""
+    """Returns the commands in a Markdown file's `sh` blocks, without comments and `.venv/bin/`."""
     blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     return commands_in(blocks.replace("\\\n", " ").splitlines())
 
 
 def commands_in(lines: list[str]) -> list[str]:
-    """Lines of a shell, each with one space between its words."""
+    """Returns the commands in lines of a shell, with one space between words."""
     split = (shlex.split(line.replace(".venv/bin/", ""), comments=True) for line in lines)
     return [" ".join(quoted(word) for word in words) for words in split if words]
 
 
 def quoted(word: str) -> str:
-    """A word as a shell takes it, without quotes where it needs none."""
+    """Quotes a word of a command if it needs quotes."""
     return f"'{word}'" if set(word) & set(" []") else word
 
 
 def run_command(
     command: str, flags: str, cwd: Path, at_import: dict[str, str] | None = None, **env: str
 ):
-    """Runs a command of the README with more `flags`, uncompiled, on CPUs, with at most two processes."""
+    """Runs a command of the README with additional `flags`, not compiled, on CPUs, with at most two processes."""
     words = shlex.split(f"{command} {flags}")
     while ASSIGNMENT.match(words[0]):
         name, _, value = words.pop(0).partition("=")
@@ -127,7 +127,7 @@ def run_command(
 
 
 def prepare_folder(folder: Path) -> None:
-    """A folder like this checkout's root, with the texts and settings that the commands name."""
+    """Fills a folder like the project's root with the texts and settings of the commands."""
     for name in ("recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     texts = [make_text(800, seed) for seed in range(40)]
@@ -146,7 +146,7 @@ def prepare_folder(folder: Path) -> None:
     (folder / "data/python_stdlib").symlink_to("mine")
 
 
-def test_the_tables_here_have_every_command_of_the_readme_and_no_other():
+def test_the_tables_list_exactly_the_commands_of_the_documentation():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     found = [command for path in files for command in commands_of(path.read_text())]
     assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}
@@ -155,7 +155,7 @@ def test_the_tables_here_have_every_command_of_the_readme_and_no_other():
     assert all(f"\n{extra} =\n" in described for extra in extras)
 
 
-def test_every_command_of_the_readme_works(tmp_path):
+def test_every_documented_command_runs(tmp_path):
     prepare_folder(tmp_path)
     for command, flags in LOCAL.items():
         done = run_command(command, flags, tmp_path)
@@ -163,7 +163,7 @@ def test_every_command_of_the_readme_works(tmp_path):
 
 
 def header_commands() -> list[str]:
-    """The commands that the headers of the recipes give."""
+    """Returns the commands in the headers of the recipes."""
     headers = (path.read_text().split('"""')[1] for path in (ROOT / "recipes").glob("*.py"))
     lines = (re.sub(r"\\+\n", " ", header).splitlines() for header in headers)
     command = re.compile(r"    (python recipes/|accelerate launch)")
@@ -171,7 +171,7 @@ def header_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", sorted({*header_commands()} - {*LOCAL, *ON_HUB, *NOT_RUN}))
-def test_every_command_of_a_recipes_header_is_read(command, monkeypatch):
+def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     monkeypatch.setitem(sys.modules, "gradio", None)  # takes seconds to import

@@ -14,7 +14,7 @@ from gpt2_accel.generation.sampling import Sampling
 @dataclass
 class Recipe(TrainConfig):
     learning_rate: float = 1e-3
-    flavour: str = setting("plain", "a setting of the recipe's own")
+    flavour: str = setting("plain", "a setting of this recipe")
     sizes: list[int] = setting([], "numbers")
 
 
@@ -24,7 +24,7 @@ class Required:
     sizes: list[int] = setting([], "numbers")
 
 
-def test_the_command_line_wins_over_yaml_and_yaml_over_the_recipe(tmp_path):
+def test_command_line_overrides_yaml_and_yaml_overrides_the_recipe(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("learning_rate: 6e-4\nn_layer: 3\nbias: false\nsample_prompts: [a, b]\n")
     config = parse_config(Recipe, ["--config", str(path), "--n_layer", "5"])
@@ -33,13 +33,13 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_the_recipe(tmp_path):
     assert config.sample_prompts == ["a", "b"]
 
 
-def test_saved_settings_read_back_equal(tmp_path):
+def test_saved_settings_round_trip(tmp_path):
     config = parse_config(Recipe, ["--dropout", "0.1", "--no_bias", "--resume_from", "latest"])
     config.save(tmp_path / "config.yaml")
     assert parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
-def test_the_sequence_is_as_long_as_the_positions_unless_set():
+def test_sequence_length_defaults_to_n_positions():
     assert parse_config(Recipe, ["--n_positions", "64"]).sequence_length == 64
     assert parse_config(Recipe, ["--sequence_length", "32"]).sequence_length == 32
 
@@ -65,7 +65,7 @@ def test_the_sequence_is_as_long_as_the_positions_unless_set():
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )
-def test_a_bad_option_is_one_sentence(args, message):
+def test_a_bad_option_is_refused_in_one_sentence(args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         parse_config(Recipe, args)
 
@@ -89,7 +89,7 @@ def test_a_bad_option_is_one_sentence(args, message):
         ('data_dir: "a\\0b"', "c.yaml: data_dir is"),
     ],
 )
-def test_a_bad_yaml_file_is_one_sentence(tmp_path, text, message):
+def test_a_bad_yaml_file_is_refused_in_one_sentence(tmp_path, text, message):
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message) as raised:
@@ -97,7 +97,7 @@ def test_a_bad_yaml_file_is_one_sentence(tmp_path, text, message):
     assert "\n" not in str(raised.value)
 
 
-def test_yaml_gives_lists_of_numbers_and_what_is_required(tmp_path):
+def test_yaml_sets_lists_of_numbers_and_required_settings(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("sizes: [1, 2]\nmodel: a\n")
     assert parse_config(Required, ["--config", str(path)]) == Required("a", [1, 2])
@@ -130,7 +130,7 @@ def test_every_number_has_a_range(settings_class, value):
     )
 )
 @settings(deadline=None, max_examples=100)
-def test_any_yaml_gives_a_config_or_a_valueerror(tmp_path_factory, values):
+def test_any_yaml_gives_a_config_or_a_value_error(tmp_path_factory, values):
     import yaml
 
     path = tmp_path_factory.mktemp("yaml") / "c.yaml"
@@ -144,7 +144,7 @@ def test_any_yaml_gives_a_config_or_a_valueerror(tmp_path_factory, values):
     assert all(isinstance(prompt, str) for prompt in config.sample_prompts)
 
 
-def test_help_has_every_setting_once_with_its_text_and_the_recipes_default(capsys):
+def test_help_lists_every_setting_once_with_the_recipes_default(capsys):
     with pytest.raises(SystemExit):
         parse_config(Recipe, ["--help"])
     text = capsys.readouterr().out
@@ -166,7 +166,5 @@ def test_help_has_every_setting_once_with_its_text_and_the_recipes_default(capsy
         "--dropout X dropout of embeddings, attention and residuals (default: 0.0)"
         in by_title["model"]
     )
-    assert (
-        "--flavour TEXT a setting of the recipe's own (default: plain)" in by_title["this recipe"]
-    )
+    assert "--flavour TEXT a setting of this recipe (default: plain)" in by_title["this recipe"]
     assert text.count("--no_bias") == 1

@@ -16,19 +16,19 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
     {"format": "gpt2_accel token shards", "version": 1,
      "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
      "dtype": "uint16",
-     "source": what the text was, "revision": of a data set, "command": that made it,
+     "source": description of the text, "revision": of a data set, "command": that made the folder,
      "counts": {"empty": …, "not_utf8": …, "literal_separator": …, "longest": …},   see tokenizing.COUNTS
-     "first_not_utf8": where the first document with bytes that are not UTF-8 is, or null,
+     "first_not_utf8": place of the first document with bytes that are not UTF-8, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
 
-Each document is preceded by `<|endoftext|>` where the tokenizer has it, and nothing else gives that id:
-so it marks where documents begin. A split is one long array of tokens, its shards in the manifest's order.
+If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
+array of tokens; its shards are in the manifest's order.
 
-Folders of other trainers' token files (`third_party.py`) open like these. A folder may also be a mixture of
-others: its manifest then says `"mixture": [{"data_dir": …, "weight": …}, …]`, paths relative to it, and its
-splits have no shards.
+Folders of other trainers' token files (`third_party.py`) open like these. A folder may also be a mixture of others:
+its manifest then holds `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and its splits have
+no shards.
 """
 
 import functools
@@ -54,20 +54,18 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQ32s8x")
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
-OPEN_SHARDS = (
-    64  # each mapped shard holds a file descriptor, of which a process often has only 1,024
-)
+OPEN_SHARDS = 64  # each needs a file descriptor, and a process often has only 1,024
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
+    """Returns uint16 if every id of the vocabulary fits, else uint32 (both little-endian)."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ShardWriter:
-    """Writes one shard piece by piece; the header, and with it the magic, comes last.
+    """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never taken for a whole one.
+    A shard that was not closed has no magic, so it is never read as a complete one.
     """
 
     def __init__(self, path: str | Path, dtype: np.dtype):
@@ -78,14 +76,14 @@ class ShardWriter:
         self._file.write(bytes(HEADER.size))
 
     def append(self, tokens: np.ndarray) -> None:
-        """tokens: (n,) integers that fit `dtype`."""
+        """Appends tokens, (n,) integers that fit `dtype`."""
         data = tokens.astype(self.dtype, copy=False).tobytes()
         self._digest.update(data)
         self._file.write(data)
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """Completes the file; returns its entry in the manifest."""
+        """Writes the header and closes the file; returns its entry in the manifest."""
         digest = self._digest.digest()
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, VERSION, self.dtype.itemsize, self.tokens, digest))
@@ -94,16 +92,17 @@ class ShardWriter:
 
 
 def read_header(path: Path) -> tuple[int, int, str]:
-    """Bytes per token, tokens and SHA-256 (hex) that a shard announces, which is of the size that follows.
+    """Returns the bytes per token, the number of tokens and the SHA-256 (hex) in a shard's header.
 
-    Raises `FileNotFoundError` if it is missing, `ValueError` if it is not a whole shard of this format.
+    Raises `FileNotFoundError` if the shard is missing, `ValueError` if it has another format or another size than its
+    header says.
     """
     hint = "prepare the data again"
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         size = os.fstat(file.fileno()).st_size
     if len(header) < HEADER.size:
-        raise ValueError(f"{path} is cut short inside its header: {hint}")
+        raise ValueError(f"{path} is truncated within its header: {hint}")
     magic, version, width, tokens, digest = HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {hint}")
@@ -115,14 +114,14 @@ def read_header(path: Path) -> tuple[int, int, str]:
         raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {hint}")
     expected = HEADER.size + tokens * width
     if size != expected:
-        raise ValueError(f"{path} has {size} bytes, its header announces {expected}: {hint}")
+        raise ValueError(f"{path} has {size} bytes, its header says {expected}: {hint}")
     return width, tokens, digest.hex()
 
 
 def open_shard(path: str | Path) -> np.ndarray:
-    """The token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
+    """Returns the token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
 
-    Raises what `read_header` raises.
+    Raises the errors of `read_header`.
     """
     width, tokens, _ = read_header(Path(path))
     dtype = "<u2" if width == 2 else "<u4"
@@ -132,8 +131,7 @@ def open_shard(path: str | Path) -> np.ndarray:
 
 
 def verify_shard(path: str | Path, sha256: str | None = None) -> None:
-    """Reads the whole shard; raises `ValueError` if its tokens are not those it was written with, or not
-    those of the checksum `sha256` (hex)."""
+    """Raises `ValueError` if a shard's tokens do not match the checksum in its header, or `sha256` (hex)."""
     written = read_header(Path(path))[-1]
     found = hashlib.sha256(open_shard(path)).hexdigest()
     if found != written or found != (sha256 or written):
@@ -141,9 +139,9 @@ def verify_shard(path: str | Path, sha256: str | None = None) -> None:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """The manifest of a data folder, as in the module's docstring.
+    """Returns the manifest of a data folder, as in the module's docstring.
 
-    Raises `FileNotFoundError` if there is none, `ValueError` if it is not one of this format.
+    Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
     """
     path = Path(data_dir) / MANIFEST
     if not path.is_file():
@@ -169,7 +167,7 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def manifest_corruption(manifest: dict) -> str | None:
-    """What a manifest lacks or says wrongly, None if nothing."""
+    """Returns a message about the first missing or invalid entry of a manifest, None if it is valid."""
     try:
         vocab_size = manifest["tokenizer"]["vocab_size"]
         manifest["tokenizer"]["fingerprint"], manifest["source"]
@@ -185,7 +183,7 @@ def manifest_corruption(manifest: dict) -> str | None:
             if not entry["shards"] and "mixture" in manifest:
                 continue
             if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
-                return f"counts other tokens for the split {name!r} than for its shards"
+                return f"has a token count for the split {name!r} that is not the sum of its shards"
         for part in manifest.get("mixture", []):
             counts.append(
                 int(0 < float(part["weight"]) < math.inf and Path(part["data_dir"]) != "")
@@ -197,7 +195,7 @@ def manifest_corruption(manifest: dict) -> str | None:
 
 
 def data_fingerprint(data_dir: str | Path) -> str:
-    """SHA-256 (hex) of what a data folder holds: tokenizer, splits and the checksums of all shards."""
+    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and checksums of all shards."""
     manifest = read_manifest(data_dir)
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
     for part, weight in mixture_parts(data_dir):
@@ -206,7 +204,7 @@ def data_fingerprint(data_dir: str | Path) -> str:
 
 
 def load_data_tokenizer(data_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of prepared data: the one in its folder, else GPT-2's, as other trainers' data has.
+    """Loads the tokenizer of prepared data: the one in its folder, else GPT-2's, for other trainers' data.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
@@ -215,16 +213,18 @@ def load_data_tokenizer(data_dir: str | Path) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
     if fingerprint(tokenizer) != expected:
         raise ValueError(
-            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: put that "
-            "back, or prepare the data again"
+            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: restore that "
+            "tokenizer, or prepare the data again"
         )
     return tokenizer
 
 
 def verify_data(data_dir: str | Path) -> int:
-    """Reads all shards, several at a time, and returns how many there are; raises `ValueError` for the
-    first that is not what it was, or if the tokenizer is not. Other trainers' files have no checksum: of
-    them the sizes are checked."""
+    """Checks the checksums of all shards, several at a time, and the tokenizer; returns the number of shards.
+
+    Other trainers' files have no checksums, only their sizes are checked. Raises `ValueError` for the first shard that
+    has changed, or if the tokenizer has changed.
+    """
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)
     if (data_dir / MANIFEST).is_file():
@@ -241,9 +241,9 @@ def verify_data(data_dir: str | Path) -> int:
 
 
 def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
-    """The folders that a mixture is of, with their shares, which add up to 1; none for other folders.
+    """Returns a mixture's folders with their shares, which add up to 1; an empty list for other folders.
 
-    Raises `ValueError` if one of them has got another tokenizer since the mixture was made.
+    Raises `ValueError` if the tokenizer of one of them has changed since the mixture was made.
     """
     manifest = read_manifest(data_dir)
     parts = manifest.get("mixture", [])
@@ -259,26 +259,26 @@ def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
 
 
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
-    """Makes a folder that is a mixture of others, given with their weights; returns its manifest.
+    """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
-    Of every thousand training sequences so many are from each as its weight says, whatever its size:
-    one that ends begins again. Raises `ValueError` if a weight is not above 0, a folder is there twice or the
-    folders' tokenizers differ, `FileExistsError` if `data_dir` is there.
+    Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
+    repeated. Raises `ValueError` if a weight is below a thousandth of the total, a folder is named twice or is a
+    mixture, or the tokenizers differ; `FileExistsError` if `data_dir` exists.
     """
     total = sum(weights.values())
     for folder, weight in weights.items():
         if not 0 < total / 1000 <= weight < math.inf:
             raise ValueError(
-                f"the weight of {folder} must be at least a thousandth of all, got {weight:g}"
+                f"the weight of {folder} must be at least a thousandth of the total, got {weight:g}"
             )
     if len({Path(folder).resolve() for folder in (data_dir, *weights)}) <= len(weights):
         raise ValueError(
-            f"a mixture is of different folders, and none of them is {data_dir}, where it will be: name each once"
+            f"the folders of a mixture must differ from each other and from {data_dir}: name each once"
         )
     manifests = {folder: read_manifest(folder) for folder in weights}
     for folder in weights:
         if "mixture" in manifests[folder]:
-            raise ValueError(f"{folder} is a mixture itself: name the folders that it is of")
+            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
     first, *others = manifests.values()
     for folder, manifest in manifests.items():
         if manifest["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
@@ -307,7 +307,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
 
 
 def total_of(split: str, manifests: list[dict]) -> dict:
-    """A split's entry for several folders together, without shards."""
+    """Returns the manifest's entry of a split over several folders, without shards."""
     entries = [manifest["splits"][split] for manifest in manifests]
     totals = {}
     for name in ("tokens", "documents", "bytes"):
@@ -317,8 +317,10 @@ def total_of(split: str, manifests: list[dict]) -> dict:
 
 
 def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
-    """Raises an error that names the first shard that is missing, has not its size or is another than the
-    manifest's, by its header."""
+    """Checks each shard's size and header against the manifest.
+
+    Raises `FileNotFoundError` if a shard is missing, `ValueError` if its size or checksum differs.
+    """
 
     def check(shard: dict) -> None:
         path = data_dir / shard["file"]
@@ -331,7 +333,7 @@ def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
             ) from None
         if size != expected:
             raise ValueError(
-                f"{path} has {size} bytes, by the manifest it should have {expected}: prepare the data again"
+                f"{path} has {size} bytes, the manifest says {expected}: prepare the data again"
             )
         if "offset" not in shard and read_header(path)[-1] != shard["sha256"]:
             raise ValueError(
@@ -339,19 +341,18 @@ def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
                 "prepare the data again"
             )
 
-    with ThreadPoolExecutor(16) as pool:  # a network disk answers slowly, but many at a time
+    with ThreadPoolExecutor(16) as pool:  # a network disk has a high latency
         list(pool.map(check, shards))
 
 
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    `shard(number)` is one shard, mapped when first touched; at most `OPEN_SHARDS` stay open. `tokens` is the length,
-    `bytes` the UTF-8 bytes of the text behind it, None where that is not known, `vocab_size` the
-    tokenizer's.
+    `shard(number)` returns one shard, mapped at the first call; at most `OPEN_SHARDS` stay open. `tokens` is the
+    length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
 
-    Raises `ValueError` if the split does not exist or a shard has not the size or checksum that the
-    manifest says, `FileNotFoundError` if a shard is missing.
+    Raises `ValueError` if the split does not exist or a shard's size or checksum is not the manifest's,
+    `FileNotFoundError` if a shard is missing.
     """
 
     def __init__(self, data_dir: str | Path, split: str):
@@ -386,9 +387,9 @@ class TokenStream:
         return tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) int64.
+        """Returns tokens [start, start + count) as (count,) int64.
 
-        Raises `ValueError` if one of them is not below `vocab_size`.
+        Raises `ValueError` if a token id is not below `vocab_size`.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         out = np.empty(count, np.int64)

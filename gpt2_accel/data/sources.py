@@ -1,6 +1,6 @@
-"""Where documents come from: text, JSON lines and Parquet files, and texts at hand.
+"""Reads documents from text, JSON lines and Parquet files, and from texts in memory.
 
-Each kind of file has its kind of piece, and a function that cuts a file into such pieces.
+Each file format has a class of pieces, and a function that splits a file into such pieces.
 """
 
 import codecs
@@ -40,37 +40,39 @@ ROW_SUFFIXES = (
     ".jsonl.gz",
     ".jsonl.zst",
     ".parquet",
-)  # files of many documents, one a row
+)  # files with one document per row
 SUFFIXES = (".txt", *ROW_SUFFIXES)
 LONGEST_LINE = 2**26  # bytes of a line of JSON
-FEWEST, MOST = 0.01, 0.15  # of a corpus for validation, if that is whole documents
-SMALL = 2**22  # bytes of files of rows in which rows are few, perhaps
-PAUSES = (0.5, 1, 3)  # seconds before a download that failed is tried again
+FEWEST, MOST = 0.01, 0.15  # bounds of the validation share if whole documents are held out
+SMALL = 2**22  # bytes up to which the rows' validation share is counted instead of estimated
+PAUSES = (0.5, 1, 3)  # seconds before each retry of a failed download
 
 Result = TypeVar("Result")
 
-# What can go wrong with a source
+# Errors of a source
 
 
 @contextmanager
 def reading(source: str) -> Iterator[None]:
-    """Turns what a library raises while it reads `source` into one sentence: `ConnectionError` for a file
-    elsewhere, which `persistently` tries again, else `ValueError`."""
+    """Turns a library's error while reading `source` into one sentence.
+
+    Raises `ConnectionError` for a remote file, which `persistently` retries, else `ValueError`.
+    """
     try:
         yield
     except Exception as error:
         reason = first_line(error)
         if "://" in source:
             raise ConnectionError(
-                f"{source} cannot be read ({reason}): start again later, what is done is kept"
+                f"{source} cannot be read ({reason}): start again later, finished work is kept"
             ) from error
         raise ValueError(
-            f"{source} cannot be read ({reason}): it is damaged or of another kind, fetch it again or leave it out"
+            f"{source} cannot be read ({reason}): it is damaged or has another format, fetch it again or leave it out"
         ) from error
 
 
 def persistently(read: Callable[[], Result]) -> Result:
-    """What `read` returns; it is tried a few times as long as it raises `ConnectionError`."""
+    """Returns `read()`, and retries it a few times after a `ConnectionError`."""
     for pause in PAUSES:
         try:
             return read()
@@ -83,11 +85,10 @@ def persistently(read: Callable[[], Result]) -> Result:
 
 
 def text_files(source: str | Path, pattern: str | None = None) -> list[Path]:
-    """The file `source`, or all files below the folder `source`, sorted: those that match `pattern`, by
-    default those that end in one of `SUFFIXES`.
+    """Returns the file `source`, or the sorted files below the folder `source` that match `pattern`.
 
-    Raises `FileNotFoundError` if it does not exist or holds no such file, `ValueError` for a pattern that is
-    no name's.
+    Without a pattern the files end in one of `SUFFIXES`. Raises `FileNotFoundError` if `source` does not exist or holds
+    no such file, `ValueError` for an absolute or empty pattern.
     """
     source = Path(source)
     if source.is_file():
@@ -95,9 +96,7 @@ def text_files(source: str | Path, pattern: str | None = None) -> list[Path]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} does not exist: give a text file or a folder of them")
     if pattern and (Path(pattern).is_absolute() or not Path(pattern).name):
-        raise ValueError(
-            f"the pattern {pattern!r} must be one of names below a folder, such as '*.py'"
-        )
+        raise ValueError(f"the pattern {pattern!r} must match names below a folder, such as '*.py'")
     files = sorted(path for path in source.rglob(pattern or "*") if path.is_file())
     if pattern is None:
         files = [path for path in files if path.name.endswith(SUFFIXES)]
@@ -108,8 +107,10 @@ def text_files(source: str | Path, pattern: str | None = None) -> list[Path]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file. Raises `FileNotFoundError` if there is none, `ValueError` if it is empty
-    or not UTF-8."""
+    """Returns the text of a UTF-8 file.
+
+    Raises `FileNotFoundError` if it does not exist, `ValueError` if it is empty or not UTF-8.
+    """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist: give a text file")
     try:
@@ -122,8 +123,7 @@ def read_text(path: str | Path) -> str:
 
 
 def check_text(path: Path) -> None:
-    """Raises `ValueError` if a file does not begin as UTF-8 text. A stray byte among characters that are
-    UTF-8 is let through."""
+    """Raises `ValueError` if a file does not begin with UTF-8 text; a few invalid bytes are allowed."""
     with open(path, "rb") as file:
         start = file.read(CHUNK)
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
@@ -141,7 +141,7 @@ def check_text(path: Path) -> None:
 
 
 class Span(NamedTuple):
-    """Bytes [start, end) of a text file; `begins` says whether a document begins there."""
+    """Bytes [start, end) of a text file; `begins` is True if a document begins at `start`."""
 
     path: str
     start: int
@@ -153,7 +153,7 @@ class Span(NamedTuple):
     def read(self) -> Iterator[str]:
         with open(self.path, "rb") as file:
             file.seek(self.start)
-            encoding = "utf-8" if self.start else "utf-8-sig"  # Windows writes a mark in front
+            encoding = "utf-8" if self.start else "utf-8-sig"  # skips a byte-order mark
             decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
             left = self.end - self.start
             while left and (data := file.read(min(left, CHUNK))):
@@ -163,7 +163,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text files, each of them one document, or a part of a large one."""
+    """Several text files, each one document, or a part of a large file."""
 
     spans: tuple[Span, ...]
     size: int
@@ -175,8 +175,10 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class JsonLinesPiece:
-    """The lines of a file that begin in [start, end); the whole of a compressed one, where `end` is None.
-    A document is the field `column` of a line."""
+    """The JSON lines of a file that begin in bytes [start, end); a document is the field `column` of a line.
+
+    `end` is None for a compressed file, which is one piece.
+    """
 
     path: str
     start: int
@@ -196,7 +198,7 @@ class JsonLinesPiece:
             yield from split_document(text, f"{self.name}:{offset}", self.is_held_out, place)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines with their offsets in the (uncompressed) file."""
+        """Yields the lines with their byte offsets in the uncompressed file."""
         with open_binary(self.path) as file:
             offset = self.start
             if self.start:
@@ -210,19 +212,19 @@ class JsonLinesPiece:
                 offset += len(line)
 
     def read_line(self, file: io.BufferedReader, offset: int) -> bytes:
-        """The next line. Raises `ValueError` if it is too long or the file is damaged."""
+        """Returns the next line. Raises `ValueError` if it is too long or the file is damaged."""
         with reading(self.path):
             line = file.readline(LONGEST_LINE + 1)
         if len(line) > LONGEST_LINE:
             raise ValueError(
                 f"{self.path}, at byte {offset:,}, holds a line of more than {LONGEST_LINE:,} bytes, the "
-                "longest that is read: cut it into several documents"
+                "limit: split it into several documents"
             )
         return line
 
 
 def open_binary(path: str) -> io.BufferedReader:
-    """A file to read from, unpacked if its name ends in .gz or .zst."""
+    """Opens a file for reading, and decompresses it if its name ends in .gz or .zst."""
     if not path.endswith((".gz", ".zst")):
         return open(path, "rb")
     import pyarrow
@@ -231,12 +233,12 @@ def open_binary(path: str) -> io.BufferedReader:
 
 
 def parse_line(line: bytes, place: str) -> Any:
-    """A line of JSON. Raises `ValueError` if it is none or is nested too deeply."""
+    """Parses a line of JSON. Raises `ValueError` if it is not JSON or is nested too deeply."""
     try:
         return json.loads(line.decode("utf-8-sig", "surrogateescape"))
     except RecursionError as error:
         raise ValueError(
-            f"{place}, holds JSON of more than {sys.getrecursionlimit():,} levels, the most that are read: "
+            f"{place}, holds JSON of more than {sys.getrecursionlimit():,} levels, the limit: "
             "flatten or remove the line"
         ) from error
     except ValueError as error:
@@ -246,10 +248,10 @@ def parse_line(line: bytes, place: str) -> Any:
 
 
 def column_of(row: Any, column: str, place: str) -> str:
-    """The text of a row, empty where it is null. Raises `ValueError` if there is none."""
+    """Returns the text of a row, empty for null. Raises `ValueError` if the column is missing or not a text."""
     if not isinstance(row, dict):
         raise ValueError(
-            f"{place}, holds {kind_of(row)}, not an object: write {{{column!r}: …}}, one a line"
+            f"{place}, holds {kind_of(row)}, not an object: write {{{column!r}: …}}, one per line"
         )
     if column not in row:
         raise ValueError(
@@ -263,14 +265,16 @@ def column_of(row: Any, column: str, place: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """How a message names the type of a value."""
+    """Describes the type of a value in messages."""
     return f"a value of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class ParquetPiece:
-    """Row groups of a Parquet file, of this machine or of the Hub; a document is a row's `column`.
-    Rows are named by `name` and their number, counted from `first_row`."""
+    """Row groups of a local or remote Parquet file; a document is a row's `column`.
+
+    A row's name is `name` and its number, counted from `first_row`.
+    """
 
     url: str
     groups: tuple[int, ...]
@@ -288,14 +292,14 @@ class ParquetPiece:
             yield from split_document(text, f"{self.name}{number}", self.is_held_out, place)
 
     def texts(self) -> Iterator[Any]:
-        """The values of the column."""
+        """Yields the values of the column."""
         with open_parquet(self.url) as file, reading(self.url):
             for batch in file.iter_batches(256, row_groups=self.groups, columns=[self.column]):
                 yield from batch.column(0).to_pylist()
 
 
 def open_parquet(url: str):
-    """A `pyarrow.parquet.ParquetFile`. Raises `ValueError` if it cannot be read as one."""
+    """Opens a `pyarrow.parquet.ParquetFile`. Raises `ValueError` if it cannot be read (`ConnectionError` if remote)."""
     import fsspec
     import pyarrow.parquet
 
@@ -310,7 +314,7 @@ def open_parquet(url: str):
 def parquet_pieces(
     url: str, column: str, name: str, is_held_out: HeldOut, piece_bytes: int, first_row: int = 0
 ) -> list[ParquetPiece]:
-    """A Parquet file as pieces of whole row groups."""
+    """Splits a Parquet file into pieces of whole row groups. Raises `ValueError` if it lacks the column."""
     modified = Path(url).stat().st_mtime_ns if Path(url).exists() else 0
     with open_parquet(url) as file:
         names = file.schema_arrow.names
@@ -341,11 +345,11 @@ def file_pieces(
     column: str = "text",
     piece_bytes: int = PIECE_BYTES,
 ) -> list[Piece]:
-    """Files, with the names by which their documents are held out, as pieces.
+    """Splits files into pieces; `files` maps paths to the names by which documents are held out.
 
-    A row's name is its file's and its place there. Where those held out would be too small or too large a
-    part, the last of each document is held out. Raises `ValueError` for a file that does not begin as its
-    kind does.
+    A row's name is its file's name and its position in the file. If the held-out documents are fewer than `FEWEST` or
+    more than `MOST` of the text, the last part of each document is held out instead. Raises `ValueError` for a file
+    that does not begin with its format.
     """
     pieces = pieces_of(files, ByHash(), column, piece_bytes)
     if not FEWEST <= share_held_out(pieces) <= MOST:
@@ -356,7 +360,7 @@ def file_pieces(
 def pieces_of(
     files: dict[Path, str], is_held_out: HeldOut, column: str, piece_bytes: int
 ) -> list[Piece]:
-    """The pieces of files; `is_held_out` says what of them is for validation."""
+    """Splits files into pieces with the documents of `is_held_out` for validation."""
     pieces: list[Piece] = []
     for path, name in files.items():
         if path.suffix == ".parquet":
@@ -373,7 +377,7 @@ def pieces_of(
 
 
 def share_held_out(pieces: list[Piece]) -> float:
-    """Which part of the text is for validation; of many rows that is as expected, few are read."""
+    """Returns the share of the text that is for validation: exact for few rows, else the expected share."""
     sizes = {"train": 0.0, "val": 0.0}
     rows = [piece for piece in pieces if not isinstance(piece, TextPiece)]
     few = sum(piece.size for piece in rows) <= SMALL
@@ -393,9 +397,9 @@ def share_held_out(pieces: list[Piece]) -> float:
 def json_pieces(
     path: Path, column: str, name: str, is_held_out: HeldOut, piece_bytes: int
 ) -> list[JsonLinesPiece]:
-    """A file of JSON lines as pieces; a compressed one, which can be read from its start only, as one.
+    """Splits a file of JSON lines into pieces; a compressed file, which is read from its start, is one piece.
 
-    Raises `ValueError` if its first line is none.
+    Raises `ValueError` if its first line is not a document.
     """
     info = path.stat()
     rest = (column, name, is_held_out, info.st_mtime_ns)
@@ -413,7 +417,7 @@ def json_pieces(
 
 
 def text_spans(path: Path, start: int, end: int, split: str, piece_bytes: int) -> list[Span]:
-    """Bytes [start, end) of a text file, one document, in spans of about `piece_bytes`."""
+    """Splits bytes [start, end) of a text file, which is one document, into spans of about `piece_bytes`."""
     modified = path.stat().st_mtime_ns
     cuts = (next_cut(path, place) for place in range(start + piece_bytes, end, piece_bytes))
     borders = [start, *(cut for cut in cuts if cut is not None and cut < end), end]
@@ -424,7 +428,7 @@ def text_spans(path: Path, start: int, end: int, split: str, piece_bytes: int) -
 
 
 def one_text_pieces(path: Path, val_share: float, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """A text file as pieces, the last `val_share` of it for validation. Raises what `check_text` raises."""
+    """Splits a text file into pieces, its last `val_share` for validation. Raises the error of `check_text`."""
     check_text(path)
     end = path.stat().st_size
     cut = next_cut(path, int(end * (1 - val_share))) or end
@@ -433,12 +437,12 @@ def one_text_pieces(path: Path, val_share: float, piece_bytes: int = PIECE_BYTES
 
 
 def text_pieces(spans: list[Span]) -> list[Piece]:
-    """A piece for each span."""
+    """Returns one piece per span."""
     return [TextPiece((span,), span.end - span.start) for span in spans]
 
 
 def join_texts(pieces: list[Piece], piece_bytes: int) -> list[Piece]:
-    """Joins neighbouring small text files to pieces of about `piece_bytes`."""
+    """Joins consecutive small text files into pieces of up to `piece_bytes`."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -453,7 +457,7 @@ def join_texts(pieces: list[Piece], piece_bytes: int) -> list[Piece]:
     return joined
 
 
-# Texts at hand
+# Texts in memory
 
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -461,9 +465,10 @@ TINY_SHAKESPEARE = (
 
 
 def tiny_shakespeare(path: str | Path | None = None) -> str:
-    """nanoGPT's first text, downloaded, or what `path` holds instead of it.
+    """Returns the text of the file `path`, by default tiny Shakespeare, downloaded.
 
-    Raises `OSError` if it cannot be had."""
+    Raises `OSError` if it cannot be read, and the errors of `read_text`.
+    """
     if path is not None:
         return read_text(path)
 
@@ -480,20 +485,20 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
 
 
 def split_text(text: str) -> dict[str, list[str]]:
-    """The first 90% of a text for training, the rest for validation, as nanoGPT splits tiny Shakespeare."""
+    """Splits a text into its first 90% for training and the rest for validation, as nanoGPT does."""
     cut = int(len(text) * 0.9)
     return {"train": [text[:cut]], "val": [text[cut:]]}
 
 
 def text_source(text: str, path: str | Path | None = None) -> str:
-    """What the manifest says of a text from `tiny_shakespeare(path)`: its file, if it has one, and its SHA-256."""
+    """Returns the manifest's source of a text from `tiny_shakespeare(path)`: its file or name, and its SHA-256."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{path or 'tiny Shakespeare'}, SHA-256 {digest}"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents of one split that are in memory, or come from an iterator."""
+    """Documents of one split from memory or an iterator."""
 
     split: str
     texts: Iterable[str]

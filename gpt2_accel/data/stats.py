@@ -1,4 +1,4 @@
-"""What is in a data folder, for a person to read."""
+"""Statistics of a data folder as text."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +14,10 @@ SHOWN_TOKENS = 40  # of each
 
 
 def describe(data_dir: str | Path) -> str:
-    """Documents, tokens and bytes per token of each split, a histogram of the documents' lengths, and the
-    beginnings of a few. Reads all tokens, on all cores."""
+    """Describes each split: documents, tokens, bytes per token, a histogram of the lengths, and some beginnings.
+
+    Reads all tokens, on all cores.
+    """
     manifest = read_manifest(data_dir)
     tokenizer = load_data_tokenizer(data_dir)
     revision = f" at {manifest['revision']}" if manifest.get("revision") else ""
@@ -32,7 +34,7 @@ def describe(data_dir: str | Path) -> str:
 
 
 def describe_split(stream: TokenStream, share: float, separator: int | None) -> list[str]:
-    """The counts of one split, and the histogram where documents can be told apart."""
+    """Returns the lines for one split: its counts, and the histogram if the data has separators."""
     part = f" ({share:.1%} of the mixture)" if share < 1 else ""
     per_token = f", {stream.bytes / stream.tokens:.2f} bytes per token" if stream.bytes else ""
     head = f"{stream.data_dir}, {stream.split}{part}: {stream.tokens:,} tokens{per_token}"
@@ -47,7 +49,7 @@ def describe_split(stream: TokenStream, share: float, separator: int | None) -> 
 
 
 def document_starts(stream: TokenStream, separator: int) -> np.ndarray:
-    """Where the separators stand in a split, (documents,) int64."""
+    """Returns the positions of the separators in a split, (documents,) int64."""
     starts = [0, *np.cumsum([shard["tokens"] for shard in stream.shards]).tolist()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(
@@ -58,7 +60,7 @@ def document_starts(stream: TokenStream, separator: int) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray) -> list[str]:
-    """Lengths by powers of two, a bar each."""
+    """Returns one line with a bar per power of two of the lengths."""
     classes = np.frexp(np.maximum(lengths, 1))[1] - 1  # 2**k <= length < 2**(k + 1)
     counts = np.bincount(classes)
     first = int(np.flatnonzero(counts)[0])
@@ -70,7 +72,7 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 
 def shown_documents(stream: TokenStream, tokenizer, separator: int) -> list[str]:
-    """The beginnings of a few documents, spread over the split."""
+    """Returns the beginnings of a few documents, spread over the split."""
     lines = []
     for i in range(SHOWN):
         start = stream.tokens * i // SHOWN

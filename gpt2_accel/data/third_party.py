@@ -1,4 +1,4 @@
-"""Token files of other trainers, read as they are: nanoGPT, build-nanogpt, llm.c.
+"""Reads the token files of other trainers without a conversion: nanoGPT, build-nanogpt, llm.c.
 
 | trainer       | files                          | content                                              |
 |---------------|--------------------------------|------------------------------------------------------|
@@ -6,7 +6,7 @@
 | build-nanogpt | `edufineweb_train_000001.npy`  | numpy, uint16                                        |
 | llm.c         | `fineweb_train_000001.bin`     | 256 int32 (20240520, version 1, tokens), uint16 ids  |
 
-All three hold ids of GPT-2's BPE. They carry no checksums, and say nothing of the text's bytes.
+All three hold ids of GPT-2's BPE. They have no checksums and no count of the text's bytes.
 """
 
 import os
@@ -26,9 +26,9 @@ OTHER_LLMC_MAGIC = 20240801  # llm.c's Llama 3 files
 
 
 def third_party_manifest(data_dir: str | Path) -> dict | None:
-    """The manifest that a folder of such files would have, None if it holds none of them.
+    """Returns a manifest of a folder of such files, None if it holds none of them.
 
-    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for a file that is not one.
+    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for a file that does not hold GPT-2 tokens.
     """
     folder = Path(data_dir)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -62,7 +62,7 @@ def third_party_manifest(data_dir: str | Path) -> dict | None:
 
 
 def describe(path: Path) -> dict:
-    """The entry of one file: its name, tokens and the offset of its first token, in bytes."""
+    """Returns the entry of one file: its name, number of tokens and the offset of the first token, in bytes."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if path.suffix == ".npy":
@@ -81,14 +81,14 @@ def describe(path: Path) -> dict:
             tokens, offset = (count, LLMC_HEADER) if is_llmc else (size // 2, 0)
     if size != offset + 2 * tokens:
         raise ValueError(
-            f"{path} has {size} bytes, {tokens} tokens of 2 bytes would be {offset + 2 * tokens}: it is "
-            "cut short or not a file of tokens"
+            f"{path} has {size} bytes, but {tokens} tokens take {offset + 2 * tokens}: it is truncated or "
+            "not a token file, fetch it again or remove it"
         )
     return {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
 
 
 def read_npy_header(path: Path, file) -> tuple[int, int]:
-    """Tokens and offset of the first, of a numpy file."""
+    """Returns the number of tokens of a numpy file and the offset of the first, in bytes."""
     try:
         version = np.lib.format.read_magic(file)
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
@@ -97,6 +97,6 @@ def read_npy_header(path: Path, file) -> tuple[int, int]:
         raise ValueError(f"{path} is not a numpy file of tokens: remove it") from error
     if len(shape) != 1 or dtype != np.uint16:
         raise ValueError(
-            f"{path} holds {dtype} of shape {shape}, tokens are uint16 in a row: remove it"
+            f"{path} holds {dtype} of shape {shape}, not uint16 of shape (tokens,): remove it"
         )
     return shape[0], file.tell()

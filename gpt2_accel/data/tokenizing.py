@@ -1,7 +1,7 @@
-"""Pieces of text -> pieces of tokens, by many processes.
+"""Tokenizes the pieces of a corpus with several processes.
 
-Each piece becomes, below `pieces/` of the work folder, a file of token ids for each split and a record of
-what is in them. The record comes last: a piece that has one is done.
+Writes for each piece, in `pieces/` of the work folder, one file of token ids per split and a record with their counts.
+The record is written last: a piece with a record is finished.
 """
 
 import functools
@@ -31,17 +31,16 @@ from gpt2_accel.data.sources import persistently
 from gpt2_accel.files import atomic_file, write_file
 from gpt2_accel.tokenizer import END_OF_TEXT, load_tokenizer, token_encoder
 
-# What is counted of the documents, beside how many they are: those without any text, which are left out;
-# those with bytes that are not UTF-8, which become U+FFFD; those that hold the literal <|endoftext|>, which
-# is encoded as text; and the bytes of the longest.
+# Counts of documents: without text (left out); with bytes that are not UTF-8 (replaced by U+FFFD); with the literal
+# <|endoftext|> (encoded as text); and the bytes of the longest.
 COUNTS = ("empty", "not_utf8", "literal_separator", "longest")
 
 Progress = Callable[[int, int, int], None]
-"""Is told of further documents, tokens and bytes of text."""
+"""Called with the numbers of additional documents, tokens and bytes of text."""
 
 
 def tokenize(plan: Plan, workers: int) -> None:
-    """Makes the pieces that are not there yet."""
+    """Tokenizes the pieces that have no record yet."""
     todo = [i for i in range(len(plan.pieces)) if not record_path(plan.work, i).exists()]
     size = sum(plan.pieces[i].size for i in todo)
     if size:
@@ -59,24 +58,24 @@ def tokenize(plan: Plan, workers: int) -> None:
 
 
 class Bar:
-    """The progress bar: bytes of text, and with them documents and tokens."""
+    """A progress bar over the bytes of text, which also shows documents and tokens."""
 
     def __init__(self, bar: tqdm):
         self.bar, self.totals = bar, [0, 0, 0]
 
     def add(self, *done: int) -> None:
-        """Further documents, tokens and bytes."""
+        """Adds documents, tokens and bytes."""
         self.set([total + more for total, more in zip(self.totals, done, strict=True)])
 
     def set(self, totals: list[int]) -> None:
-        """All documents, tokens and bytes so far."""
+        """Sets the totals: documents, tokens and bytes."""
         self.bar.set_postfix_str(f"{totals[0]:,} documents, {totals[1]:,} tokens", refresh=False)
         self.bar.update(totals[2] - self.totals[2])
         self.totals = totals
 
 
 def check_disk(plan: Plan, todo: list[int], size: int) -> None:
-    """Says how much room the shards will take; raises `OSError` if there is less."""
+    """Prints the disk space that the shards need, estimated; raises `OSError` if less is free."""
     document = next(plan.pieces[todo[0]].documents(), None)
     text = next(iter(document.chunks), "") if document else ""
     sample = clean(text)[0]
@@ -97,7 +96,7 @@ def check_disk(plan: Plan, todo: list[int], size: int) -> None:
 
 
 def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) -> None:
-    """Makes the pieces `todo` in `workers` processes."""
+    """Tokenizes the pieces `todo` with `workers` processes. Raises `OSError` if a process is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gpt2_accel.data.tokenizing"])
     totals = context.Array("q", [0, 0, 0, 0])  # documents, tokens, bytes; whether to stop
@@ -110,7 +109,7 @@ def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) ->
                 bar.set(list(totals)[:3])
                 for future in done:
                     if error := future.exception():
-                        raise error  # as if it were of this process: without what the other one's calls were
+                        raise error
         except BrokenProcessPool as error:
             raise OSError(
                 "a worker process was killed, perhaps for lack of memory: start again, with fewer --workers"
@@ -121,16 +120,16 @@ def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) ->
 
 
 def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Progress) -> None:
-    """Makes one piece, again from its start where the network fails."""
+    """Tokenizes one piece, and starts it again if the network fails."""
     persistently(lambda: writer.write(number, piece.documents(), progress))
 
 
-worker_writes: Callable[[int, Piece], None]  # in a worker process
+worker_writes: Callable[[int, Piece], None]  # set in a worker process
 
 
 def start_worker(work: Path, totals) -> None:
-    """Readies this worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
+    """Initializes this worker process; `totals` is shared with the main process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     Thread(target=end_with_parent, daemon=True).start()
 
     def progress(*done: int) -> None:
@@ -146,42 +145,41 @@ def start_worker(work: Path, totals) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process once the main one has ended, be it by a kill, of which nobody else would tell."""
+    """Ends this process when the main process has ended, also after a kill."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def make_piece(number: int, piece: Piece) -> None:
-    """Makes one piece, in a worker process."""
+    """Tokenizes one piece in a worker process."""
     worker_writes(number, piece)
 
 
 def record_path(work: Path, number: int) -> Path:
-    """Where the record of a finished piece is."""
+    """Returns the path of a finished piece's record."""
     return work / "pieces" / f"{number:06d}.json"
 
 
 def tokens_path(work: Path, number: int, split: str) -> Path:
-    """Where the tokens of a piece are."""
+    """Returns the path of a piece's tokens of a split."""
     return work / "pieces" / f"{number:06d}.{split}"
 
 
 def clean(text: str) -> tuple[str, bool]:
-    """The text with U+FFFD for what is not UTF-8, and whether there was such a thing."""
+    """Replaces lone surrogates, which stand for invalid bytes, by U+FFFD; returns the text and whether it had any."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError:
-        # A pair of surrogates is a character; one alone is none.
+        # A pair of surrogates is one character.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return whole, "\ufffd" in whole
     return text, False
 
 
 class PieceWriter:
-    """Tokenizes the documents of one piece after another into its files.
+    """Tokenizes the documents of pieces into their files.
 
-    They get their names when they are complete and on disk, the record last; the names they have on the
-    way are of this process alone.
+    The files are written atomically, the record last. Temporary names belong to this process alone.
     """
 
     def __init__(self, work: Path, tokenizer: PreTrainedTokenizerBase):
@@ -191,7 +189,7 @@ class PieceWriter:
         self.separator = [] if separator is None else [separator]
 
     def write(self, number: int, documents: Iterable[Document], progress: Progress) -> None:
-        """Makes piece `number`; leaves nothing half-made if that fails."""
+        """Tokenizes piece `number`; leaves no partial files after an error."""
         splits: dict[str, Counter] = {}
         counts = Counter(dict.fromkeys(COUNTS, 0))
         first_odd = None
@@ -214,7 +212,7 @@ class PieceWriter:
     def write_document(
         self, document: Document, file: BinaryIO, counts: Counter
     ) -> Iterator[dict[str, int]]:
-        """Appends a document's tokens; yields, chunk by chunk, what was added."""
+        """Appends a document's tokens to `file`; yields the added documents, tokens and bytes of each chunk."""
         size, odd, literal = 0, False, False
         for i, chunk in enumerate(document.chunks):
             text, replaced = clean(chunk)

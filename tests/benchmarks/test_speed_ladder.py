@@ -150,9 +150,9 @@ def test_timing_and_peak_memory():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--size", "huge"], "there is no size 'huge': choose of gpt2, "),
+        (["--size", "huge"], "there is no size 'huge': choose one of gpt2, "),
         (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--attention", "1", "2"], "attention has to be four numbers"),
+        (["--attention", "1", "2"], "attention must be four numbers"),
         (["--batch", "2"], "unknown option --batch"),
     ],
 )

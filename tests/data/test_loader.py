@@ -1,4 +1,4 @@
-"""Data sets of other trainers, mixtures, attention within documents, and very large data sets."""
+"""Token files of other trainers, mixtures, the document mask, and very large data sets."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def npy(tokens):
     return file.getvalue()
 
 
-# Other trainers' files
+# Files of other trainers
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def npy(tokens):
     ],
     ids=["nanoGPT", "build-nanogpt", "llm.c", "llm.c's Shakespeare"],
 )
-def test_other_trainers_files_open_as_they_are(tmp_path, files):
+def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     train, val = (TokenStream(tmp_path, split) for split in ("train", "val"))
@@ -83,23 +83,23 @@ def test_other_trainers_files_open_as_they_are(tmp_path, files):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.bin", TOKENS.tobytes()[:-1], "cut short"),
-        ("a_train_000001.npy", npy(TOKENS)[:-2], "cut short"),
+        ("train.bin", TOKENS.tobytes()[:-1], "truncated"),
+        ("a_train_000001.npy", npy(TOKENS)[:-2], "truncated"),
         ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "int32"),
         ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "of shape"),
         ("a_train_000001.npy", b"rubbish", "not a numpy file"),
-        ("a_train_000001.bin", llmc(TOKENS)[:-2], "cut short"),
+        ("a_train_000001.bin", llmc(TOKENS)[:-2], "truncated"),
         ("a_train_000001.bin", llmc(TOKENS, 20240801, 7), "Llama 3"),
         ("a_train_000001.npy", npy(np.array([{}], object)), "object"),
     ],
 )
-def test_what_is_not_tokens_is_named(tmp_path, name, content, message):
+def test_files_that_are_not_tokens_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
         TokenStream(tmp_path, "train")
 
 
-def test_nanogpts_characters_and_lost_manifests_are_refused(tmp_path, data_dir):
+def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data_dir):
     (tmp_path / "train.bin").write_bytes(TOKENS.tobytes())
     (tmp_path / "meta.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match="vocabulary is in a pickle"):
@@ -111,7 +111,7 @@ def test_nanogpts_characters_and_lost_manifests_are_refused(tmp_path, data_dir):
         read_manifest(tmp_path)
 
 
-def test_a_run_on_nanogpts_files(tmp_path, gpt2):
+def test_training_on_nanogpt_files(tmp_path, gpt2):
     text = make_text(3000, 0)
     tokens = np.array(gpt2.encode(text), "<u2")
     (tmp_path / "d").mkdir()
@@ -126,7 +126,7 @@ def test_a_run_on_nanogpts_files(tmp_path, gpt2):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A mixture, 3 to 1, of a small data set and a large one; texts of capital letters, and of small ones."""
+    """A mixture, 3 to 1, of a small data set in lower case and a large one in upper case."""
     folder = tmp_path_factory.mktemp("mixed")
     for name, count in (("small", 10), ("LARGE", 60)):
         texts = [make_text(120, seed) for seed in range(count)]
@@ -143,13 +143,13 @@ def mixture_loader(data_dir, **changes):
 
 
 @pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
-def test_a_mixture_keeps_its_weights_and_every_order(shares):
+def test_a_mixture_follows_its_weights_and_each_data_sets_order(shares):
     mixture = Mixture(shares, seed=5)
     positions = np.arange(10 * Mixture.PERIOD)
     sets, places = mixture.locate(positions)
     for number, share in enumerate(shares):
         own = places[sets == number]
-        assert sorted(own.tolist()) == list(range(len(own)))  # each place of its order once
+        assert sorted(own.tolist()) == list(range(len(own)))  # each position of its order once
         counts = np.cumsum(sets == number)[Mixture.PERIOD - 1 :: Mixture.PERIOD]
         assert np.abs(counts - share * Mixture.PERIOD * np.arange(1, 11)).max() <= 2
     scattered = np.random.default_rng(0).permutation(positions)[:500]
@@ -157,7 +157,7 @@ def test_a_mixture_keeps_its_weights_and_every_order(shares):
     assert not np.array_equal(sets[:1024], sets[1024:2048])
 
 
-def test_a_mixtures_updates_are_the_same_on_any_number_of_ranks(mixed):
+def test_mixture_updates_do_not_depend_on_the_number_of_ranks(mixed):
     for step in (0, 300):
         whole = torch.cat([ids for ids, _ in mixture_loader(mixed).update(8 * step, 8)])
         parts = [
@@ -186,7 +186,7 @@ def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
     assert capital == pytest.approx(0.25, abs=0.002)
 
 
-def test_an_evaluation_of_a_mixture_takes_shares_and_counts_once(mixed):
+def test_evaluation_reads_each_window_of_a_mixture_once_by_shares(mixed):
     settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
     seen = []
     for rank in range(2):
@@ -196,7 +196,7 @@ def test_an_evaluation_of_a_mixture_takes_shares_and_counts_once(mixed):
     assert (len(seen), capital) == (100, 25)
 
 
-def test_mixtures_that_cannot_be_are_refused(mixed, tmp_path):
+def test_invalid_mixtures_are_refused(mixed, tmp_path):
     prepare({"train": ["abc"]}, char_tokenizer("abc"), tmp_path / "other", source="characters")
     small = str(mixed.parent / "small")
     with pytest.raises(ValueError, match="has another tokenizer"):
@@ -208,7 +208,7 @@ def test_mixtures_that_cannot_be_are_refused(mixed, tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_a_part_that_has_got_another_tokenizer_is_named(tmp_path):
+def test_a_mixture_part_whose_tokenizer_has_changed_is_refused(tmp_path):
     texts = {"train": ["abc " * 100], "val": ["abc"]}
     prepare(texts, byte_tokenizer(), tmp_path / "part", source="made up")
     write_mixture(tmp_path / "mix", {str(tmp_path / "part"): 1})
@@ -222,7 +222,7 @@ def test_a_part_that_has_got_another_tokenizer_is_named(tmp_path):
 # Attention within documents
 
 
-def test_with_the_document_mask_each_document_is_read_by_itself():
+def test_document_mask_stops_attention_across_documents():
     torch.manual_seed(0)
     model = GPT(GPTConfig(300, n_positions=32, n_layer=2, n_head=2, n_embd=16))
     first, second = torch.randint(0, 256, (2, 9))
@@ -231,7 +231,7 @@ def test_with_the_document_mask_each_document_is_read_by_itself():
     crossing = model(row)
     model.separator = 256
     masked = model(row)
-    # Other documents before do not matter, what comes later never does.
+    # Tokens of earlier documents do not change the logits.
     changed = row.clone()
     changed[0, 1:10] = 7
     assert torch.equal(model(changed)[:, 10:], masked[:, 10:])
@@ -239,13 +239,13 @@ def test_with_the_document_mask_each_document_is_read_by_itself():
         masked[:, :10], crossing[:, :10], atol=1e-6
     )
     assert not torch.allclose(masked[:, 10:], crossing[:, 10:], atol=1e-3)
-    # By itself, at its positions.
+    # The second document alone, at the same positions.
     alone = row.clone()
     alone[0, :10] = 256
     assert torch.allclose(model(alone)[:, 10:], masked[:, 10:], atol=1e-6)
 
 
-def test_a_run_with_the_document_mask(data_dir, tmp_path):
+def test_training_with_the_document_mask(data_dir, tmp_path):
     plain = run(tiny_config(data_dir, tmp_path / "a", eval_every=8))
     masked = run(tiny_config(data_dir, tmp_path / "b", eval_every=8, document_mask=True))
     again = run(
@@ -256,7 +256,7 @@ def test_a_run_with_the_document_mask(data_dir, tmp_path):
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)
     characters = char_tokenizer("abc ")
     prepare({"train": ["abc " * 100]}, characters, tmp_path / "chars", source="characters")
-    with pytest.raises(ValueError, match="document_mask needs data whose documents"):
+    with pytest.raises(ValueError, match="document_mask needs a token that separates documents"):
         run(tiny_config(tmp_path / "chars", tmp_path / "d", document_mask=True))
 
 
@@ -264,7 +264,7 @@ def test_a_run_with_the_document_mask(data_dir, tmp_path):
 
 
 def sparse_data(folder, shards, tokens):
-    """A data folder of one sparse file, zeros that take no disk, under many names."""
+    """A data folder with one sparse shard of zeros, hard-linked under many names."""
     (folder / "d").mkdir(parents=True)
     first = folder / "d/train_000000.bin"
     with open(first, "wb") as file:
@@ -292,8 +292,8 @@ def sparse_data(folder, shards, tokens):
 @pytest.mark.parametrize(
     ("shards", "seconds"), [(100, 1), (13_000, 5)], ids=["10B tokens", "1.3T tokens"]
 )
-def test_large_data_opens_fast_with_few_files_open_and_little_memory(tmp_path, shards, seconds):
-    mixture_loader(sparse_data(tmp_path / "few", 2, 10_000))  # what is imported late is imported
+def test_large_data_opens_fast_with_few_open_files_and_little_memory(tmp_path, shards, seconds):
+    mixture_loader(sparse_data(tmp_path / "few", 2, 10_000))  # warms up late imports
     data = sparse_data(tmp_path, shards, 100_000_000)
     begun = time.perf_counter()
     loader = mixture_loader(data, sequence_length=1024)
@@ -316,7 +316,7 @@ def anonymous_memory():
     return int(line.split()[1]) * 1024
 
 
-def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
+def test_the_order_takes_microseconds_and_batches_are_faster_than_a_gpu(tmp_path):
     size = 10**12
     positions = np.arange(200_000)
     shuffled(positions[:10], size, 0)
@@ -344,7 +344,7 @@ def test_the_order_takes_microseconds_and_batches_outpace_a_gpu(tmp_path):
     assert speed > 50 * 142_000
 
 
-def test_a_batch_of_tiny_data_orders_few_epochs(tmp_path, monkeypatch):
+def test_the_order_of_tiny_data_is_computed_for_few_epochs(tmp_path, monkeypatch):
     prepare(
         {"train": ["a" * 300], "val": ["b" * 100]},
         byte_tokenizer(),
@@ -365,5 +365,5 @@ def test_a_batch_of_tiny_data_orders_few_epochs(tmp_path, monkeypatch):
     assert len(epochs) <= 16
 
 
-def test_the_header_is_as_documented():
+def test_shard_header_has_its_documented_size():
     assert HEADER.size == 64 and struct.calcsize("<8sIIQ32s8x") == 64

@@ -1,4 +1,4 @@
-"""Text to shards: sources, workers, kills, and what can be wrong with either."""
+"""Preparation of text into shards: sources, workers, kills, full disks and wrong inputs."""
 
 import filecmp
 import gzip
@@ -39,7 +39,7 @@ RECIPE = "recipes/prepare_data.py"
 
 
 def recipe(*args, **env):
-    """`prepare_data.py` as a user runs it."""
+    """Runs `prepare_data.py` as a user does."""
     return python(RECIPE, *args, **env)
 
 
@@ -52,7 +52,7 @@ def plan(pieces, data_dir, tokenizer=None, **settings):
 
 
 def same(one, other):
-    """Whether two folders hold the same files with the same bytes."""
+    """Whether two folders hold the same files with equal bytes."""
     found = [
         sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
         for folder in (one, other)
@@ -63,7 +63,7 @@ def same(one, other):
 
 
 def documents_in(data_dir, split):
-    """The documents of a byte-level split, as texts."""
+    """Decodes the documents of a byte-level split."""
     stream = TokenStream(data_dir, split)
     tokens = stream.read(0, stream.tokens)
     parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
@@ -72,7 +72,7 @@ def documents_in(data_dir, split):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The same 200 documents of each kind of file, in a folder of its own, all in another."""
+    """A folder with the same 200 documents in each file format, and the documents."""
     texts = [make_text(10, seed) + "ä" * (seed % 3) for seed in range(200)]
     lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
     folder = tmp_path / "corpus"
@@ -97,7 +97,7 @@ def corpus(tmp_path):
     st.text(alphabet=st.sampled_from("ab1'st .,\n\tä漢\u00a0"), max_size=300), st.integers(2, 40)
 )
 @settings(deadline=None, max_examples=300)
-def test_tokens_of_the_chunks_are_those_of_the_text(bpe, text, size):
+def test_chunks_have_the_same_tokens_as_the_whole_text(bpe, text, size):
     old, documents.CHUNK = documents.CHUNK, size
     try:
         parts = list(chunks([text[:100], text[100:]]))
@@ -112,7 +112,7 @@ def bpe():
     return train_bpe([make_text(300, 0), "a b. c, it's 11 \n\n ab  a\t'st"] * 20, 330)
 
 
-def test_a_long_text_comes_in_chunks_even_without_a_place_to_cut(monkeypatch):
+def test_a_long_text_without_word_boundaries_is_chunked(monkeypatch):
     monkeypatch.setattr(documents, "CHUNK", 1000)
     monkeypatch.setattr(documents, "LONGEST_WORD", 5000)
     parts = list(chunks(["x" * 20_000, " y" * 500]))
@@ -120,7 +120,7 @@ def test_a_long_text_comes_in_chunks_even_without_a_place_to_cut(monkeypatch):
     assert max(map(len, parts)) <= 6000
 
 
-def test_gpt2s_text_is_encoded_by_tiktoken_with_the_same_ids(gpt2):
+def test_tiktoken_and_the_hf_tokenizer_give_the_same_ids(gpt2):
     encoder = token_encoder(gpt2)
     for text in ("", "Hello  world\n\n <|endoftext|> it's 3.14 漢字 é\u00a0x   ", make_text(50, 1)):
         assert encoder(text).tolist() == encode(gpt2, [text])[0]
@@ -129,7 +129,7 @@ def test_gpt2s_text_is_encoded_by_tiktoken_with_the_same_ids(gpt2):
 # Sources
 
 
-def test_every_kind_of_file_gives_its_documents_whatever_the_pieces(corpus, tmp_path):
+def test_all_file_formats_give_the_same_documents_with_any_piece_size(corpus, tmp_path):
     folder, texts = corpus
     made = []
     for piece_bytes in (2**20, 900):
@@ -148,7 +148,7 @@ def test_every_kind_of_file_gives_its_documents_whatever_the_pieces(corpus, tmp_
     assert sum(entry["documents"] for entry in entries) == len(train)
 
 
-def test_a_single_text_is_cut_once_and_a_large_one_read_in_parts(tmp_path):
+def test_a_single_text_is_split_once_and_read_in_pieces(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text(make_text(5000, 3))
     carry_out(plan(one_text_pieces(path, 0.05, piece_bytes=1000), tmp_path / "d"))
@@ -157,7 +157,7 @@ def test_a_single_text_is_cut_once_and_a_large_one_read_in_parts(tmp_path):
     assert len(val) == pytest.approx(0.05 * len(train), rel=0.1)
 
 
-def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_path, monkeypatch):
+def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch):
     folder = tmp_path / "c"
     folder.mkdir()
     lines = [
@@ -202,20 +202,20 @@ def test_documents_that_are_empty_broken_or_hold_the_separator_are_counted(tmp_p
         ('{"text": "' + "x" * 500 + '"}', "a line of more than 400 bytes"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path, monkeypatch, line, message):
+def test_a_wrong_json_line_is_named_with_its_byte(tmp_path, monkeypatch, line, message):
     monkeypatch.setattr(sources, "LONGEST_LINE", 400 if "400" in message else 10**6)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
         carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
 
 
-def test_a_wrong_line_is_said_by_a_worker_as_by_this_process(tmp_path, monkeypatch):
+def test_a_worker_process_raises_the_same_error_for_a_wrong_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SMALL", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
     pieces = file_pieces(names_of(tmp_path), piece_bytes=10)
     with pytest.raises(ValueError, match="a.jsonl, at byte 17, has no column") as caught:
         carry_out(plan(pieces, tmp_path / "d"), workers=2)
-    assert "gpt2_accel" in str(caught.traceback[-1].path)  # so it is said in one sentence
+    assert "gpt2_accel" in str(caught.traceback[-1].path)  # so `cli.run` prints one sentence
 
 
 WRONG = {
@@ -233,7 +233,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_file_that_is_not_what_its_name_says_is_named_before_anything_is_made(tmp_path, name):
+def test_a_file_of_another_format_is_refused_before_any_work(tmp_path, name):
     content, message = WRONG[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name} .*{message}") as caught:
@@ -241,7 +241,7 @@ def test_a_file_that_is_not_what_its_name_says_is_named_before_anything_is_made(
     assert "\n" not in str(caught.value)
 
 
-def test_flipped_bits_in_parquet_are_said_in_a_sentence(tmp_path):
+def test_flipped_bits_in_parquet_are_reported_in_one_sentence(tmp_path):
     path = tmp_path / "a.parquet"
     texts = [make_text(50, seed) for seed in range(400)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
@@ -257,14 +257,14 @@ def test_flipped_bits_in_parquet_are_said_in_a_sentence(tmp_path):
     assert refused
 
 
-def test_a_column_that_is_no_text_is_named(tmp_path):
+def test_a_column_that_is_not_text_is_refused(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet, row 0, has a value of type int in 'text'"):
         file_pieces(names_of(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
-def test_the_mark_that_windows_writes_in_front_is_no_text(tmp_path, name):
+def test_a_byte_order_mark_is_skipped(tmp_path, name):
     text = "text of it" if name == "a.txt" else '{"text": "text of it"}\n'
     write = gzip.compress if name.endswith(".gz") else bytes
     (tmp_path / name).write_bytes(write(text.encode("utf-8-sig")))
@@ -276,7 +276,7 @@ def test_the_mark_that_windows_writes_in_front_is_no_text(tmp_path, name):
 
 
 class Resets(BaseHTTPRequestHandler):
-    """Breaks off the first two answers."""
+    """Closes the connection early in the first two responses."""
 
     asked = 0
 
@@ -291,7 +291,7 @@ class Resets(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_download_that_breaks_off_is_tried_again(monkeypatch):
+def test_an_interrupted_download_is_retried(monkeypatch):
     monkeypatch.setattr(sources, "PAUSES", (0, 0))
     with HTTPServer(("127.0.0.1", 0), Resets) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -304,7 +304,7 @@ def test_a_download_that_breaks_off_is_tried_again(monkeypatch):
         server.shutdown()
 
 
-def test_a_piece_is_read_again_when_the_network_fails(tmp_path, monkeypatch):
+def test_a_piece_is_retried_when_the_network_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PAUSES", (0, 0))
     tried = []
 
@@ -325,7 +325,7 @@ def test_a_piece_is_read_again_when_the_network_fails(tmp_path, monkeypatch):
 
 
 class Again:
-    """An iterable that begins anew each time."""
+    """An iterable that calls `begin` for each iterator."""
 
     def __init__(self, begin):
         self.begin = begin
@@ -345,18 +345,24 @@ class Again:
             "text {0}/a.txt --tokenizer bpe --vocab_size 99999999999",
             "vocabulary of 99,999,999,999 is more than the 1,048,576",
         ),
-        ("text {0}/one --pattern /a*", "the pattern '/a*' must be one of names below a folder"),
+        ("text {0}/one --pattern /a*", "the pattern '/a*' must match names below a folder"),
         ("hf nobody/none", "the data set nobody/none cannot be opened"),
         ("mix {0}/one=abc", "must be DATA_DIR=WEIGHT, as in data/mine=0.3, got"),
-        ("mix {0}/one=0 {0}/two=0", "the weight of {0}/one must be at least a thousandth of all"),
-        ("mix {0}/one=0 {0}/two=1", "the weight of {0}/one must be at least a thousandth of all"),
-        ("mix {0}/one=inf", "the weight of {0}/one must be at least a thousandth of all"),
+        (
+            "mix {0}/one=0 {0}/two=0",
+            "the weight of {0}/one must be at least a thousandth of the total",
+        ),
+        (
+            "mix {0}/one=0 {0}/two=1",
+            "the weight of {0}/one must be at least a thousandth of the total",
+        ),
+        ("mix {0}/one=inf", "the weight of {0}/one must be at least a thousandth of the total"),
         ("mix {0}/one=1 {0}/one=2", "is named twice"),
-        ("mix {0}/one=1 {0}/x/../one=2", "different folders"),
-        ("mix {0}/one=1 {0}/d=2", "different folders, and none of them is {0}/d"),
+        ("mix {0}/one=1 {0}/x/../one=2", "must differ from each other"),
+        ("mix {0}/one=1 {0}/d=2", "must differ from each other and from {0}/d"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path, command, message):
+def test_a_wrong_command_line_is_refused_in_one_sentence(tmp_path, command, message):
     (tmp_path / "a.txt").write_text(make_text(100, 0))
     for name in ("one", "two"):
         prepare({"train": ["text"]}, byte_tokenizer(), tmp_path / name, source="made up")
@@ -371,7 +377,7 @@ HELD_OUT = next(i for i in range(100) if held_out(f"{i}.txt"))
 
 
 @pytest.mark.parametrize("words", [[400], [300] * 3, [20] * HELD_OUT + [3000]])
-def test_of_texts_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, words):
+def test_few_texts_hold_out_their_last_parts(tmp_path, words):
     for i, count in enumerate(words):
         (tmp_path / f"{i}.txt").write_text(make_text(count, i))
     pieces = file_pieces(names_of(tmp_path))
@@ -384,7 +390,7 @@ def test_of_texts_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, wo
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_of_rows_too_few_to_hold_some_out_the_last_part_of_each_is(tmp_path, name):
+def test_few_rows_hold_out_their_last_parts(tmp_path, name):
     texts = [make_text(100, seed) for seed in range(3)]
     if name == "a.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
@@ -414,7 +420,7 @@ def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
         hub_pieces(str(tmp_path / "json"), hold_out=lambda count: Drawn(count, 0.1, 0))
 
 
-def test_rows_are_drawn_as_datasets_draws_them(tmp_path):
+def test_held_out_rows_equal_those_of_train_test_split(tmp_path):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"row": range(20_001)})
@@ -423,7 +429,7 @@ def test_rows_are_drawn_as_datasets_draws_them(tmp_path):
     assert sorted(drawn) == [row for row in range(20_001) if is_held_out(str(row))]
 
 
-def test_openwebtexts_and_finewebs_splits(corpus, tmp_path):
+def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path):
     texts = corpus[1]
     source = tmp_path / "set"
     source.mkdir()
@@ -454,13 +460,13 @@ def test_openwebtexts_and_finewebs_splits(corpus, tmp_path):
     assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
 
 
-def test_what_is_not_there_is_said_in_a_line_within_seconds(tmp_path):
+def test_a_missing_network_or_folder_is_reported_within_seconds(tmp_path):
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, RECIPE, "hf", "nobody/nothing", "--data_dir", tmp_path / "d"]
     begun = time.monotonic()
     env = {**os.environ, **away}  # read at import
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert time.monotonic() - begun < 22  # the libraries alone would try for 24
+    assert time.monotonic() - begun < 22  # the libraries' own retries take 24
     [line] = [text for text in done.stderr.splitlines() if text.strip()]
     assert done.returncode == 1 and "Hub cannot be reached" in line
     done = recipe("text", tmp_path / "no", "--data_dir", tmp_path / "d")
@@ -470,7 +476,7 @@ def test_what_is_not_there_is_said_in_a_line_within_seconds(tmp_path):
 # Workers, kills, disks
 
 
-def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path):
+def test_the_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
     settings = {"shard_tokens": 7000}
     carry_out(plan(pieces, tmp_path / "one", **settings), workers=1)
@@ -478,7 +484,7 @@ def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path):
     assert same(tmp_path / "one", tmp_path / "two")
 
 
-def test_datatrove_makes_the_same_shards(corpus, tmp_path):
+def test_datatrove_writes_the_same_shards(corpus, tmp_path):
     pytest.importorskip("datatrove", reason="needs the extra [scale]")
     args = ("text", corpus[0], "--tokenizer", "bytes", "--shard_tokens", 7000)
     done = recipe(*args, "--workers", 1, "--data_dir", tmp_path / "one")
@@ -492,12 +498,12 @@ def test_datatrove_makes_the_same_shards(corpus, tmp_path):
 
 
 def started_by(process: psutil.Process) -> str | None:
-    """By which test a process, or one above it, was started."""
+    """The `STARTED_BY` of a process's environment, None if it cannot be read."""
     with suppress(psutil.Error):
         return process.environ().get("STARTED_BY")
 
 
-def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, report):
+def test_a_killed_preparation_resumes_to_the_same_shards(tmp_path, times, report):
     folder = tmp_path / "c"
     folder.mkdir()
     for i in range(4):
@@ -521,10 +527,10 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, repo
                 once = killed and not LONG
                 assert process.wait(*() if once else (rng.uniform(0.3, 1.1) * duration,)) == 0
                 break
-            except subprocess.TimeoutExpired:  # after which it is killed
+            except subprocess.TimeoutExpired:  # `wait` has killed it
                 process.wait()
                 killed += 1
-                if killed % 3 == 0:  # and once more soon after
+                if killed % 3 == 0:
                     continue
         made, expected = (read_manifest(path) for path in (target, tmp_path / "whole/d"))
         made["command"] = expected["command"]
@@ -542,7 +548,7 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(tmp_path, times, repo
     report("SIGKILL at a random time while data is prepared", killed, killed, "the pieces at hand")
 
 
-def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
+def test_finished_pieces_are_not_tokenized_again(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
     tried = []
 
@@ -557,7 +563,7 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
         carry_out(plan(pieces, tmp_path / "d"))
     carry_out(plan(pieces, tmp_path / "d"))
     assert tried == [*range(6), *range(5, len(pieces))]
-    carry_out(plan(pieces, tmp_path / "d"))  # complete: nothing to do
+    carry_out(plan(pieces, tmp_path / "d"))  # complete already
     assert len(tried) == len(pieces) + 1
     monkeypatch.undo()
     carry_out(plan(pieces, tmp_path / "e"))
@@ -565,7 +571,7 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("removed", ["*.bin.json", "0*.json"])
-def test_stopped_while_it_tidies_up_it_goes_on(corpus, tmp_path, monkeypatch, removed):
+def test_a_preparation_interrupted_during_cleanup_resumes(corpus, tmp_path, monkeypatch, removed):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
 
     def stops(folder, **options):
@@ -581,7 +587,7 @@ def test_stopped_while_it_tidies_up_it_goes_on(corpus, tmp_path, monkeypatch, re
     assert same(tmp_path / "d", tmp_path / "e")
 
 
-def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
+def test_a_full_disk_leaves_no_partial_shards(corpus, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False)
@@ -590,7 +596,7 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
     try:
         pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
         for piece in pieces:
-            object.__setattr__(piece, "size", 0)  # so that nothing warns before
+            object.__setattr__(piece, "size", 0)  # skips the check of the free space
         (disk / "filler").write_bytes(bytes(2**20 - 60 * 4096))
         with pytest.raises(OSError, match="No space left"):
             carry_out(plan(pieces, disk / "d", shard_tokens=20_000))
@@ -603,7 +609,7 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(corpus, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_is_too_small_is_known_before(corpus, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_first(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
@@ -615,9 +621,7 @@ def stop(*args):
     raise KeyboardInterrupt
 
 
-def test_two_preparations_other_settings_and_other_data_in_one_folder(
-    corpus, tmp_path, monkeypatch
-):
+def test_another_preparation_in_the_same_folder_is_refused(corpus, tmp_path, monkeypatch):
     pieces = file_pieces(names_of(corpus[0]))
     target = tmp_path / "d"
     with (
@@ -629,20 +633,20 @@ def test_two_preparations_other_settings_and_other_data_in_one_folder(
         patch.setattr(prepare_module, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             carry_out(plan(pieces, target))
-    with pytest.raises(ValueError, match="work begun on other text"):
+    with pytest.raises(ValueError, match="unfinished work on another text"):
         carry_out(plan(pieces, target, train_bpe(["abc"], 260)))
     carry_out(plan(pieces, target))
     with pytest.raises(FileExistsError, match="exists already"):
         carry_out(plan(pieces, target, shard_tokens=5))
 
 
-def test_a_mistake_leaves_nothing_in_the_way_of_its_correction(tmp_path):
+def test_a_corrected_command_works_after_a_mistake(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(100)))
     args = ("text", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     done = recipe(*args)
     assert "has no column 'text': choose one of body by --column" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-    # What a kill leaves before a piece is finished is taken over.
+    # Work that was killed before its first finished piece is replaced.
     (tmp_path / ".d.partial/pieces").mkdir(parents=True)
     (tmp_path / ".d.partial/plan.json").write_text('{"plan": "of something else"}')
     (tmp_path / ".d.partial/pieces/000000.train").write_bytes(b"half")
@@ -651,7 +655,7 @@ def test_a_mistake_leaves_nothing_in_the_way_of_its_correction(tmp_path):
     assert not (tmp_path / ".d.partial").exists() and (tmp_path / "d/manifest.json").exists()
 
 
-def test_the_correction_of_a_late_mistake_costs_what_was_wrong(tmp_path, monkeypatch):
+def test_only_corrected_pieces_are_tokenized_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SMALL", 0)
     for i in range(6):
         lines = [json.dumps({"text": make_text(30, 10 * i + j)}) for j in range(8)]
@@ -669,7 +673,7 @@ def test_the_correction_of_a_late_mistake_costs_what_was_wrong(tmp_path, monkeyp
         carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
     (tmp_path / "4.jsonl").write_text(whole)
     pieces = file_pieces(names_of(tmp_path))
-    # Killed while the work is taken over, that can go on with either plan.
+    # A kill while the work folder changes plans leaves work that either plan can resume.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module, "write_json", stop)
         carry_out(plan(pieces, tmp_path / "d"))
@@ -679,7 +683,7 @@ def test_the_correction_of_a_late_mistake_costs_what_was_wrong(tmp_path, monkeyp
     assert same(tmp_path / "d", tmp_path / "e")
 
 
-def test_a_split_without_text_leaves_nothing_in_the_way_of_more(tmp_path):
+def test_an_empty_split_leaves_no_unfinished_work(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     pieces = file_pieces(names_of(tmp_path))
     with pytest.raises(ValueError, match="no text for the split 'val'"):
@@ -695,7 +699,7 @@ def test_verify_and_stats(tmp_path):
         source="made up",
     )
     done = recipe("--verify", "--stats", "--data_dir", tmp_path / "d")
-    assert "2 shards are whole" in done.stdout
+    assert "all 2 shards are intact" in done.stdout
     assert "609 tokens, 1.00 bytes per token, 2 documents of 304 tokens" in done.stdout
     assert "4 to          7 tokens            1 █" in done.stdout
     assert "'one two'" in done.stdout
@@ -704,6 +708,6 @@ def test_verify_and_stats(tmp_path):
     done = recipe("--verify", "--data_dir", tmp_path / "d")
     assert "train_000000.bin does not match its checksum" in done.stderr and done.returncode == 1
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="train_000000.bin has .* bytes, by the manifest"):
+    with pytest.raises(ValueError, match="train_000000.bin has .* bytes, the manifest says"):
         TokenStream(tmp_path / "d", "train")
     assert Path(tmp_path / "d/tokenizer").is_dir()

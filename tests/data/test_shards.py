@@ -1,3 +1,5 @@
+"""Shards, manifests, the training order, the loaders' batches, and the preparation of texts in memory."""
+
 import json
 import shutil
 from dataclasses import replace
@@ -35,11 +37,11 @@ def write_shard(path, tokens, dtype="uint16"):
 
 @pytest.fixture
 def copied(data_dir, tmp_path):
-    """The shared data folder, to damage."""
+    """A copy of the shared data folder, which a test may damage."""
     return shutil.copytree(data_dir, tmp_path / "data")
 
 
-# The order of the samples
+# The training order
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
@@ -49,14 +51,14 @@ def test_the_order_is_a_permutation(size, seed, epoch):
     assert sorted(order.tolist()) == list(range(size))
 
 
-def test_the_order_is_a_permutation_across_groups():
+def test_the_order_is_a_permutation_over_several_groups():
     size = 150_001  # three groups of blocks, the last block short
     assert np.array_equal(np.sort(shuffled(np.arange(size), size, 7)), np.arange(size))
 
 
 @given(size=st.integers(1, 10**13), data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_position_of_any_data_set_has_its_sample_whatever_is_asked_beside_it(size, data):
+def test_the_sample_at_a_position_does_not_depend_on_the_other_positions(size, data):
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
     together = shuffled(positions, size, 3)
     alone = [shuffled(np.array([p]), size, 3)[0] for p in positions]
@@ -67,15 +69,15 @@ def test_a_position_of_any_data_set_has_its_sample_whatever_is_asked_beside_it(s
 def test_seed_and_epoch_change_the_order():
     orders = [shuffled(np.arange(1000), 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
-    # About one fixed point is expected of a random permutation.
+    # A random permutation has about one fixed point.
     assert (orders[0] == np.arange(1000)).sum() < 10
 
 
-def test_neighbours_in_the_order_are_far_apart_and_reads_stay_within_a_group():
+def test_consecutive_samples_are_far_apart_but_within_a_group_of_blocks():
     size = 1_000_000
     order = shuffled(np.arange(65536), size, 0)
     assert np.abs(np.diff(order)).mean() > size / 5
-    assert len(np.unique(order // 64)) == 1024  # whole blocks of neighbouring windows
+    assert len(np.unique(order // 64)) == 1024  # whole blocks of consecutive windows
 
 
 # Batches
@@ -99,7 +101,9 @@ def test_targets_are_the_inputs_shifted(data_dir):
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size"), [(1, 8), (1, 1), (2, 2), (4, 1), (4, 2)]
 )
-def test_every_split_of_an_update_reads_the_same_sequences(data_dir, world_size, micro_batch_size):
+def test_an_update_reads_the_same_sequences_on_any_ranks_and_micro_batches(
+    data_dir, world_size, micro_batch_size
+):
     changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
     ranks = [loader(data_dir, rank=rank, **changes) for rank in range(world_size)]
     whole = loader(data_dir)
@@ -178,7 +182,7 @@ def test_a_stream_reads_across_shards(tmp_path_factory, shards, data):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_shard_comes_back_as_written(tmp_path, dtype):
+def test_a_shard_round_trips(tmp_path, dtype):
     tokens = [0, 1, 65535] if dtype == "uint16" else [0, 65536, 2**32 - 1]
     write_shard(tmp_path / "a.bin", tokens, dtype)
     assert open_shard(tmp_path / "a.bin").tolist() == tokens
@@ -192,10 +196,10 @@ def test_a_shard_comes_back_as_written(tmp_path, dtype):
         (0, b"X", "not a token shard"),
         (8, b"\x09", "format version 9"),
         (12, b"\x03", "3 bytes per token"),
-        (16, b"\x07", "its header announces"),
+        (16, b"\x07", "its header says"),
     ],
 )
-def test_a_wrong_header_is_named(tmp_path, offset, value, message):
+def test_a_wrong_shard_header_is_refused(tmp_path, offset, value, message):
     path = tmp_path / "a.bin"
     write_shard(path, range(100))
     data = bytearray(path.read_bytes())
@@ -207,7 +211,7 @@ def test_a_wrong_header_is_named(tmp_path, offset, value, message):
 
 @given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_any_other_file_is_refused_in_one_sentence(tmp_path_factory, data):
+def test_random_bytes_are_refused_as_a_shard(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("fuzz") / "a.bin"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="a.bin"):
@@ -215,7 +219,7 @@ def test_any_other_file_is_refused_in_one_sentence(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("size", [10, HEADER.size + 3])
-def test_a_cut_shard_is_refused(tmp_path, size):
+def test_a_truncated_shard_is_refused(tmp_path, size):
     path = tmp_path / "a.bin"
     write_shard(path, range(100))
     path.write_bytes(path.read_bytes()[:size])
@@ -232,7 +236,7 @@ def test_a_shard_that_was_never_closed_is_refused(tmp_path):
         open_shard(tmp_path / "a.bin")
 
 
-def test_changed_tokens_do_not_match_the_checksum(copied):
+def test_verify_shard_refuses_changed_tokens(copied):
     path = copied / "train_000000.bin"
     verify_shard(path)
     data = bytearray(path.read_bytes())
@@ -242,7 +246,7 @@ def test_changed_tokens_do_not_match_the_checksum(copied):
         verify_shard(path)
 
 
-def test_another_shard_of_the_same_size_is_found_by_its_header(copied):
+def test_a_replaced_shard_of_the_same_size_is_refused(copied):
     tokens = read_manifest(copied)["splits"]["train"]["tokens"]
     write_shard(copied / "train_000000.bin", [7] * tokens)
     with pytest.raises(ValueError, match="train_000000.bin holds other tokens than the manifest"):
@@ -250,7 +254,7 @@ def test_another_shard_of_the_same_size_is_found_by_its_header(copied):
 
 
 @pytest.mark.parametrize("damage", ["swapped", "cut"])
-def test_another_tokenizer_than_the_manifests_is_refused(copied, tmp_path, damage):
+def test_a_tokenizer_other_than_the_manifests_is_refused(copied, tmp_path, damage):
     before = run(tiny_config(copied, tmp_path / "run", max_steps=2, save_every=1))
     path = copied / "tokenizer/tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -270,13 +274,13 @@ def test_another_tokenizer_than_the_manifests_is_refused(copied, tmp_path, damag
     assert len(before) == len(read_json_lines(tmp_path / "run/metrics.jsonl"))
 
 
-def test_a_missing_tokenizer_is_not_taken_for_gpt2s(copied, gpt2):
+def test_a_missing_tokenizer_is_not_replaced_by_gpt2s(copied, gpt2):
     shutil.rmtree(copied / "tokenizer")
     with pytest.raises(ValueError, match="tokenizer is not the tokenizer that"):
         verify_data(copied)
 
 
-def test_a_token_beyond_the_vocabulary_is_named(copied):
+def test_a_token_id_beyond_the_vocabulary_is_refused(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
     entry = manifest["splits"]["train"]
     entry["shards"] = [write_shard(copied / "train_000000.bin", [300] * entry["tokens"])]
@@ -285,7 +289,7 @@ def test_a_token_beyond_the_vocabulary_is_named(copied):
         list(loader(copied).update(0, 8))
 
 
-def test_a_missing_split_manifest_or_shard_is_named(copied):
+def test_a_missing_split_manifest_or_shard_is_reported(copied):
     with pytest.raises(ValueError, match="no split 'test'"):
         TokenStream(copied, "test")
     (copied / "train_000000.bin").unlink()
@@ -302,7 +306,7 @@ def test_a_missing_split_manifest_or_shard_is_named(copied):
 # Preparation
 
 
-def test_prepared_documents_come_back_each_after_its_separator(tmp_path):
+def test_each_document_follows_its_separator(tmp_path):
     texts = ["one", "zwei ä", "", "three <|endoftext|>"]
     manifest = prepare({"train": texts}, byte_tokenizer(), tmp_path / "d", source="here")
     split = manifest["splits"]["train"]
@@ -324,7 +328,7 @@ def test_many_documents_fill_several_shards(tmp_path):
     ]
 
 
-def test_an_empty_split_an_error_or_an_existing_folder_leave_nothing_behind(tmp_path):
+def test_a_failed_preparation_leaves_no_files(tmp_path):
     def fails():
         yield "text"
         raise RuntimeError("the source broke")
@@ -341,7 +345,7 @@ def test_an_empty_split_an_error_or_an_existing_folder_leave_nothing_behind(tmp_
     assert list(tmp_path.rglob("*")) == [target]
 
 
-def test_text_files_are_found_or_named(tmp_path):
+def test_text_files_lists_a_folder_or_names_what_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         text_files(tmp_path / "no")
     with pytest.raises(FileNotFoundError, match=r"\*\.txt"):
@@ -353,7 +357,7 @@ def test_text_files_are_found_or_named(tmp_path):
 
 
 @pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"\xff\xfe", "not UTF-8")])
-def test_unreadable_text_is_named(tmp_path, data, message):
+def test_unreadable_text_is_refused(tmp_path, data, message):
     (tmp_path / "t.txt").write_bytes(data)
     with pytest.raises(ValueError, match=f"t.txt {message}|t.txt is {message}"):
         read_text(tmp_path / "t.txt")

@@ -1,7 +1,7 @@
-"""What users get wrong, over all recipes: each ends in one sentence that names it, and nothing is written.
+"""Bad inputs to all recipes: each ends in one sentence that names the mistake, and nothing is written.
 
-A row is a recipe, its command line, words of the sentence, and what else there is: files of the folder in which the
-command is given, and variables of the environment. `{run}`, `{data}` and the like are whole ones, made once.
+A row holds a recipe, its command line, words of the message, files of the working directory, and environment variables.
+`{run}`, `{data}` and other names in braces are valid folders and files of the fixture `whole`.
 """
 
 import gzip
@@ -35,13 +35,13 @@ SMALL = (
 
 
 class Copy(NamedTuple):
-    """A copy of something whole, for a row to damage."""
+    """A copy of a valid folder of the fixture `whole`, which the row damages."""
 
     name: str
 
 
 class Row(NamedTuple):
-    """`files` are made in order: text, bytes, a `Copy`, or None to remove one of a copy."""
+    """`files` are written in order: text, bytes, a `Copy`, or None to remove a file of a copy."""
 
     recipe: str
     arguments: str
@@ -152,13 +152,13 @@ def environment() -> Iterator[Row]:
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE is many, but"),
     ):
         yield Row("pretrain_124m", tiny, words, {}, env)
-    yield Row("speed_ladder", "", "begin it with python", {}, {"WORLD_SIZE": "2"})
+    yield Row("speed_ladder", "", "start it with python", {}, {"WORLD_SIZE": "2"})
     for name, value in (("SERVER_PORT", "abc"), ("NUM_PORTS", "99999")):
         variable = f"GRADIO_{name}"
         yield Row("demo", "--model {run}", f"{variable} is '{value}'", {}, {variable: value})
 
 
-# What a training run reads and where it writes
+# Folders that a training run reads and writes
 
 
 def folders() -> Iterator[Row]:
@@ -271,7 +271,7 @@ def checkpoints() -> Iterator[Row]:
 
 
 def models() -> Iterator[Row]:
-    uses = {  # few for the demo, which imports Gradio first
+    uses = {  # the demo has few rows, since importing Gradio is slow
         "sample": "--model m",
         "evaluate": "--model m --tasks text --data {text}",
         "finetune_shakespeare": "--init_from m --input {text}",
@@ -477,7 +477,7 @@ def the_rest() -> Iterator[Row]:
         ("speed_ladder", "--size huge", "there is no size 'huge'"),
         ("speed_ladder", "--steps 0", "steps must be at least 1"),
         ("speed_ladder", "--micro_batch_size 0", "micro_batch_size must be at least 1"),
-        ("speed_ladder", "--attention 1 2 3", "attention has to be four numbers"),
+        ("speed_ladder", "--attention 1 2 3", "attention must be four numbers"),
         ("speed_ladder", "--attention 1 2 3 four", "attention: invalid int value: 'four'"),
         ("speed_ladder", "--size tiny --output_dir {text}", "{text}"),
     ):
@@ -506,7 +506,7 @@ ROWS = [row for section in SECTIONS for row in section()]
 
 @pytest.fixture(scope="module")
 def whole(data_dir, tmp_path_factory):
-    """What is whole, by name."""
+    """Valid folders and files by name."""
     folder = tmp_path_factory.mktemp("whole")
     texts = {"train": [TEXT] * 3, "val": [TEXT]}
     prepare(texts, char_tokenizer(TEXT), folder / "chars", source="characters")
@@ -529,7 +529,7 @@ def whole(data_dir, tmp_path_factory):
 
 
 def lay_out(files: dict, folder: Path, whole: dict[str, Path]) -> None:
-    """Makes the files of a row."""
+    """Writes the files of a row."""
     for name, content in files.items():
         path = folder / name
         if content is None:
@@ -541,14 +541,13 @@ def lay_out(files: dict, folder: Path, whole: dict[str, Path]) -> None:
 
 
 def everything(*folders: Path) -> dict[str, tuple[int, int]]:
-    """All paths below some folders, with their times and sizes."""
+    """Returns all paths below the folders, with their modification times and sizes."""
     found = [path for folder in folders for path in sorted(folder.rglob("*"))]
     return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in found}
 
 
 def check(row: Row, command: Callable, whole: dict[str, Path], folder: Path) -> None:
-    """Gives a row's command in a folder: one sentence comes, with its words, after nothing but progress, and an exit code;
-    all paths stay as they were."""
+    """Runs a row's command in a folder, and checks its message, its exit code and that no path has changed."""
     lay_out(row.files, folder, whole)
     names = {name: str(path) for name, path in whole.items()}
     arguments = [part.format(**names) for part in shlex.split(row.arguments)]
@@ -564,16 +563,16 @@ def check(row: Row, command: Callable, whole: dict[str, Path], folder: Path) -> 
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.recipe} {row.arguments}"[:70].strip())
-def test_a_bad_input_is_one_sentence_and_nothing_is_written(row, whole, tmp_path):
+def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path):
     check(row, python, whole, tmp_path)
 
 
-def test_the_table_has_all_recipes_and_200_rows():
+def test_the_table_covers_all_recipes():
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert {row.recipe for row in ROWS} == recipes and len(ROWS) >= 200
 
 
-# One of each kind: a setting, a config file, a folder, data, a checkpoint, a model, a text, each recipe that is launched.
+# One row of each kind: a setting, a config file, a folder, data, a checkpoint, a model, a text, each launched recipe.
 LAUNCHED = (
     "quickstart --learning_rate nan",
     "quickstart --vocab_size 10",
@@ -592,8 +591,8 @@ LAUNCHED = (
 
 @pytest.mark.skipif(not LONG, reason="two minutes")
 @pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command[:40])
-def test_a_dozen_of_them_under_the_launcher(command, whole, tmp_path):
-    """`tests/test_cli.py` has one of them always, and one of several processes."""
+def test_bad_inputs_under_the_launcher(command, whole, tmp_path):
+    """`tests/test_cli.py` always tests one of them, with one and with several processes."""
     name, _, arguments = command.partition(" ")
     row = next(row for row in ROWS if (row.recipe, row.arguments.strip()) == (name, arguments))
     check(row, partial(launch, launcher=True), whole, tmp_path)

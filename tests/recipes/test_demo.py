@@ -1,4 +1,4 @@
-"""The page of recipes/demo.py in a real browser, and as a Space."""
+"""The page of recipes/demo.py in a browser, and as a Space."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ gradio = pytest.importorskip("gradio", reason="needs the extra: pip install 'gpt
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two small models whose texts differ: of 64 and of 2000 positions."""
+    """Two small models with different samples, with 64 and 2000 positions."""
     path = tmp_path_factory.mktemp("models")
     for seed, positions in ((1, 64), (2, 2000)):
         torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
             GPTConfig(vocab_size=257, n_positions=positions, n_layer=2, n_head=2, n_embd=32)
         )
         with torch.no_grad():
-            model.wte.weight[127:] = 0  # it writes ASCII
+            model.wte.weight[127:] = 0  # generates ASCII
             for parameter in model.parameters():
                 parameter.mul_(5)
         save_pretrained(model, path / f"model{seed}", byte_tokenizer())
@@ -39,7 +39,7 @@ def models(tmp_path_factory):
 
 
 class Server:
-    """A page that runs in a process of its own."""
+    """A server of the page in its own process."""
 
     def __init__(self, *command, cwd=ROOT, **env):
         port = free_port()
@@ -51,7 +51,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # Where these tests run in a shell's background, Ctrl-C is ignored, also by what they start.
+            # A shell's background jobs and their children ignore SIGINT otherwise.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for _ in range(600):
@@ -65,7 +65,7 @@ class Server:
         raise TimeoutError(f"no page at {self.url}")
 
     def stop(self):
-        """Ends it by Ctrl-C; returns what it printed."""
+        """Stops the server with SIGINT; returns its output."""
         self.process.send_signal(signal.SIGINT)
         try:
             return self.process.communicate(timeout=10)[0]
@@ -96,7 +96,7 @@ def browser():
 
 
 class Visitor:
-    """A tab on the page; it notes what the console calls an error and what is asked of other hosts."""
+    """A browser tab on the page; `errors` collects console errors and requests to other hosts."""
 
     def __init__(self, browser, url):
         self.errors = []
@@ -113,7 +113,7 @@ class Visitor:
             self.errors.append(asked)
 
     def write(self, prompt, **settings):
-        """Types the settings and the prompt, and clicks."""
+        """Fills in the settings and the prompt, and clicks Write."""
         for label, value in settings.items():
             field = self.page.locator(f"input[type=number][aria-label$='{label}']")
             field.fill(str(value))
@@ -122,7 +122,7 @@ class Visitor:
         self.page.get_by_role("button", name="Write").click()
 
     def texts(self):
-        """The samples that are on the page, from left to right."""
+        """Returns the samples on the page, from left to right."""
         return self.page.eval_on_selector_all("textarea[disabled]", "all => all.map(t => t.value)")
 
     def lengths(self):
@@ -136,7 +136,7 @@ class Visitor:
             self.page.wait_for_timeout(50)
 
     def wait_for_texts(self, prompt, length):
-        """Until each model has one text of `length` bytes after the prompt."""
+        """Waits until each model has one sample of `length` bytes after the prompt."""
         done = [len(prompt) + length] * 2
         self.wait_for(lambda: self.lengths() == done and self.texts()[0].startswith(prompt))
 
@@ -155,18 +155,18 @@ class Visitor:
 def visitor(browser, server):
     visitor = Visitor(browser, server.url)
     yield visitor
-    if folder := os.environ.get("SCREENSHOTS"):  # to be looked at by eye
+    if folder := os.environ.get("SCREENSHOTS"):  # for visual inspection
         visitor.page.screenshot(path=f"{folder}/{time.time():.0f}.png", full_page=True)
     visitor.close()
 
 
-def test_text_streams_in_from_both_models_and_the_seed_decides_it(visitor):
+def test_both_models_stream_text_that_depends_on_the_seed(visitor):
     visitor.write("hello ", Length=300)
     seen = set()
     visitor.wait_for(lambda: seen.add(tuple(visitor.texts())) or visitor.lengths() == [306, 306])
     left, right = visitor.texts()
     assert left.startswith("hello ") and right.startswith("hello ") and left != right
-    assert any(6 < len(text) < 306 for texts in seen for text in texts)  # it came in pieces
+    assert any(6 < len(text) < 306 for texts in seen for text in texts)  # streamed
     # The likeliest next tokens of each model, with their probabilities.
     assert visitor.page.locator("meter").count() == 20
 
@@ -178,7 +178,7 @@ def test_text_streams_in_from_both_models_and_the_seed_decides_it(visitor):
     visitor.wait_for(lambda: visitor.lengths() == [36, 36] and visitor.texts()[0] != left[:36])
 
 
-def test_the_stop_button_stops(visitor):
+def test_the_stop_button_stops_generation(visitor):
     visitor.write("once ", Length=1000)
     visitor.wait_for(lambda: max(visitor.lengths()) > 20)
     visitor.page.get_by_role("button", name="Stop").click()
@@ -190,7 +190,7 @@ def test_the_stop_button_stops(visitor):
     visitor.wait_for_texts("again ", 10)
 
 
-def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
+def test_invalid_settings_show_a_message_and_others_generate(visitor):
     good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0}
     for label, value, message in (
         ("Top-k", -1, "top_k must not be negative, got -1"),
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
         visitor.wait_for_message(message)
     visitor.write("", **good, **{"Top-p": 1})
     visitor.wait_for_texts("", 7)
-    # The slider itself brings it back to 0, and a vocabulary of 257 has all of its tokens kept.
+    # The slider limits the temperature to 0, and top_k 99999 keeps all 257 tokens.
     visitor.write("y", **{"Top-k": 99999, "Temperature": -1})
     visitor.wait_for_texts("y", 7)
     visitor.write("z" * 300)
@@ -211,7 +211,7 @@ def test_what_cannot_be_is_said_on_the_page_and_the_rest_has_a_meaning(visitor):
     visitor.wait_for_message("reads the last 64 of the prompt's 300 tokens")
 
 
-def test_five_visitors_at_once_all_get_their_text(browser, server):
+def test_five_visitors_generate_at_the_same_time(browser, server):
     visitors = [Visitor(browser, server.url) for _ in range(5)]
     for number, visitor in enumerate(visitors):
         visitor.write(f"{number} ", Length=40)
@@ -220,7 +220,7 @@ def test_five_visitors_at_once_all_get_their_text(browser, server):
         visitor.close()
 
 
-def test_weights_that_are_not_finite_are_a_message(models):
+def test_weights_that_are_not_finite_show_a_message(models):
     demo = load_recipe("demo")
     model, tokenizer = demo.load(models[0])
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_weights_that_are_not_finite_are_a_message(models):
         next(talk("x", 1.0, 50, 1.0, 5, 1, 1))
 
 
-def test_a_prompt_that_is_too_long_is_a_message_at_once(models):
+def test_a_prompt_that_is_too_long_shows_a_message_at_once(models):
     demo = load_recipe("demo")
     page = demo.build_page([demo.LoadedModel("a", *demo.load(models[0]))], compile=False)
     [talk] = [function.fn for function in page.fns.values() if function.fn is not None]
@@ -241,13 +241,13 @@ def test_a_prompt_that_is_too_long_is_a_message_at_once(models):
     assert time.monotonic() - begun < 1
 
 
-def test_a_port_that_is_none_ends_in_one_sentence(models):
+def test_an_invalid_port_is_refused_in_one_sentence(models):
     done = python("recipes/demo.py", "--model", models[0], GRADIO_SERVER_PORT="99999")
     assert "GRADIO_SERVER_PORT is not a port" in one_sentence(done)
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_ends_in_one_sentence(models):
+def test_a_wrong_model_is_refused_in_one_sentence(models):
     done = python("recipes/demo.py", "--model", "recipes")
     assert "recipes is not a Hugging Face model" in one_sentence(done)
     assert "Traceback" not in done.stderr
@@ -257,7 +257,7 @@ def test_a_mistake_ends_in_one_sentence(models):
         load_recipe("demo").load(models[0], "int8")
 
 
-def test_the_space_that_it_writes_runs_by_itself(models, tmp_path):
+def test_a_written_space_runs_without_the_checkout(models, tmp_path):
     demo, space = load_recipe("demo"), tmp_path / "space"
     config = demo.Demo(model=models, write_space=str(space))
     demo.write_space(config, space)
@@ -268,7 +268,7 @@ def test_the_space_that_it_writes_runs_by_itself(models, tmp_path):
     assert header["sdk_version"] == gradio.__version__
     pinned = {line.split("==")[0] for line in (space / "requirements.txt").read_text().split()}
     assert {"torch", "transformers", "accelerate"} <= pinned
-    # Nothing of this checkout is in reach but what the Space holds.
+    # Only the Space's own files can be imported, not this checkout.
     moved = shutil.move(space, tmp_path / "elsewhere")
     server = Server("app.py", cwd=moved, PYTHONPATH="")
     assert b"gradio" in urllib.request.urlopen(server.url).read()

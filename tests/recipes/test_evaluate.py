@@ -1,4 +1,4 @@
-"""recipes/evaluate.py as a user runs it, and lm-evaluation-harness on the same file where it is installed."""
+"""Runs recipes/evaluate.py as a user does, and compares with lm-evaluation-harness if it is installed."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def model(data_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
-    """Local files: HellaSwag's with the original's fields and markup, LAMBADA's, WikiText's pages."""
+    """A folder of local files: HellaSwag with the original's fields and markup, LAMBADA, WikiText, PTB."""
     folder = tmp_path_factory.mktemp("items")
     lines = hellaswag_items(30)
     for i, item in enumerate(lines):
@@ -65,7 +65,7 @@ def write_lines(path: Path, entries: list[dict]) -> None:
 
 
 def evaluate(monkeypatch, *flags: str) -> None:
-    """The recipe's main, in this process."""
+    """Runs the recipe's `main` in this process."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, flags)])
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -88,7 +88,7 @@ def flags_of(model, items, data_dir) -> list[str]:
     return ["--model", str(model), "--tasks", *TASKS, "--data", *data, "--data_dir", str(data_dir)]
 
 
-def test_everything_on_one_process_and_the_same_on_two(
+def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     model, items, data_dir, tmp_path, monkeypatch, capsys
 ):
     flags = flags_of(model, items, data_dir)
@@ -128,9 +128,7 @@ def test_everything_on_one_process_and_the_same_on_two(
         assert_equal_to_harness(two["results"])
 
 
-def test_later_evaluations_are_added_and_those_of_other_weights_kept_apart(
-    model, items, tmp_path, monkeypatch
-):
+def test_evaluations_are_merged_by_weights(model, items, tmp_path, monkeypatch):
     copied, output = tmp_path / "run", tmp_path / "record.json"
     shutil.copytree(model, copied)
     text = ["--data", items / "ptb.txt"]
@@ -144,7 +142,7 @@ def test_later_evaluations_are_added_and_those_of_other_weights_kept_apart(
     second = record("--tasks", "text", *text, "--limit", "1")[str(copied)]
     assert second["results"].items() > first["results"].items()
     assert {note.partition(": ")[0] for note in second["notes"]} == {"ptb", "text"}
-    again = record("--tasks", "text", *text)[str(copied)]  # replaces
+    again = record("--tasks", "text", *text)[str(copied)]  # replaces the limited evaluation
     assert again["results"] == second["results"] and len(again["notes"]) < len(second["notes"])
 
     shutil.copy(model / "checkpoint-100/model.safetensors", tmp_path / "weights")
@@ -157,7 +155,7 @@ def test_later_evaluations_are_added_and_those_of_other_weights_kept_apart(
         f"{copied} (step 100, weights {again['weights'][:12]}, no)": second["results"].keys(),
     }
     shutil.move(tmp_path / "weights", copied / "model.safetensors")
-    found = record("--tasks", "ptb", *text)  # each goes to its own
+    found = record("--tasks", "ptb", *text)  # added to the entry of the same weights
     assert found[str(copied)]["results"] == second["results"] and len(found) == 2
 
     for other in ('{"a": 1}', "[" * 100_000, "no JSON"):
@@ -167,7 +165,7 @@ def test_later_evaluations_are_added_and_those_of_other_weights_kept_apart(
         assert output.read_text() == other
 
 
-def test_published_figures_stand_beside_the_same_data_only(data_dir, tmp_path):
+def test_published_figures_are_shown_only_for_the_same_data(data_dir, tmp_path):
     recipe = load_recipe("evaluate")
 
     def tasks(**settings):
@@ -184,7 +182,7 @@ def test_published_figures_stand_beside_the_same_data_only(data_dir, tmp_path):
 
 
 def harness_tasks(items: Path, folder: Path) -> str:
-    """Tasks that are the harness's own HellaSwag and WikiText, on the local files."""
+    """Writes copies of the harness's HellaSwag and WikiText tasks that read the local files; returns their folder."""
     import lm_eval.tasks
 
     built_in = Path(lm_eval.tasks.__file__).parent
@@ -204,7 +202,7 @@ def harness_tasks(items: Path, folder: Path) -> str:
 
 
 def assert_equal_to_harness(results: dict[str, float]) -> None:
-    """HellaSwag's figures are the harness's."""
+    """Asserts that the HellaSwag results equal the harness's."""
     theirs = "lm_eval:local_hellaswag"
     for name, theirs_name in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
         for error in ("", "_stderr"):
@@ -213,7 +211,7 @@ def assert_equal_to_harness(results: dict[str, float]) -> None:
 
 
 @pytest.mark.skipif(not HARNESS, reason="needs the extra: pip install 'gpt2_accel[eval]'")
-def test_the_harness_finds_the_same(model, items, data_dir, tmp_path, monkeypatch):
+def test_results_equal_the_harness(model, items, data_dir, tmp_path, monkeypatch):
     from accelerate import Accelerator
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
@@ -242,13 +240,13 @@ def test_the_harness_finds_the_same(model, items, data_dir, tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(HARNESS, reason="the extra is installed")
-def test_without_the_extra_the_error_says_how_to_get_it(model):
+def test_a_missing_harness_is_refused_with_the_install_command(model):
     done = python("recipes/evaluate.py", "--model", str(model), "--lm_eval", "arc_easy")
     [line] = [line for line in done.stderr.splitlines() if line.startswith("evaluate.py: ")]
     assert "pip install 'gpt2_accel[eval]'" in line and "Traceback" not in done.stderr
 
 
-def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
+def test_mistakes_are_refused(model, items, data_dir, tmp_path, monkeypatch):
     def mistake(*flags, message):
         with pytest.raises((ValueError, OSError), match=message):
             evaluate(monkeypatch, "--model", model, *flags)
@@ -263,7 +261,7 @@ def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
     mistake(
         "--tasks", "hellaswag", "--data", file, message="item 0 of HellaSwag has no field 'ctx'"
     )
-    # All items are looked at before the first is scored.
+    # All items are checked before the first is scored.
     scored = []
     monkeypatch.setattr("gpt2_accel.evals.hellaswag.score", lambda *_: scored.append(0))
     files = [f"hellaswag={items / 'hellaswag.jsonl'}", f"lambada={items / 'hellaswag.jsonl'}"]
@@ -292,7 +290,7 @@ def test_mistakes(model, items, data_dir, tmp_path, monkeypatch):
     mistake("--update_card", "--baselines", message="update_card needs a local --model")
 
 
-def test_items_and_files_that_are_too_long_are_named(items, tmp_path, monkeypatch):
+def test_items_and_files_that_are_too_long_are_refused(items, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LONGEST_LINE", 2000)
     text, rows = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("a\n" + "b " * 1001)
@@ -314,7 +312,7 @@ def test_items_and_files_that_are_too_long_are_named(items, tmp_path, monkeypatc
         sources.read_items("hellaswag", rows)
 
 
-def test_items_from_the_hub_are_the_parquet_files_that_it_makes(tmp_path):
+def test_items_from_the_hub_are_read_from_its_parquet_files(tmp_path):
     lines = [{**item, "label": str(item["label"])} for item in hellaswag_items(6)]
     tables = {
         "Rowan/hellaswag": ("default/validation", Dataset.from_list(lines)),
@@ -339,7 +337,7 @@ def test_items_from_the_hub_are_the_parquet_files_that_it_makes(tmp_path):
     assert json.loads(done.stdout) == [lines, ["it 's a cat", "no it is n't"]]
 
 
-def test_the_table_has_what_was_published_beside_what_was_found():
+def test_the_table_shows_published_figures_beside_the_results():
     found = {
         "runs/mine": {
             "hellaswag/acc_norm_per_token": 0.25,

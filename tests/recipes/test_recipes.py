@@ -1,4 +1,4 @@
-"""The recipes as a user runs them, on less data and for fewer updates."""
+"""Runs the recipes as a user does, on less data and for fewer updates."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from gpt2_accel.tokenizer import char_tokenizer
 
 
 def one_sentence(done):
-    """The recipe's last word, before the launcher's."""
+    """Returns the recipe's error message, without the launcher's lines."""
     assert done.returncode != 0
     [line] = [
         line
@@ -30,7 +30,7 @@ def one_sentence(done):
     return line
 
 
-def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, capsys):
+def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypatch, capsys):
     library = tmp_path / "python"
     for i in range(60):
         path = library / ("tests" if i % 10 == 9 else "pkg") / f"module{i}.py"
@@ -55,7 +55,7 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
     [generated] = pipeline("text-generation", model=str(output))("def ")
     assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
 
-    # Started from that model, with its tokenizer, it trains on.
+    # Training continues from that model, with its tokenizer.
     flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
     flags = [*flags.split(), "--init_from", str(output)]
     monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
@@ -69,7 +69,7 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
     assert generated["generated_text"].startswith("def ")
     capsys.readouterr()
 
-    # The commands it ends with work as printed.
+    # The printed commands work.
     commands = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
     for command in commands:
         interpreter, *arguments = shlex.split(command)
@@ -83,12 +83,12 @@ def test_the_quickstart_in_miniature_ends_in_a_pipeline(tmp_path, monkeypatch, c
 
 
 def nats_per_character(text):
-    """What the text costs by the frequencies of its words."""
+    """Returns the unigram entropy of the text's words, in nats per character."""
     words = text.split(" ")
     return sum(math.log(len(words) / words.count(word)) for word in words) / len(text)
 
 
-def test_shakespeare_fast_learns_the_words(tmp_path):
+def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):
     text = tmp_path / "input.txt"
     text.write_text(make_text(3000, 0))
     flags = ("--input", text, "--data_dir", tmp_path / "data", "--output_dir", tmp_path / "run")
@@ -100,7 +100,7 @@ def test_shakespeare_fast_learns_the_words(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 
 
-def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
+def test_shakespeare_char_trains_and_samples(tmp_path):
     text = tmp_path / "input.txt"
     text.write_text(make_text(3000, 0))
     output = tmp_path / "run"
@@ -126,7 +126,7 @@ def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
         "--logprobs",
         "true",
     ]
-    one = python(*arguments, *options)  # appears as it is written
+    one = python(*arguments, *options)  # a single sample is streamed
     assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
     assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
@@ -144,7 +144,7 @@ def test_shakespeare_char_from_the_command_line_to_a_sample(tmp_path):
         (["--max_step", "5"], "--max_step: did you mean max_steps?"),
     ],
 )
-def test_a_mistake_ends_in_one_sentence_and_leaves_nothing(tmp_path, flags, message):
+def test_a_mistake_prints_one_sentence_and_leaves_no_files(tmp_path, flags, message):
     place = ["--data_dir", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run")]
     done = python("recipes/shakespeare_char.py", *flags, *place)
     assert message in one_sentence(done)
@@ -152,7 +152,7 @@ def test_a_mistake_ends_in_one_sentence_and_leaves_nothing(tmp_path, flags, mess
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_text_that_cannot_be_fetched_says_where_it_looked(monkeypatch):
+def test_a_failed_download_names_its_address(monkeypatch):
     monkeypatch.setattr(sources, "TINY_SHAKESPEARE", "http://127.0.0.1:9/t.txt")
     monkeypatch.setattr(sources, "PAUSES", ())
     with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
@@ -160,7 +160,7 @@ def test_a_text_that_cannot_be_fetched_says_where_it_looked(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["finetune_shakespeare", "shakespeare_char", "shakespeare_fast"])
-def test_data_of_another_text_is_not_used_for_the_one_that_is_given(tmp_path, recipe):
+def test_data_of_another_text_is_refused(tmp_path, recipe):
     for seed, name in enumerate(("a.txt", "b.txt")):
         (tmp_path / name).write_text(make_text(300, seed))
     data = tmp_path / "data"
@@ -169,18 +169,18 @@ def test_data_of_another_text_is_not_used_for_the_one_that_is_given(tmp_path, re
     done = python(f"recipes/{recipe}.py", "--input", tmp_path / "b.txt", *places)
     assert done.returncode == 1 and "was made from another text than" in done.stderr
     assert not (tmp_path / "run").exists()
-    prepare_text(tmp_path / "a.txt", data, char_tokenizer)  # as it is
+    prepare_text(tmp_path / "a.txt", data, char_tokenizer)  # unchanged
     prepare_text(None, data, char_tokenizer)
 
 
-def test_the_quickstart_does_not_ignore_a_vocabulary(data_dir, tmp_path):
+def test_quickstart_refuses_another_vocabulary_size(data_dir, tmp_path):
     args = ("--data_dir", data_dir, "--output_dir", tmp_path / "run", "--vocab_size", -1)
     done = python("recipes/quickstart.py", *args)
     assert done.returncode == 1 and "with a vocabulary of 257, not -1" in done.stderr
 
 
 @pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])
-def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer, workers):
+def test_prepare_data_tokenizes_files(tmp_path, tokenizer, workers):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(make_text(50, i))
     out = tmp_path / "data"
@@ -189,7 +189,7 @@ def test_prepare_data_turns_files_into_shards(tmp_path, tokenizer, workers):
     done = python(*arguments)
     assert done.returncode == 0, done.stderr
     assert "train: 3" in done.stdout and "val: " in done.stdout
-    assert python(*arguments).stdout == done.stdout  # it is there already
+    assert python(*arguments).stdout == done.stdout  # complete already
     arguments[-1] = "301"
     if tokenizer == "bpe":
         assert "exists already" in one_sentence(python(*arguments))
