@@ -28,7 +28,7 @@ class RunLog:
 
     `status.json` has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `time` of the last
     heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
-    (a run without a process was killed) and `stopped`, and for `failed` if `stop` has a reason or if another process was
+    (a run without a process was killed) and `stopped`, and for `failed` if `stop` has a reason or another process was
     lost after some progress.
 
     `publish`, if set, is called with each line before it is written to `metrics.jsonl`. `results` has the newest
