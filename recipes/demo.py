@@ -97,14 +97,11 @@ def main() -> None:
     page = build_page(models, config.compile)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    try:
-        page.queue(max_size=QUEUE).launch(theme=theme)
-    except OverflowError as error:
-        raise ValueError(f"GRADIO_SERVER_PORT is not a port: {error}") from error
+    page.queue(max_size=QUEUE).launch(theme=theme)
 
 
 def check_ports() -> None:
-    """Raises `ValueError` for a variable of Gradio's that is no port or number of ports."""
+    """Raises `ValueError` if one of Gradio's environment variables is not a valid port or number of ports."""
     for name in ("GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS"):
         value = os.environ.get(name, "1")
         if not (value.isdecimal() and int(value) < 2**16):
