@@ -9,10 +9,12 @@ GRADIO_SERVER_PORT. Visitors take turns: while one text is written, the others s
 queue. `--write_space FOLDER` writes the page as a Hugging Face Space, complete with what it needs.
 """
 
+import html
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import zip_longest
@@ -40,6 +42,7 @@ from gpt2_accel.generation.sampling import (
 )
 from gpt2_accel.hf.convert import describe
 
+EXAMPLES = ("Hello, I'm a language model,", "Once upon a time", "The most important thing is")
 MAX_SAMPLES = 4
 MAX_NEW_TOKENS = 1000  # of one visit: the others wait
 QUEUE = 32  # visitors who may wait
@@ -48,6 +51,35 @@ REQUIREMENTS = (
     "accelerate huggingface_hub numpy PyYAML safetensors tokenizers torch tqdm transformers"
 )
 SPACE_SETTINGS = "demo.yaml"
+# A line of code in most languages: indented, a comment, ended by a bracket or such, or begun by a keyword.
+CODE_LINE = re.compile(
+    r"( {4}|\t|#|\"\"\").*|.*[:;{}()\[\],]|(def|class|import|from|return|func|fn|var|let) .*"
+)
+CSS = """
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: .75rem }
+.sample { position: relative; border: 1px solid var(--border-color-primary); border-radius: .5rem;
+  background: var(--block-background-fill); min-width: 0 }
+.sample pre { margin: 0; padding: 2.1rem 1rem 1rem; min-height: 9rem; font: inherit; line-height: 1.5;
+  white-space: pre-wrap; overflow-wrap: anywhere; color: var(--body-text-color) }
+.sample.code pre { font-family: monospace; font-size: .9em }
+.sample b { font-weight: 600; color: var(--color-accent) }
+.sample button { position: absolute; top: .4rem; right: .5rem; padding: .1rem .6rem; font-size: .8rem;
+  border: 1px solid var(--border-color-primary); border-radius: .3rem; color: var(--body-text-color-subdued) }
+#choose { display: none }
+@media (max-width: 640px) {
+  #choose { display: block }
+  #models:not([data-shown="1"]) > :nth-child(2), #models[data-shown="1"] > :nth-child(1) { display: none }
+}
+"""
+COPY = """
+element.addEventListener("click", event => {
+  if (!event.target.matches("button")) return;
+  const text = event.target.parentElement.querySelector("pre");
+  if (navigator.clipboard) navigator.clipboard.writeText(text.textContent);
+  else { getSelection().selectAllChildren(text); document.execCommand("copy") }  // without https
+  event.target.textContent = "Copied";
+});
+"""
 
 
 @dataclass
@@ -57,6 +89,7 @@ class Demo:
     )
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
     compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
+    examples: list[str] = setting([], "prompts to click on; default those of the run's samples")
     write_space: str | None = setting(None, "write a Hugging Face Space to this new folder instead")
 
     def __post_init__(self) -> None:
@@ -94,10 +127,10 @@ def main() -> None:
     models = [LoadedModel(name, *load(name, config.dtype)) for name in config.model]
     for loaded in models if config.compile else []:
         complete(loaded.model, loaded.tokenizer, ["a"], Sampling(3), compile=True)
-    page = build_page(models, config.compile)
+    page = build_page(models, config.compile, example_prompts(config))
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    page.queue(max_size=QUEUE).launch(theme=theme)
+    page.queue(max_size=QUEUE).launch(theme=theme, css=CSS)
 
 
 def check_ports() -> None:
@@ -108,26 +141,43 @@ def check_ports() -> None:
             raise ValueError(f"{name} is {value!r}: give a number below 65536")
 
 
-def build_page(models: list[LoadedModel], compile: bool) -> "gr.Blocks":
-    """The Gradio page: settings above, a column for each model below."""
+def example_prompts(config: Demo) -> list[str]:
+    """Prompts for the page: those asked for, or those that a model's run continued while it trained."""
+    found = list(config.examples)
+    for name in [] if found else config.model:
+        for folder in (Path(name), Path(name).parent):  # a checkpoint's settings are its run's
+            try:
+                settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+                found += [text for text in settings["sample_prompts"] if text.strip()]
+            except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+                continue  # no run, or one of something else
+    return list(dict.fromkeys(found)) or list(EXAMPLES)
+
+
+def build_page(
+    models: list[LoadedModel], compile: bool, examples: Sequence[str] = EXAMPLES
+) -> "gr.Blocks":
+    """The Gradio page: the prompt above, a column for each model below, or a tab on a phone."""
     with gr.Blocks(title="Talk to a GPT-2", analytics_enabled=False) as page:
+        gr.Markdown("# Talk to a GPT-2\nThe model continues the text that you begin.")
         prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
+        gr.Examples([[text] for text in examples], prompt, label="Examples")
         with gr.Row():
             write = gr.Button("Write", variant="primary")
-            stop = gr.Button("Stop", variant="stop")
-        inputs = [prompt, *settings_row()]
-        outputs = []
-        with gr.Row():
+            stop = gr.Button("Stop", variant="stop", visible=False)
+        with gr.Accordion("Settings", open=False):
+            inputs = [prompt, *settings_row()]
+        outputs = [stop]
+        if len(models) == 2:
+            names = [(loaded.name, number) for number, loaded in enumerate(models)]
+            choice = gr.Radio(names, value=0, show_label=False, container=False, elem_id="choose")
+            show = "shown => { document.querySelector('#models').dataset.shown = shown }"
+            choice.change(None, choice, None, js=show)
+        with gr.Row(elem_id="models"):
             for loaded in models:
                 with gr.Column():
                     gr.Markdown(f"### {loaded.name}\n{describe(loaded.model.config)}")
-                    with gr.Row():
-                        outputs += [
-                            gr.Textbox(
-                                label=f"Sample {i + 1}", lines=8, visible=i == 0, min_width=240
-                            )
-                            for i in range(MAX_SAMPLES)
-                        ]
+                    outputs.append(gr.HTML(show_samples("", [""]), js_on_load=COPY))
                     outputs.append(
                         gr.Label(
                             label="Likeliest next tokens after the prompt",
@@ -137,17 +187,43 @@ def build_page(models: list[LoadedModel], compile: bool) -> "gr.Blocks":
                     )
 
         def talk(prompt: str | None, *values: float | None) -> Iterator[list]:
+            same = [gr.skip()] * (len(outputs) - 1)
             try:
-                yield from write_all(models, compile, prompt or "", read_settings(*values))
-            except ValueError as error:
-                raise gr.Error(str(error), print_exception=False) from error
+                sampling = read_settings(*values)
+                yield [gr.Button(visible=True), *same]
+                for written in write_all(models, compile, prompt or "", sampling):
+                    yield [gr.skip(), *written]
+            except ValueError as error:  # what is on the page stays there
+                gr.Warning(str(error))
+            yield [gr.Button(visible=False), *same]
 
         # A click while a text is still being written counts: it comes after it.
         writing = gr.on(
             [write.click, prompt.submit], talk, inputs, outputs, trigger_mode="always_last"
         )
         stop.click(None, cancels=[writing])
+        stop.click(lambda: gr.Button(visible=False), None, stop, queue=False)
     return page
+
+
+def show_samples(prompt: str, texts: list[str]) -> str:
+    """Continuations of a prompt as HTML, each with its button; code is monospaced."""
+    parts = []
+    for text in texts:
+        kind = "sample code" if is_code(prompt + text) else "sample"
+        said = f"<b>{html.escape(prompt)}</b>{html.escape(text)}"
+        said = said.replace("\0", "\ufffd").replace("\r", "&#13;")  # which HTML takes out
+        parts.append(
+            f'<div class="{kind}"><button type="button">Copy</button><pre>{said}</pre></div>'
+        )
+    return f'<div class="samples">{"".join(parts)}</div>'
+
+
+def is_code(text: str) -> bool:
+    """Whether most lines of a text look like code."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    code = sum(CODE_LINE.fullmatch(line) is not None for line in lines)
+    return 2 * code > len(lines)
 
 
 def settings_row() -> list:
@@ -205,10 +281,7 @@ def write_all(
         written = [new or old for new, old in zip(step, written, strict=True)]
         outputs = []
         for samples, table in zip(written, tables, strict=True):
-            texts = [prompt + sample.text for sample in samples]
-            outputs += [gr.Textbox(text, visible=True) for text in texts]
-            outputs += [gr.Textbox("", visible=False)] * (MAX_SAMPLES - len(texts))
-            outputs.append(table)
+            outputs += [show_samples(prompt, [sample.text for sample in samples]), table]
         yield outputs
 
 
@@ -230,6 +303,7 @@ def write_space(config: Demo, folder: Path) -> None:
                 save_pretrained(model, space / name, tokenizer)
             names.append(name)
         settings = {"model": names, "dtype": config.dtype, "compile": config.compile}
+        settings["examples"] = example_prompts(config)
         (space / SPACE_SETTINGS).write_text(yaml.safe_dump(settings), encoding="utf-8")
         header = yaml.safe_dump(space_metadata(config), sort_keys=False, allow_unicode=True)
         (space / "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")
