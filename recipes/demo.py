@@ -1,6 +1,6 @@
 """A page on which people try a checkpoint, or compare two: type a prompt, and the text streams in.
 
-    pip install 'gpt2_accel[demo]'
+    pip install -e '.[demo]'
     python recipes/demo.py --model runs/quickstart
     python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
 
@@ -120,7 +120,7 @@ def main() -> None:
     config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
     check_ports()
     if gr is None:
-        raise ValueError("the page needs Gradio: pip install 'gpt2_accel[demo]'")
+        raise ValueError("the page needs Gradio: pip install -e '.[demo]'")
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return

@@ -4,7 +4,7 @@
     python recipes/report.py runs/a runs/b --output_dir compared
 
 Curves of the runs over tokens, time and FLOPs, their samples, pictures of their newest weights. A run that is
-still going on, or was killed, is drawn as far as it came. Needs matplotlib: pip install 'gpt2_accel[report]'.
+still going on, or was killed, is drawn as far as it came. Needs matplotlib: pip install -e '.[report]'.
 """
 
 import argparse

@@ -78,8 +78,8 @@ ON_HUB = {
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
-    "pip install 'gpt2_accel[report]'": "installs",
-    "pip install 'gpt2_accel[demo]'": "installs",
+    "pip install -e '.[report]'": "installs",
+    "pip install -e '.[demo]'": "installs",
     "hf auth login": "asks for a token",
     "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
     "python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart": (

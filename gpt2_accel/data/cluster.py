@@ -26,7 +26,7 @@ try:
     from datatrove.pipeline.base import PipelineStep
 except ImportError as error:
     raise ImportError(
-        "preparation on a cluster needs datatrove: pip install 'gpt2_accel[scale]'"
+        "preparation on a cluster needs datatrove: pip install -e '.[scale]'"
     ) from error
 
 

@@ -48,7 +48,7 @@ def check_trackers(names: list[str]) -> None:
             )
         if name not in installed:  # Accelerate would drop it silently
             raise ValueError(
-                f"--report_to {name}: {name} is not installed: pip install 'gpt2_accel[trackers]'"
+                f"--report_to {name}: {name} is not installed: pip install -e '.[trackers]'"
             )
 
 
