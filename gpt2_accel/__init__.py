@@ -11,4 +11,4 @@ from gpt2_accel.hf.convert import from_pretrained, save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "from_pretrained", "save_pretrained"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
