@@ -65,7 +65,7 @@ LOCAL = {
         "--eval_tokens 256"
     ),
 }
-# These talk to the Hub; `tests/hf/test_hub.py` runs them with one on this machine.
+# Commands that need the Hub; `tests/hf/test_hub.py` runs them with a local Hub.
 ON_HUB = {
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --push_to_hub "
     "USER/NAME --hub_strategy checkpoint": SMALL,

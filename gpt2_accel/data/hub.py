@@ -78,8 +78,8 @@ def hub_pieces(
     builder = open_builder(name, options)
     files = (builder.config.data_files or {}).get(split)
     if not files:
-        there = ", ".join(map(str, builder.config.data_files or {})) or "none"
-        raise ValueError(f"the data set {name} has no split {split!r}, only {there}: set --split")
+        splits = ", ".join(map(str, builder.config.data_files or {})) or "none"
+        raise ValueError(f"the data set {name} has no split {split!r}, only {splits}: set --split")
     if ".parquet." in type(builder).__module__:
         return row_group_pieces(files, column, hold_out, piece_bytes), revision
     if hold_out is not None:
@@ -159,7 +159,7 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403, 404):
             raise ValueError(
-                f"the Hub has no data set {name} that you may read: check the name, or log in by "
+                f"the Hub has no data set {name} that you may read: check the name, or log in with "
                 "`hf auth login`"
             ) from error
         raise OSError(f"the Hub answers HTTP {status} for {name}: try again later") from error

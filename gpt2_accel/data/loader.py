@@ -123,14 +123,14 @@ class Mixture:
                 self.PERIOD,
                 hash64(self.seed, 2, period),
             )
-            before, after = (self.begun(number) for number in (period, period + 1))
+            before, after = (self.borders_before(number) for number in (period, period + 1))
             starts = after - before  # the slot at which each set's share of this period begins
             sets[here] = np.searchsorted(starts, slots, side="right") - 1
             own = sets[here]
             places[here] = np.diff(before)[own] + slots - starts[own]
         return sets, places
 
-    def begun(self, period: int) -> np.ndarray:
+    def borders_before(self, period: int) -> np.ndarray:
         """Returns the borders between the sets among all positions before a period, (sets + 1,) int64."""
         return np.floor(period * self.PERIOD * self.borders).astype(np.int64)
 

@@ -109,7 +109,7 @@ def begin(plan: Plan) -> None:
     Pieces of another plan are kept if this plan has them too, so that only corrected text is tokenized again. Raises
     `ValueError` if there are finished pieces of another plan and none can be kept.
     """
-    work, begun = plan.work, plan.work / "plan.json"
+    work, plan_file = plan.work, plan.work / "plan.json"
     work.mkdir(parents=True, exist_ok=True)
     if not plan.restartable or mark_of(work) != plan.mark:
         keep = same_pieces(plan)
@@ -122,13 +122,13 @@ def begin(plan: Plan) -> None:
         if keep:  # with their plan they are valid at any time, also after a kill
             stay |= {"plan.json", "tokenizer"}
         else:
-            remove(begun)
+            remove(plan_file)
         for path in [*work.iterdir(), *(work / "pieces").glob("*")]:
             if not {path.name, path.name.split(".")[0]} & stay:
                 remove(path)
         (work / "pieces").mkdir(exist_ok=True)
         plan.tokenizer.save_pretrained(work / "tokenizer")
-        write_json(begun, {"plan": plan.mark, "pieces": plan.piece_marks()})
+        write_json(plan_file, {"plan": plan.mark, "pieces": plan.piece_marks()})
     remove_leftovers(work / "pieces")
 
 
@@ -140,10 +140,12 @@ def mark_of(work: Path) -> str | None:
 
 def same_pieces(plan: Plan) -> set[str]:
     """Returns the names of another plan's finished pieces that this plan has too; none after the first shard."""
-    begun = plan.work / "plan.json"
-    if not plan.restartable or not begun.exists() or any(plan.work.glob("*.bin*")):
+    plan_file = plan.work / "plan.json"
+    if not plan.restartable or not plan_file.exists() or any(plan.work.glob("*.bin*")):
         return set()
-    marks = zip(json.loads(begun.read_text()).get("pieces", []), plan.piece_marks(), strict=False)
+    marks = zip(
+        json.loads(plan_file.read_text()).get("pieces", []), plan.piece_marks(), strict=False
+    )
     paths = (record_path(plan.work, i) for i, (before, now) in enumerate(marks) if before == now)
     return {path.stem for path in paths if path.exists()}
 

@@ -253,7 +253,7 @@ def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
         found = read_manifest(folder)["tokenizer"]["fingerprint"]
         if found != manifest["tokenizer"]["fingerprint"]:
             raise ValueError(
-                f"{folder} has another tokenizer than the mixture {data_dir}: prepare it with that one again"
+                f"{folder} has another tokenizer than the mixture {data_dir}: prepare it again with that one"
             )
     return [(folder, part["weight"] / total) for folder, part in zip(folders, parts, strict=True)]
 
@@ -283,7 +283,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     for folder, manifest in manifests.items():
         if manifest["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
             raise ValueError(
-                f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with one"
+                f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with the same"
             )
     names = [split for split in first["splits"] if all(split in m["splits"] for m in others)]
     manifest = {
@@ -329,7 +329,7 @@ def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
             size = path.stat().st_size
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{path} is missing, the manifest lists it: prepare the data again"
+                f"{path} is missing, but the manifest lists it: prepare the data again"
             ) from None
         if size != expected:
             raise ValueError(

@@ -192,7 +192,7 @@ class PieceWriter:
         """Tokenizes piece `number`; leaves no partial files after an error."""
         splits: dict[str, Counter] = {}
         counts = Counter(dict.fromkeys(COUNTS, 0))
-        first_odd = None
+        first_not_utf8 = None
         with ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
             for document in documents:
@@ -204,16 +204,16 @@ class PieceWriter:
                 for more in self.write_document(document, files[split], counts):
                     splits[split].update(more)
                     progress(more["documents"], more["tokens"], more["bytes"])
-                if counts["not_utf8"] and first_odd is None:
-                    first_odd = document.place
-        record = {"splits": splits, "counts": counts, "first_not_utf8": first_odd}
+                if counts["not_utf8"] and first_not_utf8 is None:
+                    first_not_utf8 = document.place
+        record = {"splits": splits, "counts": counts, "first_not_utf8": first_not_utf8}
         write_file(record_path(self.work, number), json.dumps(record))
 
     def write_document(
         self, document: Document, file: BinaryIO, counts: Counter
     ) -> Iterator[dict[str, int]]:
         """Appends a document's tokens to `file`; yields the added documents, tokens and bytes of each chunk."""
-        size, odd, literal = 0, False, False
+        size, not_utf8, literal = 0, False, False
         for i, chunk in enumerate(document.chunks):
             text, replaced = clean(chunk)
             separator = self.separator if document.begins and i == 0 else []
@@ -229,8 +229,8 @@ class PieceWriter:
                 "bytes": len(text) if text.isascii() else len(text.encode()),
             }
             size += more["bytes"]
-            odd |= replaced
+            not_utf8 |= replaced
             literal |= END_OF_TEXT in text
             yield more
-        counts.update(empty=int(size == 0), not_utf8=int(odd), literal_separator=int(literal))
+        counts.update(empty=int(size == 0), not_utf8=int(not_utf8), literal_separator=int(literal))
         counts["longest"] = max(counts["longest"], size)

@@ -331,7 +331,7 @@ def test_the_order_takes_microseconds_and_batches_are_faster_than_a_gpu(tmp_path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     speeds = []
-    for _ in range(4):  # the first touches the pages
+    for _ in range(4):  # the first loads the pages
         begun = time.process_time()
         for step in range(32):
             for _batch in loader.update(256 * step, 256):

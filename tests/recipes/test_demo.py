@@ -169,7 +169,7 @@ def test_both_models_stream_text_that_depends_on_the_seed(visitor):
     left, right = visitor.texts()
     assert left.startswith("hello ") and right.startswith("hello ") and left != right
     assert any(6 < len(text) < 306 for texts in seen for text in texts)  # streamed
-    # The likeliest next tokens of each model, with their probabilities.
+    # The most likely next tokens of each model, with their probabilities.
     assert visitor.page.locator("meter").count() == 20
 
     visitor.write("hello ", Length=30, Samples=3)
