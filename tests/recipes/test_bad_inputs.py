@@ -171,7 +171,7 @@ def folders() -> Iterator[Row]:
         ("pretrain_124m", tiny + "--sequence_length 64", "exceeds n_positions"),
         ("pretrain_124m", tiny + "--total_batch_size 100", "total_batch_size"),
         ("pretrain_124m", tiny + "--ramp_tokens 512 --ramp_start 3", "ramp_start"),
-        ("pretrain_124m", tiny + "--report_to mlflow", "got 'mlflow'"),
+        ("pretrain_124m", tiny + "--report_to mlflow", "unknown tracker 'mlflow'"),
         ("pretrain_124m", tiny + "--push_to_hub 'not a name'", "'not a name' is not a name"),
         ("pretrain_124m", tiny + "--resume_from nowhere", "nowhere"),
         ("pretrain_124m", tiny + "--resume_from nobody/none", "nobody/none"),
