@@ -363,7 +363,7 @@ def read_yaml(
 
 
 def load_yaml(path: str, option: str) -> dict:
-    """The content of a YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
+    """Reads the YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{option} {path}: there is no such file")
     try:

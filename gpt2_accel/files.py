@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Yields a binary file that atomically replaces `path` when the block ends, after it is synced to disk. If the block
+    """Yields a binary file that atomically replaces `path` when the block ends, after a sync to disk. If the block
     raises, `path` is unchanged."""
     scratch = scratch_path(Path(path))
     try:
@@ -243,7 +243,7 @@ def parse_json(text: str) -> Any:
 class JsonLines:
     """An append-only log with one JSON object, with a `step`, per line; each line is written immediately.
 
-    Opening it drops the lines of steps after `last_step`, which a resumed run writes again, and an incomplete last line.
+    Opening it drops the lines of steps after `last_step`, which a resumed run rewrites, and an incomplete last line.
     """
 
     def __init__(self, path: str | Path, last_step: int):

@@ -230,7 +230,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
-    """`orthogonalize` of matrices that are equal on all ranks: each rank takes a share, and the results are gathered."""
+    """Orthogonalizes matrices that are equal on all ranks: each rank takes a share, the results are gathered."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1:
         return orthogonalize(matrices)

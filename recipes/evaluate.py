@@ -6,7 +6,7 @@
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
 `--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id; `--baselines` takes OpenAI's four.
-Prints a table with each convention, and GPT-2's published figures beside those of the same items. Items come from the Hub, or by
+Prints a table with each convention, and GPT-2's published figures for the same items. Items come from the Hub, or by
 `--data TASK=FILE` from a JSONL or text file: HellaSwag's fields are `ctx`, `endings` and `label`, LAMBADA's
 and the corpora's `text`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install -e '.[eval]'`).
 """
@@ -69,7 +69,7 @@ class Evaluate:
         check_ranges(self, positive="limit eval_tokens", not_negative="seed")
         for task in self.tasks:
             if task not in TASKS:
-                raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
+                raise ValueError(f"there is no task {task!r}: choose one of {', '.join(TASKS)}")
         if self.update_card and (self.baselines or not Path(self.model).is_dir()):
             raise ValueError("update_card needs a local --model, whose card it can change")
         if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():

@@ -30,7 +30,7 @@ NOT_FINITE = (
 def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
-    `name` is a run's folder (its newest weights are loaded), an HF GPT-2 directory or a Hub id. `dtype` of the weights is
+    `name` is a run's folder (for its newest weights), an HF GPT-2 directory or a Hub id. `dtype` of the weights is
     a name in `DTYPES`. Raises `ValueError` for another, and the errors of `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
@@ -82,7 +82,7 @@ class Completion:
     """One continuation of a prompt.
 
     `ids` are the new tokens, including the one that ended the text, and `text` is their text, cut before a stop string.
-    `logprobs`, if requested, are the log-probabilities of `ids` in nats, before temperature, top-k and top-p. `ended` is
+    `logprobs`, if requested, are log-probabilities of `ids` in nats, before temperature, top-k and top-p. `ended` is
     "end_of_text", "stop" or "length", or None while the text is incomplete.
     """
 

@@ -228,7 +228,7 @@ def local_directory(name: str | Path) -> Path:
 
 
 def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[Path]]:
-    """Returns the shape of a directory's model and its weight files. Raises the errors of `from_pretrained` that need no
+    """Returns the shape and the weight files of a directory's model. Raises errors of `from_pretrained` that need no
     reading of tensors."""
     config = read_config(directory, dropout)
     files = weight_files(directory)

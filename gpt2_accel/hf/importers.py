@@ -25,7 +25,7 @@ class PickledConfig:
 def read_checkpoint(path: str | Path) -> GPT:
     """Loads a checkpoint of nanoGPT, build-nanogpt or llm.c; the format is detected from the content.
 
-    The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The models of nanoGPT's
+    Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The models of nanoGPT's
     first weeks used GPT-2's approximation, which their files do not record.
 
     Raises `FileNotFoundError` if there is no such file, `ValueError` if it has none of the three formats, is damaged,

@@ -150,8 +150,8 @@ chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_grad
 
 
 def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
-    """Replaces logits, (rows, V), by their softmax times `scale`. Returns the log-sum-exp of each row, (rows, 1) in fp32
-    or fp64."""
+    """Replaces logits, (rows, V), by their softmax times `scale`. Returns each row's log-sum-exp, (rows, 1) in fp32 or
+    fp64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_sum = wide.logsumexp(dim=1, keepdim=True)
     logits.copy_((wide - log_sum).exp() * scale)

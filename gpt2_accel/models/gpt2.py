@@ -210,7 +210,7 @@ def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
 class GPT(nn.Module):
     """A GPT-2 language model. The head is tied to the token embedding `wte`.
 
-    `wte` has `config.padded_vocab_size` rows. The padding rows are zero, never get a gradient, and are excluded from the
+    `wte` has `config.padded_vocab_size` rows. The padding rows are zero, get no gradient, and are excluded from the
     loss, from the logits that `forward` returns, and from saved files.
 
     If `separator` is set, attention does not cross from one document to the next; it is the token that starts each

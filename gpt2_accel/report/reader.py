@@ -65,7 +65,7 @@ class Run:
 
     @property
     def tokenizer(self) -> str | int | None:
-        """What tells the run's tokens from those of others: the tokenizer's fingerprint, or else the vocabulary's size."""
+        """Identifies the run's tokens: the tokenizer's fingerprint, or else the vocabulary's size."""
         return self.metadata.get("tokenizer") or self.metadata.get("vocab_size")
 
     @property

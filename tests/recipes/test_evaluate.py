@@ -251,7 +251,7 @@ def test_mistakes_are_refused(model, items, data_dir, tmp_path, monkeypatch):
         with pytest.raises((ValueError, OSError), match=message):
             evaluate(monkeypatch, "--model", model, *flags)
 
-    mistake("--tasks", "hellaswg", message="there is no task 'hellaswg': choose of hellaswag")
+    mistake("--tasks", "hellaswg", message="there is no task 'hellaswg': choose one of hellaswag")
     mistake("--tasks", "text", message="give --data text=FILE")
     mistake("--tasks", "ptb", "--data", "lambada=x", message="is for none of the --tasks")
     mistake("--tasks", "ptb", "--data", "x.txt", message="x.txt does not exist")
