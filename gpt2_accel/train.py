@@ -27,7 +27,7 @@ from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import closing
-from gpt2_accel.runtime.processes import main_process_first
+from gpt2_accel.runtime.processes import main_process_first, on_main_process
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import check_trackers
@@ -60,7 +60,7 @@ def train(config: TrainConfig) -> bool:
         close(accelerator)
         return False
 
-    if is_complete(config, state, inputs):
+    if on_main_process(accelerator, lambda: is_complete(config, state, inputs)):
         accelerator.print(f"{config.output_dir} is complete: nothing left to train")
         if config.push_to_hub and accelerator.is_main_process:
             push_complete(config, accelerator, inputs)

@@ -29,9 +29,14 @@ def find_checkpoint(
     id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
     Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or if `latest` finds only
-    damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run.
+    damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a model.
     """
     checkpoints = list_checkpoints(run_dir)
+    if not checkpoints and any(Path(run_dir).glob("model*.safetensors")):
+        raise FileExistsError(
+            f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the model: "
+            "choose another --output_dir"
+        )
     if resume_from is None:
         if checkpoints:
             raise FileExistsError(

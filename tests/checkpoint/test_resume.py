@@ -173,6 +173,18 @@ def test_an_output_dir_that_cannot_be_written_is_refused(place, data_dir, tmp_pa
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("resume_from", [None, "latest"])
+def test_a_model_without_checkpoints_is_not_overwritten(resume_from, data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=2, resume_from=resume_from)
+    run(config)
+    for path in list_checkpoints(tmp_path / "run"):
+        shutil.rmtree(path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(FileExistsError, match="holds a model but no checkpoint .* --output_dir$"):
+        run(config)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
 def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
