@@ -193,7 +193,7 @@ def training_texts(pieces: list[Piece]) -> Iterator[str]:
     return (chunk for d in documents if d.split == "train" for chunk in d.chunks)
 
 
-def prepare_corpus(options: argparse.Namespace) -> dict:
+def prepare_corpus(options: argparse.Namespace) -> dict | None:
     """Writes the shards; returns the manifest, None after submitting Slurm jobs."""
     plan = plan_of(options)
     plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
@@ -259,7 +259,11 @@ def main() -> None:
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, dict(options.parts)))
     elif options.command:
-        summarize(prepare_corpus(options))
+        manifest = prepare_corpus(options)
+        if manifest is None:
+            print(f"Slurm has the jobs; {options.data_dir} is there when they have ended")
+            return
+        summarize(manifest)
     if options.verify:
         print(f"all {verify_data(options.data_dir)} shards are intact")
     if options.stats or not (options.command or options.verify):

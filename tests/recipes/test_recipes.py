@@ -202,3 +202,12 @@ def test_prepare_data_tokenizes_files(tmp_path, tokenizer, workers):
         *arguments[-6:],
     )
     assert "val: 1 documents" in done.stdout
+
+
+def test_prepare_data_ends_after_submitting_jobs_to_slurm(monkeypatch, capsys):
+    recipe = load_recipe("prepare_data")
+    monkeypatch.setattr(recipe, "prepare_corpus", lambda options: None)  # as run_on for Slurm
+    command = "prepare_data.py text x.txt --executor slurm --data_dir d --stats"
+    monkeypatch.setattr(sys, "argv", command.split())
+    recipe.main()
+    assert capsys.readouterr().out.startswith("Slurm has the jobs; d ")
