@@ -1,5 +1,7 @@
 """Formats errors for one-sentence messages."""
 
+import errno
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type if the message is empty."""
@@ -7,7 +9,10 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename2 or error.filename}: {error.strerror}"
+    """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`, without `FILE` if it
+    names none."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
+        full = ": free disk space and start again" if error.errno == errno.ENOSPC else ""
+        return f"{place}{error.strerror}{full}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -241,7 +241,9 @@ def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
     if len(own):
         padded[: len(own)] = orthogonalize(own)
     gathered = padded.new_empty(share * ranks, *shape)
-    dist.all_gather_into_tensor(gathered, padded)
+    # The older name warns from torch 2.13 on.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, padded)
     return gathered[: len(matrices)]
 
 

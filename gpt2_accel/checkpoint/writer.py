@@ -30,6 +30,7 @@ from gpt2_accel.checkpoint.state_dict import (
     optimizer_tensors,
 )
 from gpt2_accel.device import is_sharded
+from gpt2_accel.errors import sentence
 from gpt2_accel.files import atomic_directory, discard, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
@@ -134,7 +135,7 @@ class CheckpointWriter:
         """Waits until the last checkpoint is on disk. Raises `OSError` if it could not be written."""
         self.join()
         if self._error is not None:
-            message = f"the last checkpoint could not be written: {self._error}"
+            message = f"the last checkpoint could not be written: {sentence(self._error)}"
             raise OSError(message) from self._error
 
     def join(self) -> None:

@@ -7,6 +7,7 @@ until it is complete. The same command resumes it there, also after some of the 
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ def carry_out(plan: Plan, workers: int = 1) -> dict:
     unfinished work belongs to another plan, `OSError` if the disk is too small or another process is preparing the same
     folder.
     """
-    if plan.data_dir.exists():
+    if os.path.lexists(plan.data_dir):
         return finished_before(plan)
     with lock_folder(plan.work, "choose another --data_dir"):
         try:

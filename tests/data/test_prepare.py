@@ -640,6 +640,15 @@ def test_another_preparation_in_the_same_folder_is_refused(corpus, tmp_path, mon
         carry_out(plan(pieces, target, shard_tokens=5))
 
 
+def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
+    (tmp_path / "data").symlink_to("nothing")
+    with pytest.raises(FileExistsError, match="exists already"):
+        prepare(
+            {"train": ["a"], "val": ["b"]}, train_bpe(["abc"], 260), tmp_path / "data", source="x"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
 def test_a_corrected_command_works_after_a_mistake(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(100)))
     args = ("text", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
