@@ -1,12 +1,12 @@
-"""A page on which people try a checkpoint, or compare two: type a prompt, and the text streams in.
+"""Serve a web page to try a checkpoint, or to compare two: type a prompt, and the text streams in.
 
     pip install -e '.[demo]'
     python recipes/demo.py --model runs/quickstart
     python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
 
-Gradio's own variables say where it listens: GRADIO_SERVER_NAME (0.0.0.0 for the whole network) and
-GRADIO_SERVER_PORT. Visitors take turns: while one text is written, the others see their place in the
-queue. `--write_space FOLDER` writes the page as a Hugging Face Space, complete with what it needs.
+Gradio's environment variables set the address: GRADIO_SERVER_NAME (0.0.0.0 for the whole network) and
+GRADIO_SERVER_PORT. Visitors take turns; those who wait see their place in the queue. `--write_space FOLDER` writes the
+page as a complete Hugging Face Space.
 """
 
 import html

@@ -1,4 +1,4 @@
-"""How good is a model, and how good beside GPT-2?
+"""Evaluate a model: loss, HellaSwag, LAMBADA, WikiText, Penn Treebank, beside GPT-2's published figures.
 
     python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
     python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag lambada
@@ -82,7 +82,7 @@ class Evaluate:
 
 
 def local_files(config: Evaluate) -> dict[str, str]:
-    """The local file of each task that has one."""
+    """Returns the local file of each task that has one."""
     found = {}
     for entry in config.data:
         task, equals, path = entry.partition("=")
@@ -99,7 +99,7 @@ def local_files(config: Evaluate) -> dict[str, str]:
 def evaluate(
     config: Evaluate, accelerator: Accelerator, name: str, items: dict[str, list[dict]]
 ) -> tuple[dict[str, float], list[str]]:
-    """The figures of one model, and remarks on them."""
+    """Returns the results of one model, and notes on them."""
     directory = local_directory(model_directory(name))
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
@@ -143,7 +143,7 @@ def comparable(config: Evaluate, files: dict[str, str]) -> set[str]:
 
 
 def output_file(config: Evaluate) -> Path | None:
-    """Where the results go, None if nowhere."""
+    """Returns the file for the results, or None."""
     if config.output is not None:
         return Path(config.output)
     directory = Path(model_directory(config.model))
@@ -153,7 +153,7 @@ def output_file(config: Evaluate) -> Path | None:
 def save(
     output: Path, record: dict[str, dict], accelerator: Accelerator, found: dict[str, tuple]
 ) -> None:
-    """Writes the results as JSON, added to those of earlier evaluations, `record`."""
+    """Adds the results to `record`, those of earlier evaluations, and writes the JSON file."""
     for name, (results, notes) in found.items():
         entry = {
             **describe_weights(local_directory(model_directory(name))),

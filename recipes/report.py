@@ -1,10 +1,10 @@
-"""Draw what runs did: one HTML file that needs no network, and PNGs.
+"""Draw a report of one or several runs: one HTML file that needs no network, and PNGs.
 
     python recipes/report.py runs/quickstart
     python recipes/report.py runs/a runs/b --output_dir compared
 
-Curves of the runs over tokens, time and FLOPs, their samples, pictures of their newest weights. A run that is
-still going on, or was killed, is drawn as far as it came. Needs matplotlib: pip install -e '.[report]'.
+It shows curves over tokens, time and FLOPs, samples, and figures of the newest weights. Running and killed runs are
+drawn up to their last line. Needs matplotlib: pip install -e '.[report]'.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from gpt2_accel.report.reader import read_run
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, its --output_dir")
     parser.add_argument(

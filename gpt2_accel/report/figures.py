@@ -49,7 +49,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
-    """A figure of inches and its axes in the house's style, (rows, columns)."""
+    """Creates a figure, sized in inches, and its axes, (rows, columns), in the report's style."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
@@ -68,12 +68,12 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
 
 
 def set_title(ax: "Axes", text: str) -> None:
-    """The line above a picture."""
+    """Sets the title above a figure's axes."""
     ax.set_title(text, loc="left", fontsize=9, color=INK)
 
 
 def same_tokens(runs: list[Run]) -> bool:
-    """Whether the runs read the same tokens, so that a loss in nats per token compares."""
+    """Whether the runs have the same tokenizer, so that losses in nats per token are comparable."""
     return len({run.tokenizer for run in runs}) <= 1
 
 
@@ -108,7 +108,7 @@ def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
-    """Draws the curves of a run's loss into the PNG file `path`; nothing without matplotlib or without curves."""
+    """Draws the loss curves of a run to the PNG file `path`. Does nothing without matplotlib or without curves."""
     if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
         figure = loss_figure([read_run(run_dir)])
         figure.savefig(path, facecolor="white")
@@ -117,7 +117,7 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
 def metrics_figure(
     runs: list[Run], names: list[str], axis: str = "tokens", width: float = WIDE
 ) -> "Figure":
-    """Small pictures, each of one metric of several runs: two side by side where there is room."""
+    """Draws small charts, one per metric, of several runs; two side by side if there is room."""
     columns = 2 if width == WIDE else 1
     rows = math.ceil(len(names) / columns)
     figure, axes = new_figure(width, 2.3 * rows, rows, columns)
@@ -140,12 +140,12 @@ def metrics_figure(
 
 
 def settled(y: list[float]) -> list[float]:
-    """The values after the first updates' fall, which would flatten all else."""
+    """Returns the values without the initial fall, which would flatten the rest of the chart."""
     return y[len(y) // 20 :] if y and y[0] > y[-1] else y
 
 
 def finish_axes(ax: "Axes", axis: str, title: str, values: list[float]) -> None:
-    """Title, the name of the horizontal axis, numbers such as 10M; the vertical axis shows `values`."""
+    """Sets the title, the label and number format of the horizontal axis, and vertical limits that show `values`."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     set_title(ax, title)
@@ -168,7 +168,7 @@ def finish_axes(ax: "Axes", axis: str, title: str, values: list[float]) -> None:
 
 
 def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> list[float]:
-    """GPT-2's value of a metric, where it applies to all the runs that have the metric; returns it if so."""
+    """Draws GPT-2's value of a metric if it applies to all runs with that metric, and returns it."""
     lines = {run.gpt2_line(name) for run in runs if run.last(name) is not None}
     drawn = [line for line in lines if line and len(lines) == 1]
     for value, source in drawn:
@@ -187,12 +187,12 @@ def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> list[float]:
 
 
 def cycle(count: int) -> list[str]:
-    """A colour for each of `count` runs."""
+    """Returns a colour for each of `count` runs."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def short_number(value: float) -> str:
-    """1.5B, 10M, 300k, 20."""
+    """Formats a number such as 1.5B, 10M, 300k, 20."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -200,13 +200,13 @@ def short_number(value: float) -> str:
 
 
 def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
-    """At most `MOST_POINTS` of the points, evenly, the last included."""
+    """Returns at most `MOST_POINTS` evenly spaced points, including the last."""
     step = math.ceil(len(x) / MOST_POINTS) or 1
     return x[::-step][::-1], y[::-step][::-1]
 
 
 def smoothed(y: list[float]) -> list[float]:
-    """The mean of each value and its neighbours, of 1/40 of all on either side; only of the finite ones."""
+    """Returns the centred moving average over 1/40 of the points on either side, ignoring values that are not finite."""
     reach = len(y) // 40
     if not reach:
         return y
@@ -277,7 +277,7 @@ def attention_weights(model: LanguageModel, input_ids: torch.Tensor) -> torch.Te
 
 
 def attention_figure(weights: torch.Tensor, width: float = WIDE) -> "Figure":
-    """All heads as small images, a row per layer, a column per head; weights: (L, H, T, T)."""
+    """Draws all heads as small images, one row per layer, one column per head. weights: (L, H, T, T)."""
     L, H, T, _ = weights.shape
     gap = max(1, T // 12)
     canvas = np.full((L * (T + gap) - gap, H * (T + gap) - gap), np.nan)
@@ -322,18 +322,18 @@ def heads_figure(weights: torch.Tensor, tokens: list[str], width: float = WIDE) 
 
 
 def draw_signed(ax: "Axes", values: np.ndarray) -> None:
-    """An image of values in [-1, 1]: the stronger the further from 0, blue above, orange below."""
+    """Draws values in [-1, 1] as an image: blue above 0, orange below, opacity by magnitude."""
     draw_rgba(ax, values > 0, np.abs(values).clip(0, 1))
 
 
 def draw_share(ax: "Axes", values: np.ndarray) -> None:
-    """An image of shares in [0, 1], NaN for nothing there; the root lets small shares show."""
+    """Draws shares in [0, 1] as an image, NaN as empty. The square root makes small shares visible."""
     strength = np.where(np.isnan(values), 0, 0.06 + 0.94 * np.sqrt(np.nan_to_num(values)))
     draw_rgba(ax, np.ones_like(values, bool), strength)
 
 
 def draw_rgba(ax: "Axes", first: np.ndarray, strength: np.ndarray) -> None:
-    """The first colour where `first`, else the second, as opaque as `strength`: good on black and white."""
+    """Draws the first colour where `first`, else the second, with opacity `strength`, for light and dark pages."""
     from matplotlib.colors import to_rgb
 
     rgb = np.where(first[..., None], to_rgb(COLOURS[0]), to_rgb(COLOURS[1]))
@@ -370,12 +370,12 @@ def chart_data(figure: "Figure") -> list[dict]:
 
 
 def rounded(values: Sequence[float]) -> list[float | None]:
-    """To five digits; what is not finite, which JSON does not have, is None."""
+    """Rounds to five digits; values that are not finite become None, since JSON lacks them."""
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
 def themed_svg(figure: "Figure", width: float = WIDE) -> str:
-    """A figure for a page of `width` inches as an `<svg>` element without ids of its own, in the colours of the page around it."""
+    """Returns a figure for a page of `width` inches as an `<svg>` element without ids, in the colours of the page."""
     from matplotlib import rc_context
 
     out = io.StringIO()

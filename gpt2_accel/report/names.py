@@ -32,7 +32,7 @@ PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token", "/last_token_perpl
 
 
 def in_words(metric: str) -> str:
-    """`val/bits_per_byte` as `validation bits per byte`; a name that is not known keeps its task as it is."""
+    """Returns a metric's name in words: `val/bits_per_byte` becomes `validation bits per byte`."""
     task, _, name = metric.rpartition("/")
     words = METRICS.get(name, name.replace("_", " "))
     if task.startswith("lm_eval:"):
@@ -41,5 +41,5 @@ def in_words(metric: str) -> str:
 
 
 def compares(metric: str) -> bool:
-    """Whether the metric compares across tokenizers."""
+    """Whether the metric is comparable across tokenizers."""
     return not metric.endswith(PER_TOKEN)

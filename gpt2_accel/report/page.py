@@ -33,7 +33,7 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 
 @dataclass
 class Page:
-    """The report while it is put together: sections of HTML, and pictures by the name of their file."""
+    """The report under construction: HTML sections, and figures by file name."""
 
     sections: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Page:
         return f"<figure>{''.join(parts)}{text}</figure>"
 
     def section(self, title: str, *parts: str) -> None:
-        """Adds a section, unless it has nothing to show."""
+        """Adds a section unless it is empty."""
         if any(parts):
             place, heading = f"section-{len(self.sections) + 1}", html.escape(title)
             self.contents.append(f'<a href="#{place}">{heading}</a>')
@@ -61,7 +61,7 @@ class Page:
             )
 
     def body(self) -> str:
-        """The list of contents, then the sections."""
+        """Returns the contents list and the sections."""
         return "\n".join([f"<nav>{' '.join(self.contents)}</nav>", *self.sections])
 
 
@@ -93,7 +93,7 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
 
 
 def tell_apart(runs: list[Run]) -> None:
-    """Gives runs whose folders have the same name longer ones, of which also files are named."""
+    """Gives longer, unique names to runs whose folders have the same name."""
     names = [run.name for run in runs]
     for number, run in enumerate(runs, start=1):
         if names.count(run.name) > 1:
@@ -103,7 +103,7 @@ def tell_apart(runs: list[Run]) -> None:
 
 
 def table_of_runs(runs: list[Run]) -> str:
-    """What each run is and how far it came, a run a column."""
+    """Returns the table of the runs' metadata and progress, one column per run."""
     rows: dict[str, Callable[[Run], str]] = {
         "state": lambda run: state_of(run),
         "parameters": lambda run: number(run.metadata.get("parameters")),
@@ -122,13 +122,13 @@ def table_of_runs(runs: list[Run]) -> str:
 
 
 def heading(name: str, colour: str, below: str = "") -> str:
-    """The head of a run's column: its colour and name, and a line below."""
+    """Returns the head of a run's column: its colour, its name, and a line below."""
     below = f"<br><small>{html.escape(below)}</small>" if below else ""
     return f'<i style="background:{colour}"></i>{html.escape(name)}{below}'
 
 
 def table(heads: list[str], rows: dict[str, list[str | None]]) -> str:
-    """A table as HTML: the heads of its columns as HTML, and of each row its title and cells as text."""
+    """Returns an HTML table from column heads (HTML) and rows of a title and cells (text)."""
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(
         f'<tr><th scope="row">{html.escape(title)}</th>'
@@ -140,7 +140,7 @@ def table(heads: list[str], rows: dict[str, list[str | None]]) -> str:
 
 
 def table_of_evaluations(runs: list[Run]) -> str:
-    """What recipes/evaluate.py found for the runs' models, a model a column, with conventions and notes."""
+    """Returns the table of `evaluation.json`'s results, one column per model, with conventions and notes."""
     found = [
         (run, colour, name, entry)
         for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
@@ -165,14 +165,14 @@ def table_of_evaluations(runs: list[Run]) -> str:
 
 
 def compared_metrics(runs: list[Run]) -> list[str]:
-    """The names of the runs' evaluations, without those per token where the runs' tokenizers differ."""
+    """Returns the names of the runs' evaluations, without per-token metrics if the tokenizers differ."""
     names = dict.fromkeys(name for run in runs for name in run.evaluations)
     same = figures.same_tokens(runs)
     return [name for name in names if same or compares(name)]
 
 
 def state_of(run: Run) -> str:
-    """Such as `stopped at update 120 of 2,000: SIGTERM`."""
+    """Describes a run's state, such as `stopped at update 120 of 2,000: SIGTERM`."""
     if not run.status:
         return ""
     of = f" of {run.settings['max_steps']:,}" if "max_steps" in run.settings else ""
@@ -181,19 +181,19 @@ def state_of(run: Run) -> str:
 
 
 def number(value: float | None) -> str:
-    """1,234,567."""
+    """Formats a number as 1,234,567."""
     return "" if value is None else f"{value:,.0f}"
 
 
 def figure(values: dict, name: str) -> str:
-    """A metric with its standard error, where there is one: 3.4742 ± 0.0341, or 12,345."""
+    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345."""
     both = (values.get(name), values.get(f"{name}_stderr"))
     known = [value for value in both if isinstance(value, (int, float))]
     return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
 def newest(run: Run, name: str) -> str:
-    """A run's newest figure, and its update unless that is the last of the run so far."""
+    """Returns a run's newest value of a metric, and its update if that is not the run's last."""
     line = next((line for line in reversed(run.lines) if name in line), {})
     value = figure(line, name)
     earlier = value and line["step"] != run.lines[-1]["step"]
@@ -201,25 +201,25 @@ def newest(run: Run, name: str) -> str:
 
 
 def short_commit(commit: str | None) -> str:
-    """The first characters of a commit, and whether it was changed."""
+    """Shortens a commit hash and keeps `-dirty`."""
     name, _, dirty = (commit or "").partition("-")
     return name[:12] + (" with changes" if dirty else "")
 
 
 def time_of(run: Run) -> str:
-    """How long the run has trained."""
+    """Returns the run's training time in words."""
     hours, _ = run.curve("step", "hours")
     return duration(hours[-1] * 3600) if hours else ""
 
 
 def compute_of(run: Run) -> str:
-    """The FLOPs spent so far."""
+    """Returns the FLOPs spent so far."""
     flops, _ = run.curve("step", "flops")
     return f"{flops[-1]:.3g}" if flops else ""
 
 
 def add_curves(page: Page, runs: list[Run]) -> None:
-    """The sections with the loss, other evaluations and the figures of training."""
+    """Adds the sections with the loss, other evaluations and training metrics."""
     drawn = [run for run in runs if run.lines]
     if not drawn:
         return
@@ -247,7 +247,7 @@ def add_curves(page: Page, runs: list[Run]) -> None:
 
 
 def caution(runs: list[Run]) -> str:
-    """What to know before the losses of several runs are compared."""
+    """Returns a warning if the losses of the runs are not directly comparable."""
     sizes = re.compile(r" \([\d,]+ tokens\)$")  # which depend on the tokenizer
     if len({sizes.sub("", str(run.metadata.get("data"))) for run in runs}) <= 1:
         return ""
@@ -257,7 +257,7 @@ def caution(runs: list[Run]) -> str:
 def tabs(
     page: Page, name: str, runs: list[Run], draw: Callable[[list[Run], str, float], "Figure"]
 ) -> str:
-    """One picture over each of `AXES` that some run knows, to switch between."""
+    """Returns one figure per known axis of `AXES`, as tabs."""
     longest = max((max(run.curve("step", "hours")[0], default=0) for run in runs), default=0)
     unused = "minutes" if longest > 2 else "hours"
     known = [a for a in AXES if a != unused and any(run.curve("step", a)[0] for run in runs)]
@@ -273,7 +273,7 @@ def tabs(
 
 
 def samples(run: Run) -> str:
-    """What a run wrote, by prompt, the newest first."""
+    """Returns a run's samples by prompt, the newest first."""
     parts = []
     for prompt in dict.fromkeys(str(sample.get("prompt", "")) for sample in run.samples):
         own = [sample for sample in run.samples if str(sample.get("prompt", "")) == prompt]
@@ -291,7 +291,7 @@ def samples(run: Run) -> str:
 
 
 def add_weights(page: Page, run: Run, text: str | None) -> None:
-    """The section with the pictures of a run's newest weights."""
+    """Adds the section with figures of a run's newest weights."""
     if not has_model(run.folder):
         run.problems.append("no weights yet: no pictures of them")
         return
@@ -321,19 +321,19 @@ def add_weights(page: Page, run: Run, text: str | None) -> None:
 
 
 def visible(token: str) -> str:
-    """A token as a short label in which spaces and ends of lines show."""
+    """Returns a token as a short label with visible spaces and newlines."""
     label = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
     return label if len(label) <= 10 else label[:9] + "…"
 
 
 def problems(runs: list[Run]) -> str:
-    """What could not be drawn, and why."""
+    """Lists what could not be drawn, and why."""
     return bullets(
         [f"{run.folder}: {line}" for run in runs for line in dict.fromkeys(run.problems)]
     )
 
 
 def bullets(lines: list[str]) -> str:
-    """Lines of text as a list, nothing if there are none."""
+    """Returns lines of text as an HTML list, or an empty string."""
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""

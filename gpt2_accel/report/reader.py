@@ -45,7 +45,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[str]:
-        """The names of all results of evaluations, such as `val/loss`, without their standard errors."""
+        """The names of all evaluation results, such as `val/loss`, without standard errors."""
         names = (name for line in self.lines for name in line if is_evaluation(name))
         return list(dict.fromkeys(names))
 
@@ -60,7 +60,7 @@ class Run:
         return [x for x, _ in points], [y for _, y in points]
 
     def last(self, name: str) -> float | None:
-        """The newest value of a metric, None if it has none."""
+        """Returns the newest value of a metric, or None."""
         return next((line[name] for line in reversed(self.lines) if name in line), None)
 
     @property
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits per byte that one nat per token is, in the validation data; None where its bytes are not known."""
+        """Bits per byte of one nat per token in the validation data; None if its bytes are unknown."""
         loss, bits = self.last("val/loss"), self.last("val/bits_per_byte")
         return bits / loss if loss and bits else None
 
@@ -96,12 +96,12 @@ class Run:
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a name in `metrics.jsonl` is the result of an evaluation."""
+    """Whether a name in `metrics.jsonl` is an evaluation's result."""
     return "/" in name and not name.startswith("train/") and not name.endswith("_stderr")
 
 
 def training_hours(lines: list[dict]) -> list[float | None]:
-    """The hours of training up to each line; in runs of older releases, from the speed."""
+    """Returns the training hours at each line; for runs of older releases, computed from the speed."""
     seconds, hours, tokens = 0.0, [], 0
     for line in lines:
         if "train/seconds" in line:
@@ -144,7 +144,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_part(run: Run, name: str) -> dict:
-    """A JSON or YAML file of the run's folder, empty if it is missing or damaged."""
+    """Reads a JSON or YAML file of the run's folder; empty if it is missing or damaged."""
     path = run.folder / name
     if not path.exists():
         run.problems.append(f"{name} is missing: the run is of another release, or just starting")
@@ -160,7 +160,7 @@ def read_part(run: Run, name: str) -> dict:
 
 
 def note_lost_lines(run: Run, name: str, whole: int) -> None:
-    """Says how many lines of a log could not be read, and whether steps stand in it twice."""
+    """Notes unreadable lines and repeated steps of a log in the run's `problems`."""
     path = run.folder / name
     written = sum(map(bool, path.read_bytes().split(b"\n"))) if path.exists() else 0
     if lost := written - whole:
@@ -171,7 +171,7 @@ def note_lost_lines(run: Run, name: str, whole: int) -> None:
 
 
 def complete_metadata(run: Run) -> None:
-    """Fills in what a run of an older release did not write down, from its model and its data."""
+    """Fills in metadata that older releases did not record, from the model and the data."""
     if "flops_per_token" not in run.metadata and has_model(run.folder):
         try:
             shape = read_config(Path(model_directory(run.folder)))
@@ -194,5 +194,5 @@ def complete_metadata(run: Run) -> None:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether a run's folder holds weights, of a checkpoint or final ones."""
+    """Whether a run's folder holds weights."""
     return (Path(model_directory(folder)) / "config.json").is_file()
