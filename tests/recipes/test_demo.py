@@ -114,11 +114,14 @@ class Visitor:
 
     def write(self, prompt, **settings):
         """Fills in the settings and the prompt, and clicks Write."""
+        if settings and not self.page.get_by_text("Top-k").is_visible():
+            self.page.get_by_role("button", name="Settings").first.click()
+            self.page.get_by_text("Top-k").wait_for()
+            self.page.bring_to_front()
+            self.page.wait_for_timeout(
+                1500
+            )  # Gradio creates the settings now, and then sets their defaults
         for label, value in settings.items():
-            if not self.page.get_by_text("Top-k").is_visible():
-                self.page.get_by_role("button", name="Settings").first.click()
-                self.page.get_by_text("Top-k").wait_for()
-                self.page.wait_for_timeout(500)  # Gradio makes them now, and sets their defaults
             field = self.page.locator(f"input[type=number][aria-label$='{label}']")
             field.fill(str(value))
             field.press("Tab")

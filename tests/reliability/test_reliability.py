@@ -465,7 +465,7 @@ POINTS = ("/api/repos/create", "/preupload/", "/info/lfs/", "PUT /lfs/", "/commi
 ENDS = ("stopped", "complete", "complete, signalled twice")
 
 
-@pytest.mark.parametrize(("point", "end"), zip(POINTS, itertools.cycle(ENDS)))
+@pytest.mark.parametrize(("point", "end"), list(zip(POINTS, itertools.cycle(ENDS))))
 def test_a_hub_that_never_answers_loses_only_the_upload(
     data_dir, tmp_path, times, report, point, end
 ):
