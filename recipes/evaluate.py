@@ -168,7 +168,7 @@ def save(
 
 
 def describe_weights(directory: Path) -> dict[str, str | int | None]:
-    """Which weights were evaluated: of which update, None where that is not known, and their checksum."""
+    """Returns the checksum of a model's weights and their update, None if it is unknown."""
     trained = (directory / STATE).is_dir()
     step = read_state(directory)["step"] if trained else read_status(directory).get("step")
     files = hashlib.sha256("".join(map(digest, weight_files(directory))).encode())

@@ -63,7 +63,7 @@ class Quickstart(TrainConfig):
 
 
 def check_prepared(config: Quickstart) -> None:
-    """Raises `ValueError` if the data at hand has another vocabulary than was asked for."""
+    """Raises `ValueError` if the prepared data has another vocabulary size than the given `--vocab_size`."""
     found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, found):
         raise ValueError(

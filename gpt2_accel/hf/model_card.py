@@ -99,7 +99,7 @@ def without_folders(value: object) -> object:
 def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:
     """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none.
 
-    `data` describes the run's data, of which train and val are splits.
+    `data` describes the run's data; its splits are train and val.
     """
     found = []
     for name, value in results.items():

@@ -43,7 +43,7 @@ ORDER_SETTINGS = ("seed", "sequence_length")
 
 @dataclass
 class TrainState:
-    """The state that training changes, all of which a checkpoint holds.
+    """The state that training changes. A checkpoint holds all of it.
 
     `model` and `optimizer` are prepared by Accelerate. `step` is the number of updates done.
     """
