@@ -7,6 +7,7 @@ processes, precision and compilation are not settings here: they come from the A
 import argparse
 import difflib
 import reprlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -310,15 +311,18 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
 
 
 def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Arranges `--help`: sections, one spelling of each option, its help text and default.
+    """Arranges `--help`: the recipe's first line, sections, one spelling of each option, its help text and default.
 
     A setting whose default a recipe overrides keeps its help text.
     """
     parser.usage = "%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]"
+    header = sys.modules[config_class.__module__].__doc__ or ""
+    parser.description = header.partition("\n")[0]
     names = get_type_hints(config_class)
     trains = issubclass(config_class, TrainConfig)
     inherited = list(get_type_hints(TrainConfig)) if trains else []
     own = [name for name in names if name not in inherited]
+    own.sort(key=lambda name: name not in config_class.__annotations__)  # then those of its base
     kinds = {int: "N", batch_size: "N", float: "X", str: "TEXT"}
     section = parser.add_argument_group("this recipe") if own else None
     for name in own + inherited:
@@ -330,7 +334,7 @@ def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
         option.option_strings = option.option_strings[:1]
         option.metavar = kinds.get(option.type, "true|false")
         option.help = help_text(config_class, name)
-        if option.default not in (None, []) and option.default is not False:
+        if option.default not in (None, [], ""):
             option.help += " (default: %(default)s)"
         if option.required:
             option.help += " (required)"

@@ -1,3 +1,5 @@
+"""Settings from defaults, YAML and the command line, and their `--help`."""
+
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -150,6 +152,7 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys):
     text = capsys.readouterr().out
     sections = re.split(r"^(\S.*):$", text, flags=re.MULTILINE)
     titles = sections[1::2]
+    assert __doc__.partition("\n")[0] in " ".join(sections[0].split())
     assert titles == ["options", "this recipe", *SECTIONS.values()]
     by_title = {
         title: " ".join(body.split()) for title, body in zip(titles, sections[2::2], strict=True)
