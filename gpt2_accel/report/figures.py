@@ -132,7 +132,9 @@ def metrics_figure(
             marker = "o" if len(x) <= (1 if training else 60) else None
             style = {"marker": marker, "markersize": 3, "gid": run.name}
             ax.plot(x, y, color=colour, linewidth=1.3, **style)
-        shown += draw_gpt2_line(ax, runs, name)
+        if gpt2 := draw_gpt2_line(ax, runs, name):
+            ax.legend(frameon=False, loc="best", labelcolor=INK, fontsize=8)
+        shown += gpt2
         finish_axes(ax, axis, in_words(name.removeprefix("train/")), shown)
         if training:
             ax.set_ylim(bottom=0)
@@ -168,21 +170,12 @@ def finish_axes(ax: "Axes", axis: str, title: str, values: list[float]) -> None:
 
 
 def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> list[float]:
-    """Draws GPT-2's value of a metric if it applies to all runs with that metric, and returns it."""
+    """Draws GPT-2's value of a metric, labelled for the legend, if it applies to all runs with that metric; returns it."""
     lines = {run.gpt2_line(name) for run in runs if run.last(name) is not None}
     drawn = [line for line in lines if line and len(lines) == 1]
     for value, source in drawn:
-        ax.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        text = f"GPT-2 124M: {value:.4g} ({source})"
-        ax.annotate(
-            text,
-            (0.01, value),
-            (0, -10 if name.endswith("loss") else 3),  # where the curve does not begin
-            ax.get_yaxis_transform(),
-            "offset points",
-            fontsize=8,
-            color=INK,
-        )
+        label = f"GPT-2 124M: {value:.4g} ({source})"
+        ax.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)), label=label)
     return [value for value, _ in drawn]
 
 
