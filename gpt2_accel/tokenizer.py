@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import cached_file
 
 from gpt2_accel.errors import first_line
 
@@ -27,6 +28,21 @@ GPT2_VOCAB_SIZE = 50257
 LARGEST_BPE = 2**20  # tokens; the trainer allocates memory for all of them at once
 # `fingerprint` of GPT-2's BPE; tiktoken gives the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
+# Text that tokenizers with other pre-tokenizers or normalizers encode differently. In order: a word without a leading
+# space, runs of spaces, line ends and tabs; contractions in both cases; digits; case, underscores and punctuation;
+# special tokens of several models; NUL, a byte order mark, invisible and wide spaces; composed and combining accents,
+# compatibility characters; emoji of several code points; right-to-left, Chinese, Japanese, Korean, Thai, Devanagari;
+# trailing spaces.
+PROBE = (
+    "Word  two   three\r\nfour\n\n\n\tfive \t six\u2028it's we'LL 'tis I\u2019m don'T 0 12 345 2024 1234567 3.14 "
+    "1e-5 x2y CamelCase snake_case ALLCAPS İı ß a.b(c)[d]{e}<f>==!=/* */ --- ... <|endoftext|> a<|endoftext|>b <s></s>"
+    "<unk> [CLS] \0 \ufeff\u200b\u200d\u00ad\u00a0\u3000 caf\u00e9 cafe\u0301 \u1e9b\u0323 \ufb01 \u2460 \uff21 x\u00b2 "
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
+    "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
+)
+PROBED_TOKENS = 256  # of the vocabulary, evenly spaced, are decoded and appended to `PROBE`
+# SHA-256 of saved tokenizer files that `AutoTokenizer` was found to load exactly, in this process.
+_exact_files: set[bytes] = set()
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerBase:
@@ -135,7 +151,60 @@ def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of an HF directory or Hub id. Raises `FileNotFoundError` if there is none."""
+    """Loads the tokenizer of an HF directory or Hub id.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` if `AutoTokenizer` does not give the token ids of
+    `tokenizer.json`, or if the tokenizer is not one of the `tokenizers` library.
+    """
+    tokenizer = _auto_tokenizer(name)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"{name} has a {type(tokenizer).__name__}, which is not of the tokenizers library: use a tokenizer that "
+            "has a tokenizer.json"
+        )
+    file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if file is not None and not _same_ids(tokenizer, file):
+        raise ValueError(
+            f"transformers loads the tokenizer of {name} as {type(tokenizer).__name__}, whose token ids differ from "
+            'those of its tokenizer.json: set "tokenizer_class" to "PreTrainedTokenizerFast" in its '
+            "tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: str | Path, name: str | Path | None = None
+) -> None:
+    """Writes the files of a tokenizer; `name` replaces `folder` in errors.
+
+    Raises `ValueError` if `AutoTokenizer` loads a tokenizer with other token ids from them. It is asked once per
+    process for the same files, not at each checkpoint.
+    """
+    whole_texts(tokenizer.backend_tokenizer)
+    tokenizer.save_pretrained(folder)
+    files = ("tokenizer.json", "tokenizer_config.json", "config.json")  # that `AutoTokenizer` reads
+    paths = [path for file in files if (path := Path(folder, file)).is_file()]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()
+    if digest in _exact_files:
+        return
+    loaded = _auto_tokenizer(folder)
+    if not _same_ids(loaded, paths[0]):
+        raise ValueError(
+            f"transformers would load the tokenizer of {name or folder} as {type(loaded).__name__}, with other token "
+            "ids: make it a PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, "
+            "eos_token=tokenizer.eos_token)"
+        )
+    _exact_files.add(digest)
+
+
+def whole_texts(backend: Tokenizer) -> None:
+    """Turns truncation and padding off. A `tokenizer.json` may have them, and a call of the tokenizer may leave them."""
+    backend.no_truncation()
+    backend.no_padding()
+
+
+def _auto_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Returns what `AutoTokenizer` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower for a damaged file
@@ -147,6 +216,31 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             f"{name} holds no tokenizer: put the files of the one that the model was trained with there"
         )
     return tokenizer
+
+
+def _same_ids(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> bool:
+    """Whether a loaded tokenizer encodes a probe text as the `tokenizer.json` that it was loaded from.
+
+    `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
+    file. The text is `PROBE`, tokens of the vocabulary and all added tokens. A tokenizer that fails on `PROBE`, as a
+    character-level one on unknown characters, is compared on its own tokens. Special tokens that a post-processor adds
+    are not compared: `tokenizer_config.json` may change them.
+    """
+    raw = Tokenizer.from_file(str(file))
+    size = raw.get_vocab_size()
+    own = raw.decode(list(range(0, size, max(1, size // PROBED_TOKENS))))
+    own += " ".join(token.content for token in raw.get_added_tokens_decoder().values())
+    text = PROBE + own if _ids(raw, PROBE) is not None else own
+    return _ids(raw, text) == _ids(tokenizer.backend_tokenizer, text)
+
+
+def _ids(backend: Tokenizer, text: str) -> list[int] | None:
+    """Returns the token ids of a text, None if it holds characters that are not in the vocabulary."""
+    whole_texts(backend)
+    try:
+        return backend.encode(text, add_special_tokens=False).ids
+    except Exception:  # the library raises nothing narrower
+        return None
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | Path) -> None:
@@ -164,6 +258,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     Raises `ValueError` for a character that is not in the vocabulary.
     """
     backend = tokenizer.backend_tokenizer
+    whole_texts(backend)
     backend.encode_special_tokens = True
     try:
         return [encoding.ids for encoding in backend.encode_batch(list(texts))]
@@ -183,8 +278,12 @@ def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndar
 
     The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster.
     """
+
+    def plain(text: str) -> np.ndarray:
+        return np.array(encode(tokenizer, [text])[0], np.int64)
+
     if fingerprint(tokenizer) != GPT2_FINGERPRINT:
-        return lambda text: np.array(encode(tokenizer, [text])[0], np.int64)
+        return plain
     import tiktoken
 
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
@@ -201,7 +300,12 @@ def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndar
     encoding = tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
-    return lambda text: encoding.encode_to_numpy(text, disallowed_special=())
+
+    def fast(text: str) -> np.ndarray:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+
+    # Vocabulary and merges may be GPT-2's, and the normalizer or the pre-tokenizer not.
+    return fast if np.array_equal(fast(PROBE), plain(PROBE)) else plain
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -1,15 +1,32 @@
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GPT2Config
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.tokenizer import (
+    PROBE,
     byte_tokenizer,
     char_tokenizer,
     encode,
     fingerprint,
-    gpt2_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
     tiktoken_gpt2,
+    token_encoder,
     train_bpe,
 )
 
@@ -18,24 +35,26 @@ TEXT = "def f(x):\n    return x + 1\n\ndef g(y):\n    return f(y) * 2\n" * 20
 
 def reloaded(tokenizer, folder):
     """What AutoTokenizer makes of the files beside a GPT-2's config."""
-    tokenizer.save_pretrained(folder)
-    GPT2Config(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None).save_pretrained(
-        folder
-    )
+    model = GPT(GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=8))
+    save_pretrained(model, folder, tokenizer)
     return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [byte_tokenizer(), train_bpe([TEXT], 300), char_tokenizer(TEXT)],
-    ids=["bytes", "bpe", "char"],
+    [byte_tokenizer(), train_bpe([TEXT], 300), char_tokenizer(TEXT), char_tokenizer(PROBE), None],
+    ids=["bytes", "bpe", "char", "chars of the probe", "gpt2"],
 )
-def test_autotokenizer_encodes_and_decodes_alike(tokenizer, tmp_path):
+def test_autotokenizer_encodes_and_decodes_alike(tokenizer, gpt2, tmp_path):
+    tokenizer = tokenizer or gpt2
+    text = TEXT if len(tokenizer) == len(set(TEXT)) else PROBE
     again = reloaded(tokenizer, tmp_path)
-    [ids] = encode(tokenizer, [TEXT])
-    assert again(TEXT)["input_ids"] == ids
-    assert again.decode(ids) == tokenizer.decode(ids) == TEXT
+    [ids] = encode(tokenizer, [text])
+    assert again(text, split_special_tokens=True)["input_ids"] == ids
+    assert again.decode(ids) == tokenizer.decode(ids) == text
     assert fingerprint(again) == fingerprint(tokenizer)
+    raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert ids == raw_ids(raw, text) == encode(load_tokenizer(tmp_path), [text])[0]
 
 
 @given(st.text())
@@ -70,14 +89,6 @@ def test_an_unknown_character_is_named():
         encode(char_tokenizer("abc"), ["abéc"])
 
 
-@pytest.fixture(scope="module")
-def gpt2():
-    try:
-        return gpt2_tokenizer()
-    except OSError as error:
-        pytest.skip(f"no copy of GPT-2's vocabulary: {error}")
-
-
 def test_gpt2_ids_are_tiktokens_saved_too(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
     gpt2 = AutoTokenizer.from_pretrained(tmp_path)
@@ -90,3 +101,143 @@ def test_gpt2_ids_are_tiktokens_saved_too(gpt2, tmp_path):
         assert encode(gpt2, [text])[0] == tiktoken_gpt2().encode_ordinary(text)
 
     check()
+
+
+def plain_bpe() -> Tokenizer:
+    """A byte-level BPE with GPT-2's word splitting and `<|endoftext|>`, as the tokenizers library makes it."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([PROBE, TEXT], trainer)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<|endoftext|>"])
+    return bpe
+
+
+def change_pre_tokenizer(bpe):
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s+(?!\S)|\s*[\r\n]+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def add_prefix_space(bpe):
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def leave_words_whole(bpe):
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def normalize(bpe):
+    bpe.normalizer = normalizers.NFC()
+
+
+def keep(bpe):
+    bpe.add_tokens([AddedToken("it's", lstrip=True), AddedToken("four", single_word=True)])
+
+
+def write_files(bpe, folder, tokenizer_class=None, config=True):
+    """Writes tokenizer.json, tokenizer_config.json and a GPT-2's config.json, as a Hub repository has them."""
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", **named})
+    )
+    if config:
+        GPT2Config(vocab_size=bpe.get_vocab_size()).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize(
+    "change", [change_pre_tokenizer, add_prefix_space, leave_words_whole, normalize]
+)
+def test_a_tokenizer_that_autotokenizer_changes_is_refused(change, name, tmp_path):
+    bpe = plain_bpe()
+    change(bpe)
+    write_files(bpe, tmp_path / "model", name)
+    if (
+        name == "Qwen2Tokenizer" and change is normalize
+    ):  # that class has NFC, but another pre-tokenizer
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").backend_tokenizer.normalizer
+    kind = name.removesuffix("Fast") if name else "GPT2Tokenizer"
+    with pytest.raises(ValueError, match=f"{tmp_path}/model as {kind}, .* differ .* set "):
+        load_tokenizer(tmp_path / "model")
+    # The fix that the message names.
+    write_files(bpe, tmp_path / "corrected", "PreTrainedTokenizerFast")
+    loaded = load_tokenizer(tmp_path / "corrected")
+    assert encode(loaded, [PROBE]) == [raw_ids(bpe, PROBE)]
+
+
+def raw_ids(bpe: Tokenizer, text: str) -> list[int]:
+    bpe.encode_special_tokens = True
+    return bpe.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "name", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"]
+)
+@pytest.mark.parametrize("change", [lambda bpe: None, keep], ids=["plain", "added"])
+def test_a_tokenizer_that_autotokenizer_leaves_alone_is_loaded(change, name, tmp_path):
+    bpe = plain_bpe()
+    change(bpe)
+    write_files(bpe, tmp_path / "model", name)
+    assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(bpe, PROBE)]
+
+
+def test_saving_a_tokenizer_that_loads_otherwise_is_refused(tmp_path):
+    tokenizer = train_bpe([TEXT, PROBE], 400)
+    leave_words_whole(tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match=f"{tmp_path}/data/tokenizer as GPT2Tokenizer, .*make it"):
+        prepare({"train": [TEXT]}, tokenizer, tmp_path / "data", source="test")
+    model = GPT(GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=8))
+    with pytest.raises(ValueError, match=f"{tmp_path}/model as GPT2Tokenizer, .*make it"):
+        save_pretrained(model, tmp_path / "model", tokenizer)
+    assert not list((tmp_path / "model").glob("*"))
+    # The fix that the message names.
+    fixed = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token
+    )
+    save_pretrained(model, tmp_path / "model", fixed)
+    assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == encode(tokenizer, [PROBE])
+
+
+def test_a_checkpoint_does_not_load_its_tokenizer_again(tmp_path, monkeypatch):
+    tokenizer = train_bpe([TEXT], 300)
+    save_tokenizer(tokenizer, tmp_path / "first")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    save_tokenizer(tokenizer, tmp_path / "second")
+    with pytest.raises(FileNotFoundError):
+        save_tokenizer(train_bpe([TEXT], 270), tmp_path / "third")
+
+
+def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
+    bpe = plain_bpe()
+    expected = [raw_ids(bpe, text) for text in (PROBE, "a")]
+    bpe.enable_truncation(5)
+    bpe.enable_padding(length=9)
+    write_files(bpe, tmp_path / "model", "PreTrainedTokenizerFast")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert encode(tokenizer, [PROBE, "a"]) == expected
+    tokenizer(TEXT, truncation=True, max_length=5)
+    assert encode(tokenizer, [PROBE, "a"]) == expected
+    tokenizer(TEXT, truncation=True, max_length=5)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert Tokenizer.from_file(str(tmp_path / "saved/tokenizer.json")).truncation is None
+
+
+def test_a_tokenizer_in_python_is_refused(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="ByT5Tokenizer, .* use a tokenizer that has a tokenizer.json"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_gpt2s_vocabulary_with_another_normalizer_is_not_encoded_by_tiktoken(gpt2):
+    changed = PreTrainedTokenizerFast(tokenizer_object=gpt2.backend_tokenizer)
+    changed.backend_tokenizer.normalizer = normalizers.NFC()
+    for tokenizer in (gpt2, changed):
+        assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
+    assert encode(gpt2, [PROBE]) != encode(changed, [PROBE])

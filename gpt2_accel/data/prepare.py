@@ -20,6 +20,7 @@ from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import Texts, split_text, text_source, tiny_shakespeare
 from gpt2_accel.data.tokenizing import record_path, tokenize
 from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
+from gpt2_accel.tokenizer import save_tokenizer
 
 
 def prepare(
@@ -128,7 +129,7 @@ def begin(plan: Plan) -> None:
             if not {path.name, path.name.split(".")[0]} & stay:
                 remove(path)
         (work / "pieces").mkdir(exist_ok=True)
-        plan.tokenizer.save_pretrained(work / "tokenizer")
+        save_tokenizer(plan.tokenizer, work / "tokenizer", plan.data_dir / "tokenizer")
         write_json(plan_file, {"plan": plan.mark, "pieces": plan.piece_marks()})
     remove_leftovers(work / "pieces")
 

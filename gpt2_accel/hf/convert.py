@@ -23,7 +23,7 @@ from gpt2_accel.hf.safetensors_files import (
     write_weights,
 )
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
-from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer
+from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer, save_tokenizer
 
 PREFIX = "transformer."
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -137,7 +137,7 @@ def save_pretrained(
     directory. Weights above `max_shard_size` (bytes, or
     such as "5GB") go into several files with an index. Each file is replaced whole, so a directory that
     is in use never holds half a file. It takes no second copy of the weights in memory.
-    Raises `ValueError` if the tokenizer's vocabulary is not the model's.
+    Raises `ValueError` if the tokenizer's vocabulary is not the model's, and that of `save_tokenizer`.
     """
     config = model.config
     if tokenizer is not None and len(tokenizer) != config.vocab_size:
@@ -165,7 +165,7 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.model_max_length = config.n_positions
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name not in written:  # shards of what was there before, and their index
