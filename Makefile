@@ -2,25 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability bench docs lint format clean
+.PHONY: quickstart test test-avx2 test-reliability test-install bench docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
-test: .venv/installed  ## the tests: offline, on CPU
+test: .venv/installed-dev  ## the tests: offline, on CPU
 	$(BIN)/python -m pytest --numprocesses 2
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 CPU_TESTS := tests/kernels tests/models tests/test_optim.py tests/test_device.py tests/benchmarks/test_benchmarks.py
 
-test-avx2: .venv/installed  ## the tests that depend on the CPU, as a plain laptop runs them
+test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain laptop runs them
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
-test-reliability: .venv/installed  ## kill, starve, corrupt and poison many runs: 20 minutes
+test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py
 
-bench: .venv/installed  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
+test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
+	INSTALL=long $(BIN)/python -m pytest tests/test_install.py
+
+bench: .venv/installed-dev  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
 	$(BIN)/python benchmarks/training.py --size baby
 	$(BIN)/python benchmarks/parts.py
@@ -28,21 +31,27 @@ bench: .venv/installed  ## speed and memory against other trainers, into docs/pe
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/table.py
 
-docs: .venv/installed  ## the documentation's site, into site/; a dead link or a missing name fails
+docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails
 	$(BIN)/zensical build --clean --strict
 
-lint: .venv/installed  ## what the linter says
+lint: .venv/installed-dev  ## what the linter says
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/installed  ## fix what the linter can
+format: .venv/installed-dev  ## fix what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment; data/ and runs/ stay
 	rm -rf .venv build site .cache *.egg-info
 
-.venv/installed: setup.cfg pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt  # what training needs
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) .
+	touch $@
+
+.venv/installed-dev: .venv/installed  # what the other targets need
+	$(INSTALL) '.[dev]'
 	touch $@

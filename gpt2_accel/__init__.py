@@ -1,14 +1,26 @@
 """gpt2_accel: train GPT-2-class language models on the Hugging Face stack."""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if os.name == "nt":
     raise ImportError(
         "gpt2_accel does not run on Windows: use the Windows Subsystem for Linux (WSL)"
     )
 
-from gpt2_accel.hf.convert import from_pretrained, save_pretrained
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
+if TYPE_CHECKING:
+    from gpt2_accel.hf.convert import from_pretrained, save_pretrained
+    from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "from_pretrained", "save_pretrained"]
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of `__all__` at its first use: importing torch takes seconds, which `gpt2-accel --help` saves."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "hf.convert" if name.endswith("_pretrained") else "models.gpt2"
+    globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
+    return found

@@ -9,15 +9,22 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gpt2_accel.errors import sentence
+from gpt2_accel.shipped import with_commands
 
 FIRST = 4  # local rank r > 0 waits FIRST + r seconds, so that a lower rank fails first
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `ValueError` instead of printing its usage."""
+    """An `ArgumentParser` that raises `ValueError` instead of printing its usage.
+
+    Commands in the description are those of this installation.
+    """
+
+    def __init__(self, description: str = "", **options: Any) -> None:
+        super().__init__(description=with_commands(description), **options)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

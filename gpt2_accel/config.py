@@ -91,7 +91,7 @@ class TrainConfig:
     Raises `ValueError`, naming the field, for a value out of its range.
     """
 
-    data_dir: str = setting("data", "folder of token shards, see recipes/prepare_data.py")
+    data_dir: str = setting("data", "folder of token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "folder of the run: checkpoints, logs, the final model")
     init_from: str | None = setting(
         None, "HF GPT-2 directory or Hub id (USER/NAME@REVISION) whose weights to start from"

@@ -112,9 +112,9 @@ def precision_problem(device: torch.device, precision: str) -> str | None:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             return f"{name} emulates bf16, slowly: launch with --mixed_precision fp16"
-        return "this CPU emulates bf16, slowly: launch with accelerate_configs/cpu.yaml"
+        return "this CPU emulates bf16, slowly: take the launch config cpu.yaml"
     if precision == "fp16" and device.type == "cpu":
-        return "CPUs have no fast fp16: launch with accelerate_configs/cpu.yaml"
+        return "CPUs have no fast fp16: take the launch config cpu.yaml"
     return None
 
 

@@ -1,6 +1,6 @@
 """Serve a web page to try a checkpoint, or to compare two: type a prompt, and the text streams in.
 
-    pip install -e '.[demo]'
+    pip install 'gradio>=6.0'
     python recipes/demo.py --model runs/quickstart
     python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
 
@@ -41,6 +41,7 @@ from gpt2_accel.generation.sampling import (
     stream,
 )
 from gpt2_accel.hf.convert import describe
+from gpt2_accel.shipped import FOLDERS
 
 EXAMPLES = ("Hello, I'm a language model,", "Once upon a time", "The most important thing is")
 MAX_SAMPLES = 4
@@ -120,7 +121,7 @@ def main() -> None:
     config = parse_config(Demo, ["--config", str(settings)] if in_space else None)
     check_ports()
     if gr is None:
-        raise ValueError("the page needs Gradio: pip install -e '.[demo]'")
+        raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'")
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return
@@ -294,7 +295,9 @@ def write_space(config: Demo, folder: Path) -> None:
     with atomic_directory(folder) as space:
         shutil.copy(__file__, space / "app.py")
         package = Path(gpt2_accel.__file__).parent
-        shutil.copytree(package, space / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            package, space / package.name, ignore=shutil.ignore_patterns("__pycache__", *FOLDERS)
+        )
         names = []
         for number, name in enumerate(config.model, start=1):
             if Path(name).is_dir():

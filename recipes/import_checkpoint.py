@@ -4,7 +4,7 @@
     python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
     python recipes/import_checkpoint.py --input gpt2_124M.bin --output_dir models/gpt2
 
-The directory must be new or empty. transformers, recipes/sample.py and `--init_from` of any training recipe load it.
+The directory must be new or empty. transformers, `sample.py` and `--init_from` of any training recipe load it.
 """
 
 from dataclasses import dataclass

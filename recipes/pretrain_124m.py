@@ -27,6 +27,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.shipped import recipe_command
 from gpt2_accel.train import train
 
 # The data sets that prepare_data.py knows by name, by their usual folder.
@@ -54,9 +55,9 @@ def main(config_class: type[TrainConfig]) -> None:
     config = parse_config(config_class)
     if not Path(config.data_dir).exists() and not config.dry_run:
         what = KNOWN.get(Path(config.data_dir).name, "text PATH")
+        command = f"{recipe_command('prepare_data')} {what}"
         raise FileNotFoundError(
-            f"{config.data_dir} is not there: make it by "
-            f"python recipes/prepare_data.py {what} --data_dir {config.data_dir}"
+            f"{config.data_dir} is not there: make it by {command} --data_dir {config.data_dir}"
         )
     train(config)
 

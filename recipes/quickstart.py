@@ -10,7 +10,6 @@ With so few tokens two layers reach a lower loss than four, in less time.
 Expected: about 1.48 bits per byte on the held-out files, after about two minutes on 2 CPU cores.
 """
 
-import os
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.runtime.processes import main_process_first, processes
+from gpt2_accel.shipped import recipe_command, typed
 from gpt2_accel.tokenizer import train_bpe
 from gpt2_accel.train import train
 
@@ -99,11 +99,10 @@ def main() -> None:
             prepare_corpus(config)
     if not train(config):
         return
-    python = os.path.relpath(sys.executable)
     processes().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
-        f"  {python} recipes/sample.py --model {config.output_dir} --prompt 'def '\n"
-        f'  {python} -c "from transformers import pipeline; '
+        f"  {recipe_command('sample')} --model {config.output_dir} --prompt 'def '\n"
+        f'  {typed(Path(sys.executable))} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', model='{config.output_dir}')('def ')[0]['generated_text'])\""
     )
 

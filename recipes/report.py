@@ -4,7 +4,7 @@
     python recipes/report.py runs/a runs/b --output_dir compared
 
 It shows curves over tokens, time and FLOPs, samples, and figures of the newest weights. Running and killed runs are
-drawn up to their last line. Needs matplotlib: pip install -e '.[report]'.
+drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
 """
 
 import argparse

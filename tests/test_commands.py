@@ -78,8 +78,8 @@ ON_HUB = {
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
-    "pip install -e '.[report]'": "installs",
-    "pip install -e '.[demo]'": "installs",
+    "pip install 'matplotlib>=3.9'": "installs",
+    "pip install 'gradio>=6.0'": "installs",
     "hf auth login": "asks for a token",
     "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
     "python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart": (
@@ -102,7 +102,7 @@ def commands_in(lines: list[str]) -> list[str]:
 
 def quoted(word: str) -> str:
     """Quotes a word of a command if it needs quotes."""
-    return f"'{word}'" if set(word) & set(" []") else word
+    return f"'{word}'" if set(word) & set(" []>") else word
 
 
 def run_command(
@@ -150,9 +150,6 @@ def test_the_tables_list_exactly_the_commands_of_the_documentation():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     found = [command for path in files for command in commands_of(path.read_text())]
     assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}
-    extras = {re.findall(r"\[(\w+)\]", command)[0] for command in NOT_RUN if "[" in command}
-    described = (ROOT / "setup.cfg").read_text()
-    assert all(f"\n{extra} =\n" in described for extra in extras)
 
 
 def test_every_documented_command_runs(tmp_path):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cli", "errors", "files", "device", "optim", "tokenizer")
+LEAVES = ("cli", "errors", "files", "device", "optim", "shipped", "tokenizer")
 # From the bottom up: a room may import the leaves and the rooms before it, except pairs in `SIDE_BY_SIDE`.
 ROOMS = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
-    *("estimate", "runtime", "report", "train"),
+    *("estimate", "runtime", "report", "train", "command"),
 )
 SIDE_BY_SIDE = [
     ("config", "data"),
@@ -18,9 +18,14 @@ SIDE_BY_SIDE = [
     ("data", "kernels"),
     ("data", "models"),
 ]
-OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}, "cli": {"errors"}}
-# The package's `__init__.py` and former names of modules.
-ALIASES = {"__init__": {"hf", "models"}, "model": {"models"}, "generate": {"generation"}}
+OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}, "cli": {"errors", "shipped"}}
+# The package's `__init__.py` and `__main__.py`, and former names of modules.
+ALIASES = {
+    "__init__": {"hf", "models"},
+    "__main__": {"command"},
+    "model": {"models"},
+    "generate": {"generation"},
+}
 USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate"}
 
 

@@ -1,4 +1,4 @@
-"""Prepares data on several machines: a datatrove pipeline that writes token shards (extra `[scale]`).
+"""Prepares data on several machines: a datatrove pipeline that writes token shards (package datatrove).
 
 Each task tokenizes one piece. After all tasks a last step writes the shards and the manifest. The steps also work
 after the readers and filters of another datatrove pipeline:
@@ -26,7 +26,7 @@ try:
     from datatrove.pipeline.base import PipelineStep
 except ImportError as error:
     raise ImportError(
-        "preparation on a cluster needs datatrove: pip install -e '.[scale]'"
+        "preparation on a cluster needs datatrove: pip install 'datatrove>=0.10'"
     ) from error
 
 

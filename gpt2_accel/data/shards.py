@@ -48,6 +48,7 @@ from transformers import PreTrainedTokenizerBase
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, parse_json, write_json
+from gpt2_accel.shipped import recipe_command
 from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
 VERSION = 1
@@ -149,7 +150,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             return manifest
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
-            f"python recipes/prepare_data.py text FILE_OR_FOLDER --data_dir {data_dir}"
+            f"{recipe_command('prepare_data')} text FILE_OR_FOLDER --data_dir {data_dir}"
         )
     try:
         manifest = parse_json(path.read_text(encoding="utf-8"))

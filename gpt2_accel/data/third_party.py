@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2_accel.shipped import recipe_command
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, GPT2_VOCAB_SIZE
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.(?:bin|npy)")
@@ -71,7 +72,7 @@ def describe(path: Path) -> dict:
             if file.read(8) == OWN_MAGIC:
                 raise FileNotFoundError(
                     f"{path.parent}/manifest.json is missing beside {path.name}: prepare the data first, "
-                    "by recipes/prepare_data.py"
+                    f"by {recipe_command('prepare_data')}"
                 )
             file.seek(0)
             magic, version, count = struct.unpack("<3i", (file.read(12) + bytes(12))[:12])

@@ -41,7 +41,7 @@ def fitting_batch_size(
     if not best:
         raise ValueError(
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
-            "the model (accelerate_configs/8xa100_fsdp2.yaml)"
+            "the model (launch config 8xa100_fsdp2.yaml)"
         )
     accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best

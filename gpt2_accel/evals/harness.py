@@ -1,4 +1,4 @@
-"""Runs tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install -e '.[eval]'`.
+"""Runs tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install 'lm-eval>=0.4.9'`.
 
 The harness evaluates the transformers model in fp32 with the checkpoint's tokenizer, independently of this package's
 model and evaluations.
@@ -36,7 +36,7 @@ def run_harness(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ImportError(
-            f"lm-evaluation-harness is not installed ({error}): pip install -e '.[eval]'"
+            f"lm-evaluation-harness is not installed ({error}): pip install 'lm-eval>=0.4.9'"
         ) from error
     manager = TaskManager(include_path=task_folder and str(task_folder), include_defaults=False)
     if not set(tasks) <= set(manager.all_subtasks):  # reading all default tasks takes 10 seconds

@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from gpt2_accel.errors import first_line
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.shipped import recipe_command
 
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # downloaded from a repository
@@ -183,7 +184,7 @@ def is_final(error: Exception) -> bool:
 def reason(error: Exception) -> str:
     """Formats the cause of a failed upload and what to do."""
     response = getattr(error, "response", None)
-    hint = "it can be pushed later with recipes/push_to_hub.py"
+    hint = f"it can be pushed later with {recipe_command('push_to_hub')}"
     if getattr(response, "status_code", None) in (401, 403):
         hint = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
     return f"{first_line(error)}: {hint}"

@@ -20,6 +20,7 @@ from gpt2_accel.hf.hub import (
     stage,
     stage_checkpoint,
 )
+from gpt2_accel.shipped import recipe_command
 
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
@@ -84,7 +85,7 @@ class Uploads:
         if worker.is_alive():
             self.say(
                 f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
-                "recipes/push_to_hub.py"
+                f"{recipe_command('push_to_hub')}"
             )
 
     def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:

@@ -45,7 +45,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ValueError("pictures need matplotlib: pip install -e '.[report]'") from error
+        raise ValueError("pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):

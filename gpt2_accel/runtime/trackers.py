@@ -29,7 +29,11 @@ from gpt2_accel.files import read_json_lines
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.metadata import RunMetadata
 
-TRACKERS = ("wandb", "tensorboard", "trackio")
+TRACKERS = {  # name -> what to install
+    "wandb": "wandb>=0.20",
+    "tensorboard": "tensorboard>=2.16",
+    "trackio": "trackio>=0.40",
+}
 PROJECT = "gpt2_accel"
 HINTS = {
     "wandb": "log in with `wandb login`, or set WANDB_MODE=offline, which needs no account or network",
@@ -48,7 +52,7 @@ def check_trackers(names: list[str]) -> None:
             )
         if name not in installed:  # Accelerate would drop it silently
             raise ValueError(
-                f"--report_to {name}: {name} is not installed: pip install -e '.[trackers]'"
+                f"--report_to {name}: {name} is not installed: pip install '{TRACKERS[name]}'"
             )
 
 

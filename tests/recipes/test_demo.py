@@ -18,7 +18,7 @@ from test_recipes import one_sentence
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.tokenizer import byte_tokenizer
 
-gradio = pytest.importorskip("gradio", reason="needs the extra: pip install -e '.[demo]'")
+gradio = pytest.importorskip("gradio", reason="needs Gradio")
 
 
 @pytest.fixture(scope="module")

@@ -210,7 +210,7 @@ def assert_equal_to_harness(results: dict[str, float]) -> None:
             assert ours == pytest.approx(results[f"{theirs}/{theirs_name}{error}"], abs=1e-12)
 
 
-@pytest.mark.skipif(not HARNESS, reason="needs the extra: pip install -e '.[eval]'")
+@pytest.mark.skipif(not HARNESS, reason="needs lm-eval")
 def test_results_equal_the_harness(model, items, data_dir, tmp_path, monkeypatch):
     from accelerate import Accelerator
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
@@ -243,7 +243,7 @@ def test_results_equal_the_harness(model, items, data_dir, tmp_path, monkeypatch
 def test_a_missing_harness_is_refused_with_the_install_command(model):
     done = python("recipes/evaluate.py", "--model", str(model), "--lm_eval", "arc_easy")
     [line] = [line for line in done.stderr.splitlines() if line.startswith("evaluate.py: ")]
-    assert "pip install -e '.[eval]'" in line and "Traceback" not in done.stderr
+    assert "pip install 'lm-eval>=0.4.9'" in line and "Traceback" not in done.stderr
 
 
 def test_mistakes_are_refused(model, items, data_dir, tmp_path, monkeypatch):

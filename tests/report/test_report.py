@@ -345,5 +345,5 @@ def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[report\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'matplotlib>=3.9'"):
         write_report([read_run(runs / "first")], runs / "out")

@@ -1,0 +1,126 @@
+"""The console command `gpt2-accel` and the shipped files: what it starts, prints and refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from gpt2_accel import command, shipped
+
+CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
+LAUNCHER = ["-P", "-m", "accelerate.commands.launch", "--config_file"]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A function that runs `gpt2-accel` and returns the arguments of the Python that it starts."""
+
+    def start(*words):
+        calls = []
+        monkeypatch.setattr(os, "execv", lambda program, argv: calls.append((program, argv)))
+        command.run(list(words))
+        [(program, argv)] = calls
+        assert program == argv[0] == sys.executable
+        return argv[1:]
+
+    return start
+
+
+def test_every_recipe_is_a_command_or_launched(started):
+    for name, recipe in shipped.COMMANDS.items():
+        assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
+    launched = {path.stem for path in RECIPES.glob("*.py")} - {*shipped.COMMANDS.values()}
+    assert {"quickstart", "pretrain_124m"} <= launched
+    for recipe in launched:
+        assert "accelerate launch" in (RECIPES / f"{recipe}.py").read_text().split('"""')[1]
+
+
+def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
+    train = [str(RECIPES / "pretrain_124m.py"), "--max_steps", "2"]
+    expected = [*LAUNCHER, str(CONFIGS / "8xa100_fsdp2.yaml"), *train]
+    for config in ("8xa100-fsdp2", "8xa100_fsdp2", "8xa100_fsdp2.yaml"):
+        for recipe in ("pretrain-124m", "pretrain_124m", "pretrain_124m.py"):
+            assert started("launch", config, recipe, "--max_steps", "2") == expected
+    flags = ["--num_processes", "2", "--mixed_precision", "no"]
+    assert started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2") == [
+        *expected[:5],
+        *flags,
+        *train,
+    ]
+    assert started("quickstart", "--seed", "2") == [
+        *LAUNCHER,
+        *map(str, (CONFIGS / "cpu.yaml", RECIPES / "quickstart.py", "--seed", "2")),
+    ]
+    monkeypatch.chdir(tmp_path)
+    for file in ("cpu.yaml", "mine.py", "cpu"):
+        Path(file).touch()
+    assert started("launch", "cpu.yaml", "mine.py") == [*LAUNCHER, "cpu.yaml", "mine.py"]
+    assert started("launch", "cpu", "mine.py") == [*LAUNCHER, str(CONFIGS / "cpu.yaml"), "mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sampel --model x", "no command 'sampel': choose one of sample, quickstart, prep"),
+        ("launch cpu pretrian_124m", "no recipe 'pretrian_124m': choose one of pretrain-124m, "),
+        ("launch cpu missing.py --x", "no recipe 'missing.py': choose one of .*quickstart"),
+        ("launch cpu --num_processes 2 quikstart", "no recipe 'quikstart': choose .*quickstart, "),
+        ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
+        ("launch 8xa10 quickstart", "no launch config '8xa10': choose one of 8xa100, "),
+        ("launch cpu", "needs a launch config and a recipe"),
+        ("config", "config needs one name"),
+        ("config nanogpt_openwebtxt", "no config .*: choose one of nanogpt-openwebtext, "),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, started):
+    with pytest.raises(ValueError, match=message) as error:
+        started(*words.split())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("8xa100", CONFIGS / "8xa100.yaml"),
+        ("cpu_bf16", CONFIGS / "cpu_bf16.yaml"),
+        ("nanogpt-openwebtext", RECIPES / "nanogpt_openwebtext.yaml"),
+        ("notebook", RECIPES / "notebook.ipynb"),
+    ],
+)
+def test_config_prints_a_shipped_file(name, file, capsys):
+    command.run(["config", name])
+    assert capsys.readouterr().out == file.read_text()
+
+
+def test_help_names_everything_and_imports_no_library():
+    code = (
+        "import sys; sys.argv = ['gpt2-accel']; from gpt2_accel.command import main; main()\n"
+        "print({'torch', 'transformers', 'accelerate', 'numpy', 'yaml'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("set()\n") and not done.stderr
+    names = [*shipped.COMMANDS, *shipped.recipes(), *shipped.launch_configs(), *shipped.settings()]
+    assert [name for name in names if name not in done.stdout] == []
+
+
+def test_commands_for_the_user_are_those_of_the_installation(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    python = shipped.typed(Path(sys.executable))
+    assert shipped.recipe_command("sample") == f"{python} recipes/sample.py"
+    bin_folder = tmp_path / "env/bin"
+    bin_folder.mkdir(parents=True)
+    for name in ("python", "gpt2-accel"):
+        (bin_folder / name).touch(0o755)
+    (tmp_path / "gpt2_accel/recipes").mkdir(parents=True)
+    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "gpt2_accel")
+    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert shipped.recipe_command("push_to_hub") == "env/bin/gpt2-accel push"
+    monkeypatch.setenv("PATH", str(bin_folder))
+    text = "Run\n    python recipes/prepare_data.py text, then python recipes/other.py."
+    assert shipped.with_commands(text) == (
+        "Run\n    gpt2-accel prepare-data text, then python recipes/other.py."
+    )
