@@ -157,10 +157,11 @@ def build_optimizer(
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters that Muon updates: all matrices except the embeddings."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    """Returns the parameters that Muon updates: all matrices except the embeddings and the output head."""
+    others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others.add(id(getattr(model, "head_weight", None)))
     named = model.named_parameters()
-    return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in embeddings]
+    return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in others]
 
 
 class Muon(torch.optim.AdamW):

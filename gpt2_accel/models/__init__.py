@@ -58,6 +58,7 @@ class ModelConfig(Protocol):
 class LanguageModel(Protocol):
     """A model. `forward` and `decode` are documented in `models/gpt2.py`.
 
+    `head_weight` is the matrix of the output head, (padded_vocab_size, n_embd).
     `separator` is the token that starts each document, if attention must not cross from one document to the next.
     `checkpoint_activations` recomputes each block in the backward pass. `device` and `dtype` are those of the weights.
     `forward(input_ids, targets=None, *, reduction="mean", position_ids=None, attention_mask=None, logits_to_keep=0)`
@@ -67,6 +68,7 @@ class LanguageModel(Protocol):
     """
 
     config: ModelConfig
+    head_weight: torch.Tensor
     separator: int | None
     checkpoint_activations: bool
     device: torch.device

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels import attention, cross_entropy, gelu
-from gpt2_accel.kernels.linear import Linear, linear
+from gpt2_accel.kernels import attention, gelu
+from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
+from gpt2_accel.models.parts import document_mask, head_logits, head_loss
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -197,16 +198,6 @@ class Block(nn.Module):
         return x
 
 
-def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
-    """Returns the causal mask that does not cross document boundaries; `separator` starts each document.
-
-    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended.
-    """
-    documents = (input_ids == separator).cumsum(dim=1)
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril()[:, None]
-
-
 class GPT(nn.Module):
     """A GPT-2 language model. The head is tied to the token embedding `wte`.
 
@@ -271,7 +262,10 @@ class GPT(nn.Module):
         """
         x = self.hidden(input_ids, position_ids, attention_mask)
         x = self.ln_f(x[:, -logits_to_keep:])
-        return self.logits(x) if targets is None else self.loss(x, targets, reduction)
+        weight, vocab_size = self.head_weight, self.config.vocab_size
+        if targets is None:
+            return head_logits(x, weight, vocab_size)
+        return head_loss(x, weight, targets, vocab_size, reduction)
 
     def hidden(
         self,
@@ -318,26 +312,12 @@ class GPT(nn.Module):
         `forward`.
         """
         x = self.hidden(input_ids, position_ids, attention_mask, cache)
-        return self.logits(self.ln_f(x[:, -1]))
+        return head_logits(self.ln_f(x[:, -1]), self.head_weight, self.config.vocab_size)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (…, C) -> logits (…, vocab_size), without vocabulary padding."""
-        return linear(x, self.wte.weight[: self.config.vocab_size])
-
-    def loss(self, x: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        """x: (B, T, C), targets: (B, T) -> cross-entropy in nats, the mean or, with "none", (B, T)."""
-        x, weight, flat = x.flatten(0, 1), self.wte.weight, targets.flatten()
-        if cross_entropy.applies(x, weight):
-            loss = cross_entropy.linear_cross_entropy(
-                x, weight, flat, vocab_size=self.config.vocab_size, reduction=reduction
-            )
-        else:
-            # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
-            # softmax without another copy of the logits.
-            bias = x.new_zeros(len(weight))
-            bias[self.config.vocab_size :] = -math.inf
-            loss = F.cross_entropy(F.linear(x, weight, bias), flat, reduction=reduction)
-        return loss.view_as(targets) if reduction == "none" else loss
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The matrix of the output head, (V, C)."""
+        return self.wte.weight
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,52 @@
+"""What the architectures share: the document mask, the logits and the loss.
+
+Shape letters: B batch, T sequence, C width, V vocabulary (padded).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gpt2_accel.kernels import cross_entropy
+from gpt2_accel.kernels.linear import linear
+
+
+def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
+    """Returns the causal mask that does not cross document boundaries; `separator` starts each document.
+
+    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended.
+    """
+    documents = (input_ids == separator).cumsum(dim=1)
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
+
+
+def head_logits(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns the logits without vocabulary padding. x: (…, C), weight: (V, C) -> (…, vocab_size)."""
+    return linear(x, weight[:vocab_size])
+
+
+def head_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
+
+    x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, or with `reduction` "none" (B, T).
+    """
+    x, flat = x.flatten(0, 1), targets.flatten()
+    if cross_entropy.applies(x, weight):
+        loss = cross_entropy.linear_cross_entropy(
+            x, weight, flat, vocab_size=vocab_size, reduction=reduction
+        )
+    else:
+        # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
+        # softmax without another copy of the logits.
+        bias = x.new_zeros(len(weight))
+        bias[vocab_size:] = -math.inf
+        loss = F.cross_entropy(F.linear(x, weight, bias), flat, reduction=reduction)
+    return loss.view_as(targets) if reduction == "none" else loss
