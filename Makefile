@@ -45,13 +45,13 @@ format: .venv/installed-dev  ## fix what the linter can
 clean:  ## remove the environment; data/ and runs/ stay
 	rm -rf .venv build site .cache *.egg-info
 
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+PIP := $(BIN)/python -m pip --quiet
 
 .venv/installed: setup.cfg pyproject.toml constraints.txt  # what training needs
 	$(PYTHON) -m venv .venv
-	$(INSTALL) .
+	$(PIP) install --constraint constraints.txt --editable .
 	touch $@
 
 .venv/installed-dev: .venv/installed  # what the other targets need
-	$(INSTALL) '.[dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[demo,dev,docs,report,scale,trackers]'
 	touch $@

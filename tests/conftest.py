@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import json
 import os
 import random
 import subprocess
@@ -140,6 +141,23 @@ def load_recipe(name):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def small_notebook() -> dict:
+    """Returns the notebook with a small model and few updates. It reads `text.txt` of the working directory."""
+    text = (ROOT / "recipes/notebook.ipynb").read_text()
+    changes = {
+        "tiny_shakespeare()": "open('text.txt').read()",
+        "n_layer=6": "n_layer=1",
+        "n_embd=384": "n_embd=24",
+        "n_positions=256": "n_positions=32",
+        "16 * 256 * 2": "1024",
+        "else 50": "else 3",
+    }
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return json.loads(text)
 
 
 def as_flags(config: TrainConfig) -> list[str]:

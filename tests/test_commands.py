@@ -16,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import load_recipe, make_text
 from launching import ROOT, forked, free_port, launched
 
+from gpt2_accel.command import run as run_program
 from gpt2_accel.config import parse_config
 
 ASSIGNMENT = re.compile(r"\w+=")
@@ -65,6 +66,15 @@ LOCAL = {
         "--eval_tokens 256"
     ),
 }
+PROGRAM = {  # `gpt2-accel` runs the same recipes
+    "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
+        "--workers 1 --vocab_size 300 --data_dir data/program"
+    ),
+    "gpt2-accel launch cpu quickstart --data_dir data/mine --output_dir runs/mine --sample_prompts "
+    "'Once upon a time'": f"{SMALL} --output_dir runs/program",
+    "gpt2-accel sample --model runs/mine --prompt 'Once upon a time'": "--max_new_tokens 3",
+    "gpt2-accel launch my.yaml pretrain-124m": f"{SMALL} --output_dir runs/mine_yaml",
+}
 # Commands that need the Hub; `tests/hf/test_hub.py` runs them with a local Hub.
 ON_HUB = {
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --push_to_hub "
@@ -78,6 +88,12 @@ ON_HUB = {
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
+    "pip install git+ADDRESS": "installs",
+    "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
+    "pip install dist/gpt2_accel-*.whl": "tests/test_install.py does",
+    "gpt2-accel quickstart": "trains for two minutes",
+    "gpt2-accel config 8xa100 > my.yaml": "tests/test_command.py does",
+    "gpt2-accel config notebook > notebook.ipynb": "tests/test_command.py does",
     "pip install 'matplotlib>=3.9'": "installs",
     "pip install 'gradio>=6.0'": "installs",
     "hf auth login": "asks for a token",
@@ -102,7 +118,7 @@ def commands_in(lines: list[str]) -> list[str]:
 
 def quoted(word: str) -> str:
     """Quotes a word of a command if it needs quotes."""
-    return f"'{word}'" if set(word) & set(" []>") else word
+    return f"'{word}'" if set(word) & set(" []>") and word != ">" else word
 
 
 def run_command(
@@ -114,16 +130,32 @@ def run_command(
         name, _, value = words.pop(0).partition("=")
         env[name] = value
     environment = {**os.environ, **(at_import or {}), "ACCELERATE_USE_CPU": "true", **env}
+    if words[0] == "gpt2-accel":
+        words = started_by(words[1:], cwd)
     if words[0] == "python":
         return forked(words[1:], [environment], cwd, at_import)
     launcher = words[2 : next(i for i, word in enumerate(words) if word.endswith(".py"))]
     config = next((word for word in launcher if word.endswith(".yaml")), None)
     added = ["--main_process_port", free_port()]
-    if config and yaml.safe_load((ROOT / config).read_text())["num_processes"] > 2:
+    if config and yaml.safe_load((cwd / config).read_text())["num_processes"] > 2:
         added += ["--num_processes", "2"]
     argv, environments = launched([*launcher, *added, *words[2 + len(launcher) :]], environment)
     eager = [{**each, "ACCELERATE_DYNAMO_BACKEND": "NO"} for each in environments]
     return forked(argv, eager, cwd, at_import)
+
+
+def started_by(words: list[str], cwd: Path) -> list[str]:
+    """Returns the command that `gpt2-accel` starts in `cwd`: `python …` or `accelerate launch …`."""
+    with pytest.MonkeyPatch.context() as patch:
+        started = []
+        patch.setattr(os, "execv", lambda _, argv: started.extend(argv[1:]))
+        words = [str(cwd / word) if word.endswith(".yaml") else word for word in words]
+        patch.chdir(cwd)
+        run_program(words)
+    launcher = ["-P", "-m", "accelerate.commands.launch"]
+    return (
+        ["accelerate", "launch", *started[3:]] if started[:3] == launcher else ["python", *started]
+    )
 
 
 def prepare_folder(folder: Path) -> None:
@@ -144,19 +176,20 @@ def prepare_folder(folder: Path) -> None:
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
     (folder / "data/python_stdlib").symlink_to("mine")
+    (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")
 
 
 def test_the_tables_list_exactly_the_commands_of_the_documentation():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     found = [command for path in files for command in commands_of(path.read_text())]
-    assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}
+    assert set(found) == {*LOCAL, *PROGRAM, *ON_HUB, *NOT_RUN}
 
 
 def test_every_documented_command_runs(tmp_path):
     prepare_folder(tmp_path)
-    for command, flags in LOCAL.items():
-        done = run_command(command, flags, tmp_path)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    for line, flags in (LOCAL | PROGRAM).items():
+        done = run_command(line, flags, tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
 def header_commands() -> list[str]:

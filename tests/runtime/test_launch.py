@@ -12,7 +12,15 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState
-from conftest import as_flags, load_recipe, losses, make_text, run, tiny_config
+from conftest import (
+    as_flags,
+    load_recipe,
+    losses,
+    make_text,
+    run,
+    small_notebook,
+    tiny_config,
+)
 from launching import ROOT, launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
@@ -141,20 +149,11 @@ def test_the_cluster_scripts_parse():
 
 
 def test_the_notebook_trains(tmp_path):
-    cells = json.loads((ROOT / "recipes/notebook.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"][1:]
-    changes = {
-        "tiny_shakespeare()": "open('text.txt').read()",
-        "n_layer=6": "n_layer=1",
-        "n_embd=384": "n_embd=24",
-        "n_positions=256": "n_positions=32",
-        "16 * 256 * 2": "1024",
-        "else 50": "else 3",
-    }
-    text = "\n".join(code)
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
+    cells = small_notebook()["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "%pip install" in code[0]
+    # It is installed here, so the first cell must not install it.
+    text = "\n".join(code).replace("%pip install --quiet ..", "raise AssertionError")
     (tmp_path / "text.txt").write_text(make_text(3000, 0))
     (tmp_path / "notebook.py").write_text(text)
     done = python(tmp_path / "notebook.py", cwd=tmp_path, ACCELERATE_USE_CPU="true")

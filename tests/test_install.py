@@ -1,0 +1,205 @@
+"""The wheel, installed away from the clone, is the whole toolkit; no `pip install` names a package that is not known.
+
+`make test` installs the wheel beside the libraries of the running environment. `make test-install` makes fresh
+environments, which downloads all packages.
+"""
+
+import configparser
+import json
+import os
+import re
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import make_text, small_notebook
+from launching import ROOT
+
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime.trackers import TRACKERS
+from gpt2_accel.shipped import FOLDERS
+
+LONG = os.environ.get("INSTALL") == "long"
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
+NOTEBOOK = ("ipykernel>=7", "nbclient>=0.10")
+QUIET = "--eval_every 0 --sample_every 0 --save_every 5 --log_every 1 --lr_schedule constant"
+
+
+def environment(bin_folder: Path) -> dict[str, str]:
+    """Returns the environment variables of a shell with an activated environment, away from the clone."""
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**ours, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+
+
+def done(command: str | list, cwd: Path, env: dict | None = None) -> str:
+    """Runs a command that has to succeed; returns its stdout."""
+    words = command.split() if isinstance(command, str) else [*map(str, command)]
+    ended = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{words}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def copy_of_clone(folder: Path) -> Path:
+    """Copies what the package is built from: a build writes into its source folder."""
+    folder.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("gpt2_accel", *FOLDERS):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built without network unless `LONG`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = copy_of_clone(folder / "source")
+    offline = [] if LONG else ["--no-build-isolation"]
+    done([*PIP, "wheel", "--quiet", "--no-deps", *offline, "-w", folder, source], folder)
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The `bin` folder of an environment with the wheel. Its libraries are the running environment's unless `LONG`."""
+    place = tmp_path_factory.mktemp("installed") / "env"
+    alone = [] if LONG else ["--without-pip"]
+    done([sys.executable, "-m", "venv", *alone, place], place.parent)
+    offline = [] if LONG else ["--no-deps"]
+    install = [*PIP, "--python", place / "bin/python", "install", "--quiet", *offline, wheel]
+    done(install, place.parent)
+    if not LONG:
+        [packages] = place.glob("lib/python*/site-packages")
+        # After the environment's own packages, and without the .pth file that points at the clone.
+        (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))
+    return place / "bin"
+
+
+def test_the_wheel_holds_every_shipped_file(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
+    shipped = {f"gpt2_accel/{path.relative_to(ROOT)}" for name in FOLDERS for path in files(name)}
+    package = {str(path.relative_to(ROOT)) for path in files("gpt2_accel")}
+    results = {name for name in shipped if name.startswith("gpt2_accel/benchmarks/results/")}
+    assert results and names == package | shipped - results
+
+
+def files(folder: str) -> list[Path]:
+    """Returns the files of a folder of the clone, without caches."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def test_setup_cfg_lists_every_package():
+    inside = {path.parent.relative_to(ROOT) for path in (ROOT / "gpt2_accel").rglob("*.py")}
+    expected = {".".join(path.parts) for path in inside} | {f"gpt2_accel.{n}" for n in FOLDERS}
+    listed = SETUP["options"]["packages"].split()
+    assert listed == sorted(expected)
+
+
+def test_the_installed_wheel_trains_resumes_and_samples(installed, tmp_path):
+    env = environment(installed)
+    (tmp_path / "accelerate.py").write_text("raise ImportError('the wrong accelerate')")
+    where = done(
+        ["python", "-P", "-c", "import gpt2_accel; print(gpt2_accel.__file__)"], tmp_path, env
+    )
+    assert Path(where).is_relative_to(installed.parent)
+    (tmp_path / "my_texts").mkdir()
+    for number in range(30):
+        (tmp_path / f"my_texts/{number}.txt").write_text(make_text(200, number))
+    prepare = "gpt2-accel prepare-data text my_texts/ --tokenizer bytes --workers 1 --data_dir"
+    done(f"{prepare} data/mine", tmp_path, env)
+    train = f"gpt2-accel launch cpu quickstart --data_dir data/mine --output_dir runs/mine {SMALL} {QUIET}"
+    run = tmp_path / "runs/mine"
+    stopped = interrupted(f"{train} --max_steps 1000000", run, tmp_path, env)
+    steps = stopped + 3
+    said = done(f"{train} --max_steps {steps}", tmp_path, env)
+    assert f"updates {stopped:,} to {steps:,}" in said
+    assert "gpt2-accel sample --model runs/mine" in said
+    lines = read_json_lines(run / "metrics.jsonl")
+    assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, steps + 1)]
+    sample = "gpt2-accel sample --model runs/mine --prompt the --max_new_tokens 3 --num_samples 1"
+    assert done(sample, tmp_path, env).startswith("the")
+    config = (ROOT / "accelerate_configs/8xa100.yaml").read_text()
+    assert done("gpt2-accel config 8xa100", tmp_path, env) == config
+
+
+def interrupted(command: str, run: Path, cwd: Path, env: dict) -> int:
+    """Starts a run and ends its launcher by SIGTERM after some updates; returns the step of its last checkpoint."""
+    with open(cwd / "log.txt", "w") as log:
+        launcher = subprocess.Popen(command.split(), cwd=cwd, env=env, stdout=log, stderr=log)
+    try:
+        ends = time.monotonic() + 120
+        while len(read_json_lines(run / "metrics.jsonl")) < 3:
+            assert launcher.poll() is None and time.monotonic() < ends, (
+                cwd / "log.txt"
+            ).read_text()
+            time.sleep(0.05)
+        launcher.terminate()
+        assert launcher.wait(30) == -signal.SIGTERM  # as `accelerate launch` itself
+        while (status := json.loads((run / "status.json").read_text()))["state"] == "running":
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+    assert status["state"] == "stopped" and status["requeue"]
+    return status["step"]
+
+
+@pytest.mark.skipif(not LONG, reason="installs for minutes: make test-install")
+@pytest.mark.parametrize("place", ["a clone", "an installed wheel"])
+def test_the_notebook_runs_from_its_first_cell(place, request, tmp_path):
+    if place == "a clone":
+        folder, env = copy_of_clone(tmp_path / "clone") / "recipes", tmp_path / "env"
+        done([sys.executable, "-m", "venv", env], tmp_path)
+        bin_folder = env / "bin"
+    else:
+        folder, bin_folder = tmp_path, request.getfixturevalue("installed")
+    done([bin_folder / "python", "-m", "pip", "install", "--quiet", *NOTEBOOK], tmp_path)
+    (folder / "notebook.ipynb").write_text(json.dumps(small_notebook()))
+    (folder / "text.txt").write_text(make_text(3000, 0))
+    env = environment(bin_folder) | {"ACCELERATE_USE_CPU": "true"}
+    done(["jupyter-execute", "--inplace", "notebook.ipynb"], folder, env)
+    cells = json.loads((folder / "notebook.ipynb").read_text())["cells"]
+    [shown] = cells[-1]["outputs"]
+    assert "ROMEO:" in "".join(shown["text"])
+    where = done(
+        ["python", "-P", "-c", "import gpt2_accel; print(gpt2_accel.__file__)"], tmp_path, env
+    )
+    assert Path(where).is_relative_to(bin_folder.parent)
+
+
+def requirements() -> set[str]:
+    """Returns the packages with their ranges that setup.cfg names."""
+    lists = [SETUP["options"]["install_requires"], *SETUP["options.extras_require"].values()]
+    return {word for words in lists for word in words.split()}
+
+
+def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
+    folders = ("gpt2_accel", "recipes", "docs", "accelerate_configs", "benchmarks")
+    paths = [path for folder in folders for path in files(folder) if path.suffix != ".csv"]
+    paths += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    found = {}
+    for path in paths:
+        if path.suffix not in (".png", ".gz"):
+            text = path.read_text().replace("$(PIP) install", "pip install")
+            words = re.findall(r"\bpip install ((?:-\S+ |constraints.txt )*)'?([^\s'`\"]+)", text)
+            found |= {word: path for _, word in words}
+    local = re.compile(r"\.|dist/gpt2_accel-.*\.whl$|git\+ADDRESS$")
+    filled_in = {"{TRACKERS[name]}", "…"}  # in the code; in the page of messages
+    named = {word for word in found if not local.match(word)} - filled_in | {*TRACKERS.values()}
+    assert {word: found[word] for word in named - requirements()} == {}
+    assert len(named) >= 6 and len(found) - len(named) >= 4
+
+
+def test_no_extra_needs_the_package_itself():
+    assert not any("gpt2_accel" in word for word in requirements())
