@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -190,6 +190,46 @@ def usable_cpus() -> int:
     )
 
 
+class SideStream:
+    """A stream of a CUDA device beside the one that computes, for copies to it. On other devices it does nothing."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, function: Callable[[], Answer]) -> tuple[Answer, torch.Event | None]:
+        """Calls `function` on this stream, in any thread. Returns its result, and an event at its end."""
+        if self._stream is None:
+            return function(), None
+        # Also sets the device, which is the first one in a new thread.
+        with torch.cuda.stream(self._stream):
+            return function(), self._stream.record_event()
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], end: torch.Event | None) -> None:
+        """Lets the stream that computes wait for `end`, and keeps the memory of `tensors` until it has used them."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(end)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+
+class HostCopy:
+    """A copy of a tensor to the host. `read` waits for the copy only, not for work that the device got after it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._end = (
+            torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        )
+
+    def read(self) -> torch.Tensor:
+        """Returns the copy."""
+        if self._end is not None:
+            self._end.synchronize()
+        return self._copy
+
+
 # Memory
 
 
@@ -208,6 +248,18 @@ def free_memory(device: torch.device) -> int:
             "this system does not report its free memory: set --micro_batch_size to a number"
         ) from error
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+
+
+@overridable
+def reports_out_of_memory(device: torch.device) -> bool:
+    """Whether an allocation that does not fit raises `torch.OutOfMemoryError`. On a CPU the system ends the process."""
+    return device.type == "cuda"
+
+
+def empty_cache(device: torch.device) -> None:
+    """Returns the memory that torch keeps for later tensors to the CUDA device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @overridable

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
+from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.device import is_sharded
 from gpt2_accel.errors import first_line
 from gpt2_accel.estimate.dry_run import dry_run
@@ -27,7 +27,7 @@ from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import closing
-from gpt2_accel.runtime.processes import main_process_first, on_main_process
+from gpt2_accel.runtime.processes import AnyRank, main_process_first, on_main_process
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import check_trackers
@@ -69,7 +69,7 @@ def train(config: TrainConfig) -> bool:
 
     model.train()
     with RunContext(config, accelerator, state, inputs) as run:
-        interrupted = partial(should_stop, accelerator, run.stop)
+        interrupted = AnyRank(accelerator, lambda: run.stop.reason is not None)
         stopping = diverged = save_due = False
         converged = state.early_stopping.ended  # before a resume
         while state.step < inputs.updates and not (stopping or diverged or converged):
@@ -86,7 +86,7 @@ def train(config: TrainConfig) -> bool:
             )
             set_learning_rate(optimizer, lr)
             torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
-            loss = accumulate_gradients(accelerator, model, inputs.loader, first, sequences)
+            loss = accumulate_gradients(accelerator, model, run.loader, first, sequences)
             grad_norm = accelerator.clip_grad_norm_(
                 model.parameters(), config.max_grad_norm or math.inf
             )
@@ -142,7 +142,7 @@ def train(config: TrainConfig) -> bool:
 def accumulate_gradients(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    loader: TrainLoader,
+    loader: TrainLoader | PrefetchLoader,
     first: int,
     sequences: int,
 ) -> torch.Tensor:
@@ -172,14 +172,6 @@ def reduce_step_stats(
     stats = torch.stack((mean_loss, full_tensor(grad_norm), flags))
     loss_value, norm_value, flag_value = stats.tolist()
     return loss_value, norm_value, flag_value > 0
-
-
-def should_stop(accelerator: Accelerator, stop: StopRequest) -> bool:
-    """Whether any rank has to stop. All ranks call it and get the same answer."""
-    flag = torch.tensor(float(stop.reason is not None))
-    if accelerator.num_processes > 1:
-        flag = accelerator.reduce(flag.to(accelerator.device), "sum")
-    return flag.item() > 0
 
 
 def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:

@@ -1,13 +1,14 @@
 """Finds the largest micro-batch that fits into a device's memory."""
 
 import gc
+from bisect import bisect_left
 
 import torch
 from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import free_memory, is_sharded
+from gpt2_accel.device import empty_cache, free_memory, is_sharded, reports_out_of_memory
 from gpt2_accel.estimate.memory import activation_bytes
 
 
@@ -30,13 +31,11 @@ def fitting_batch_size(
     if config.ramp_tokens:
         per_rank = min(per_rank, config.ramp_start)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    caught = accelerator.device.type == "cuda" and not is_sharded(model)
+    caught = reports_out_of_memory(accelerator.device) and not is_sharded(model)
     fits = try_size if caught else compute_size
-    best = 0
-    for size in sizes:
-        if not fits(config, accelerator, model, size):
-            break
-        best = size
+    # Bisection: each trial of a compiled model compiles it for that size.
+    fitting = bisect_left(sizes, True, key=lambda size: not fits(config, accelerator, model, size))
+    best = sizes[fitting - 1] if fitting else 0
     best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
     if not best:
         raise ValueError(
@@ -65,8 +64,10 @@ def try_size(
     finally:
         for parameter in parameters:
             parameter.grad = None
+        # Otherwise the trials would count towards Dynamo's recompile limit, after which it runs new sizes uncompiled.
+        torch.compiler.reset()
         gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache(accelerator.device)
 
 
 def compute_size(

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.data.loader import to_device
 from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
 from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.scoring import batched, fits, run_sharded
@@ -133,14 +134,17 @@ def text_loss(
         for window in windows(number, len(document.ids), config.n_positions, stride)
     ]
 
-    def run(plain: torch.nn.Module, batch: Sequence[Window]) -> list[tuple[Window, float]]:
-        return list(zip(batch, window_loss(plain, batch, documents), strict=True))
+    def run(plain: torch.nn.Module, batch: Sequence[Window]) -> torch.Tensor:
+        return window_loss(plain, batch, documents)
+
+    def read(batch: Sequence[Window], nats: torch.Tensor) -> list[tuple[Window, float]]:
+        return list(zip(batch, nats.double().sum(dim=1).tolist(), strict=True))
 
     batches = batched(
         sorted(todo, key=lambda window: (-window.length, window.context, window)),
         lambda batch: fits(len(batch), *shape(batch), config.vocab_size),
     )
-    found = dict(run_sharded(accelerator, model, batches, run, interrupted))
+    found = dict(run_sharded(accelerator, model, batches, run, read, interrupted))
     return (todo, [found[window] for window in todo]) if found else ([], [])
 
 
@@ -152,8 +156,8 @@ def shape(batch: Sequence[Window]) -> tuple[int, int]:
 
 def window_loss(
     model: torch.nn.Module, batch: Sequence[Window], documents: Sequence[Document]
-) -> list[float]:
-    """Returns the loss of each window, summed over its predicted tokens, in nats."""
+) -> torch.Tensor:
+    """Returns the loss of each predicted token of the windows in nats, (B, S), 0 at padding."""
     width, kept = shape(batch)
     input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
     targets = torch.full_like(input_ids, -100)
@@ -161,14 +165,8 @@ def window_loss(
         ids = torch.tensor(documents[window.document].ids[window.start : window.end + 1])
         input_ids[i, : window.length] = ids[:-1]
         targets[i, window.context : window.length] = ids[window.context + 1 :]
-    device = model.device
-    loss = model(
-        input_ids.to(device),
-        targets[:, -kept:].to(device),
-        reduction="none",
-        logits_to_keep=kept,
-    )
-    return loss.cpu().double().sum(dim=1).tolist()  # MPS has no fp64
+    inputs = to_device((input_ids, targets[:, -kept:]), model.device)
+    return model(*inputs, reduction="none", logits_to_keep=kept)
 
 
 def corpus_perplexity(

@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.data.loader import to_device
 from gpt2_accel.tokenizer import encode
 
 Item = TypeVar("Item")
@@ -164,28 +165,34 @@ def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tenso
             branch[i, span] = number
             targets[i, start + answers - width :][: len(ids)] = torch.tensor(ids)
             start += len(ids)
-    branch = branch.to(device)
+    input_ids, position_ids, targets, branch = to_device(
+        (input_ids, position_ids, targets, branch), device
+    )
     seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return {
-        "input_ids": input_ids.to(device),
-        "position_ids": position_ids.to(device),
+        "input_ids": input_ids,
+        "position_ids": position_ids,
         "attention_mask": (seen & causal)[:, None],
-        "targets": targets.to(device),
+        "targets": targets,
     }
 
 
-def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> list[tuple[int, int, Score]]:
-    """Returns (question, place, score) of each continuation of the rows."""
+def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> torch.Tensor:
+    """Returns the nats of each predicted token, and whether it is the model's first choice: (2, B, S)."""
     inputs = collate(batch, model.device)
     targets = inputs.pop("targets")
     logits = model(**inputs, logits_to_keep=targets.shape[1]).float()  # (B, S, V)
     first_choice = logits.argmax(dim=-1) == targets
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    table = torch.stack((nats.view_as(targets), first_choice.float())).tolist()
+    return torch.stack((nats.view_as(targets), first_choice.float()))
+
+
+def batch_scores(batch: Sequence[Row], table: torch.Tensor) -> list[tuple[int, int, Score]]:
+    """Returns (question, place, score) of each continuation of the rows; `table` is the result of `score_batch`."""
     return [
         score
-        for row, *figures in zip(batch, *table, strict=True)
+        for row, *figures in zip(batch, *table.tolist(), strict=True)
         for score in row_scores(row, *figures)
     ]
 
@@ -225,7 +232,7 @@ def score(
     rows, _ = fit_rows(questions, config.n_positions)
     rows.sort(key=lambda row: (-(row.answers // 8), -len(row.context), row.question, row.places))
     batches = batched(rows, lambda batch: fits(len(batch), *shape(batch), config.vocab_size))
-    scored = run_sharded(accelerator, model, batches, score_batch, interrupted)
+    scored = run_sharded(accelerator, model, batches, score_batch, batch_scores, interrupted)
     results: list[list[Score]] = [[] for _ in questions]
     for question, _, found in sorted(scored):
         results[question].append(found)
@@ -237,25 +244,34 @@ def run_sharded(
     accelerator: Accelerator,
     model: torch.nn.Module,
     batches: Sequence[Batch],
-    run: Callable[[torch.nn.Module, Batch], list[Result]],
+    run: Callable[[torch.nn.Module, Batch], torch.Tensor],
+    read: Callable[[Batch, torch.Tensor], list[Result]],
     interrupted: Callable[[], bool],
 ) -> list[Result]:
-    """Returns the results of `run(model, batch)` for all batches, unordered, on all ranks.
+    """Returns the results of `read(batch, values)` for all batches, unordered, on all ranks.
 
+    `values` is what `run(model, batch)` returned, on the CPU. The host waits for the device once, after the last batch.
     `model` may be prepared or not; its mode is restored. Batch i runs on rank i modulo the number of ranks.
     `interrupted` is called before each round and must agree on all ranks; if True, the result is empty.
     """
     plain = unwrap(accelerator, model)
     was_training = plain.training
     plain.eval()
-    results: list[Result] = []
+    found: list[tuple[Batch, torch.Tensor]] = []
     for first in range(0, len(batches), accelerator.num_processes):
         if interrupted():
             plain.train(was_training)
             return []
         mine = first + accelerator.process_index
         # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
-        found = run(plain, batches[min(mine, len(batches) - 1)])
-        results += found if mine < len(batches) else []
+        batch = batches[min(mine, len(batches) - 1)]
+        values = run(plain, batch)
+        if mine < len(batches):
+            found.append((batch, values))
     plain.train(was_training)
+    sizes = [values.numel() for _, values in found]
+    flat = torch.cat([values.flatten() for _, values in found]).cpu() if found else torch.empty(0)
+    results: list[Result] = []
+    for (batch, values), own in zip(found, flat.split(sizes), strict=True):
+        results += read(batch, own.view(values.shape))
     return gather_object(results)

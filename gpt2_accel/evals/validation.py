@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 
 
@@ -30,18 +31,20 @@ def validation_loss(
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(2, loader.windows, device=accelerator.device)  # nats and tokens per window
-    for number, (input_ids, targets) in enumerate(loader):
-        if interrupted():
-            model.train(was_training)
-            return {}
-        nats = model(input_ids, targets, reduction="none").sum(dim=1)
-        start = number * loader.batch_size
-        mine = torch.from_numpy(loader.numbers[start : start + loader.batch_size])
-        rows = torch.stack((nats, (targets != -100).sum(dim=1)))[:, : len(mine)]
-        totals[:, mine.to(totals.device)] = rows.to(totals.dtype)
+    found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
+    with Prefetch(loader, loader.device) as batches:
+        for input_ids, targets in batches:
+            if interrupted():
+                model.train(was_training)
+                return {}
+            nats = model(input_ids, targets, reduction="none").sum(dim=1).float()
+            found.append(torch.stack((nats, (targets != -100).sum(dim=1).to(nats.dtype))))
     model.train(was_training)
-    nats, tokens = accelerator.reduce(totals, "sum").tolist()  # each window belongs to one rank
+    totals = torch.zeros(2, loader.windows, device=accelerator.device)
+    mine = torch.from_numpy(loader.numbers).to(totals.device)
+    totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # the padding comes last
+    # The host waits for the device only here. Each window belongs to one rank.
+    nats, tokens = accelerator.reduce(totals, "sum").tolist()
     results = mean_loss(nats, tokens) | perplexity(nats, tokens)
     if loader.bytes_per_token:
         results |= bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)

@@ -75,6 +75,9 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     ):
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
+    # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
+    # default 8, uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     kernels.fuse = dynamo.backend == DynamoBackend.INDUCTOR
     return accelerator
 

@@ -12,6 +12,7 @@ from gpt2_accel.checkpoint.find import clean_up
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import data_fingerprint
 from gpt2_accel.device import peak_flops
 from gpt2_accel.files import lock_folder, write_json
@@ -30,13 +31,14 @@ class RunContext:
     """The context manager around a run's loop.
 
     Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`,
-    the trackers, `uploads`, `profile` and `writer`. Leaving ends all of them, also after an error.
+    the trackers, `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an error.
     """
 
     log: RunLog
     stop: StopRequest
     uploads: Uploads
     writer: CheckpointWriter
+    loader: PrefetchLoader
 
     def __init__(
         self, config: TrainConfig, accelerator: Accelerator, state: TrainState, inputs: TrainInputs
@@ -47,6 +49,7 @@ class RunContext:
             config, plain, accelerator, inputs.loader, inputs.schedule, state.run_id
         )
         self.first_step = state.step
+        self._data = data_fingerprint(config.data_dir)
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
@@ -69,6 +72,10 @@ class RunContext:
             profiler(config.profile, run_dir, self.accelerator, self.log.say)
         )
         self.writer = stack.enter_context(self._start_writer())
+        steps = range(self.first_step, self.inputs.updates)
+        self.loader = stack.enter_context(
+            PrefetchLoader(self.inputs.loader, self.inputs.schedule, steps)
+        )
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
             self.writer.rotate(self.first_step)  # in case a kill came before it
 
@@ -86,7 +93,7 @@ class RunContext:
             state.optimizer,
             self.training(),
             guard=state.guard.state() | state.early_stopping.state(),
-            data=data_fingerprint(self.config.data_dir),
+            data=self._data,
             position={
                 "sequences": self.inputs.schedule.first(step),
                 **{name: getattr(self.config, name) for name in ORDER_SETTINGS},

@@ -54,12 +54,16 @@ def describe_run(
     schedule: BatchSchedule,
     run_id: str,
 ) -> RunMetadata:
-    """Returns the metadata of a run that is about to start. `model` is the unwrapped model."""
+    """Returns the metadata of a run that is about to start. `model` is the unwrapped model.
+
+    Only the main process looks up what takes time: the expected memory, the commit and the versions.
+    """
     shape = model.config
     flops = flops_per_token(shape, config.sequence_length)
     updates = schedule.updates(config.max_steps)
     tokens = schedule.first(updates) * config.sequence_length
-    memory = memory_by_part(config, shape, accelerator)
+    main = accelerator.is_main_process
+    memory = memory_by_part(config, shape, accelerator) if main else {}
     return RunMetadata(
         run_id=run_id,
         parameters=shape.parameter_count,
@@ -74,8 +78,8 @@ def describe_run(
         data=describe_data(config),
         hardware=describe_hardware(accelerator, model),
         expected_gb=round(sum(memory.values()) / 1e9, 3),
-        git_commit=git_commit(),
-        versions=installed_versions(),
+        git_commit=git_commit() if main else None,
+        versions=installed_versions() if main else {},
     )
 
 

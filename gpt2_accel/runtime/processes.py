@@ -11,6 +11,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from torch.distributed import DistError
 
+from gpt2_accel.device import HostCopy
+
 # The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)
 
@@ -92,6 +94,26 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
         raise mine
     if error := next(filter(None, found), None):
         raise error
+
+
+class AnyRank:
+    """Whether `flag()` is true on any rank; a function without arguments that all ranks call equally often.
+
+    With several processes the answer is that of the previous call, so that the host does not wait for the device.
+    """
+
+    def __init__(self, accelerator: Accelerator, flag: Callable[[], bool]):
+        self._accelerator, self._flag = accelerator, flag
+        self._sent: HostCopy | None = None
+
+    def __call__(self) -> bool:
+        accelerator = self._accelerator
+        if accelerator.num_processes == 1:
+            return self._flag()
+        previous = self._sent
+        flag = torch.full((), float(self._flag()), device=accelerator.device)
+        self._sent = HostCopy(accelerator.reduce(flag, "sum"))
+        return previous is not None and previous.read().item() > 0
 
 
 def lost_another(error: BaseException) -> bool:

@@ -160,15 +160,18 @@ def test_a_signal_interrupts_an_evaluation(data_dir, tmp_path, monkeypatch):
 
     asked = []
 
-    def interrupted(accelerator, stop):
-        if not asked:
-            signal.raise_signal(signal.SIGTERM)
-        asked.append(stop.reason)
-        return stop.reason is not None
+    def any_rank(accelerator, flag):
+        def interrupted():
+            if not asked:
+                signal.raise_signal(signal.SIGTERM)
+            asked.append(flag())
+            return asked[-1]
 
-    monkeypatch.setattr(train_module, "should_stop", interrupted)
+        return interrupted
+
+    monkeypatch.setattr(train_module, "AnyRank", any_rank)
     metrics = run(tiny_config(data_dir, tmp_path, eval_every=4, sample_every=4))
-    assert asked == ["SIGTERM"]
+    assert asked == [True]
     assert len(losses(metrics)) == 4 and "val/loss" not in metrics[-1]
     assert names(tmp_path) == ["checkpoint-4"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,11 +1,15 @@
 """The memory estimate of a micro-batch."""
 
+import json
+
 import pytest
+import torch
 from accelerate import Accelerator
+from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.estimate.auto_batch import compute_size
+from gpt2_accel.estimate.auto_batch import compute_size, fitting_batch_size
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.models.gpt2 import GPTConfig
 
@@ -26,3 +30,30 @@ def test_micro_batch_fits_if_its_estimated_memory_is_free(checkpointed, monkeypa
 def test_checkpointed_activations_need_less_than_half():
     plain, checkpointed = (activation_bytes(SHAPE, 8, 128, "no", flag) for flag in (False, True))
     assert checkpointed < plain / 2
+
+
+def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
+    """The batch of 60 sequences has 12 divisors. Dynamo compiles a static model 8 times and is then uncompiled."""
+    monkeypatch.setenv(OVERRIDES, json.dumps({"reports_out_of_memory": True}))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch._dynamo.reset()
+    plain = GPTConfig(vocab_size=128, n_positions=8, n_layer=1, n_head=1, n_embd=16).build()
+    forward = plain.wte.forward
+
+    def limited(input_ids):
+        if len(input_ids) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(input_ids)
+
+    monkeypatch.setattr(plain.wte, "forward", torch.compiler.disable(limited))
+    counter = CompileCounter()
+    model = torch.compile(plain, backend=counter, dynamic=False)
+    config = TrainConfig(sequence_length=8, n_positions=8, total_batch_size=60 * 8)
+    assert fitting_batch_size(config, Accelerator(cpu=True), model) == 20
+    compiled = counter.frame_count
+    tokens = torch.zeros(20, 8, dtype=torch.int64)
+    for size in (20, 10, 5, 4, 2, 1):
+        model(tokens[:size], tokens[:size])
+        assert counter.frame_count > compiled, f"{size} sequences ran uncompiled"
+        compiled = counter.frame_count
+    assert all(parameter.grad is None for parameter in plain.parameters())

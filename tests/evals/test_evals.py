@@ -187,6 +187,39 @@ def test_validation_loss_has_a_standard_error_over_windows(accelerator, models, 
     assert validation_loss(accelerator, model, lambda: True, loader=loader) == {}
 
 
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+def test_the_host_waits_for_the_device_only_after_the_last_batch(
+    accelerator, models, data_dir, monkeypatch
+):
+    model, _ = models
+    events = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: events.append("f") or forward(*a, **k))
+    for name in WAITS:
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, f=plain, **k: events.append("w") or f(*a, **k)
+        )
+    loader = EvalLoader(
+        open_split(data_dir, "val"), sequence_length=32, batch_size=2, max_tokens=320
+    )
+    validation_loss(accelerator, model, loader=loader)
+    assert "".join(events).startswith("fffff") and events.count("f") == 5
+    assert "f" not in events[5:] and events.count("w") == 1
+    data = load_hellaswag(hellaswag_items(400), byte_tokenizer(), POSITIONS)
+    documents = load_corpus("text", [make_text(2000, 1)], byte_tokenizer())
+    for evaluate in (
+        lambda: score(accelerator, model, data.questions),
+        lambda: corpus_perplexity(accelerator, model, task="text", documents=documents),
+    ):
+        events.clear()
+        evaluate()
+        first = events.index("w")
+        assert first > 1 and "f" not in events[first:]
+
+
 def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
     model, _ = models
     asked = []

@@ -3,12 +3,15 @@
 import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import as_flags, tiny_config
 from launching import launch
 
 from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime.processes import AnyRank
 
 
 def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):
@@ -57,3 +60,48 @@ def test_if_one_process_fails_before_training_all_end_with_its_error(fault, data
     sentences = [line for line in done.stderr.splitlines() if line.startswith("train_script.py:")]
     assert len(sentences) == 1 and expected in sentences[0], done.stderr
     assert time.monotonic() - started < 30
+
+
+def test_any_rank_gives_all_ranks_the_answer_of_the_previous_call():
+    here, there, sums = [], [], []
+    ranks = [AnyRank(other_rank(sums), flag) for flag in (lambda: bool(here), lambda: bool(there))]
+    answers = []
+    for turn in range(4):
+        if turn == 1:
+            there.append("SIGTERM")
+        sums[:] = [float(bool(there))]  # of both flags
+        answers.append([rank() for rank in ranks])
+    assert answers == [[False, False], [False, False], [True, True], [True, True]]
+    alone = AnyRank(SimpleNamespace(num_processes=1), lambda: bool(there))
+    assert alone() is True
+
+
+def other_rank(sums):
+    """Returns what `AnyRank` needs of the accelerator of one of two ranks, whose flags add up to `sums[0]`."""
+    return SimpleNamespace(
+        num_processes=2,
+        device=torch.device("cpu"),
+        reduce=lambda flag, _: torch.full_like(flag, sums[0]),
+    )
+
+
+def test_only_the_main_process_looks_up_the_commit_and_estimates_memory(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2, max_steps=1)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "sys.path.insert(0, 'tests')\n"
+        "import gpt2_accel.runtime.metadata as metadata\n"
+        "for name in ('git_commit', 'memory_by_part', 'installed_versions'):\n"
+        "    honest = getattr(metadata, name)\n"
+        "    setattr(metadata, name, lambda *a, f=honest, n=name: "
+        "print(n, os.environ['RANK'], flush=True) or f(*a))\n"
+        "import train_script\n"
+        "from gpt2_accel.config import TrainConfig, parse_config\n"
+        "from gpt2_accel.train import train\n"
+        "train(parse_config(TrainConfig))\n"
+    )
+    done = launch(script, *as_flags(config), processes=2)
+    assert done.returncode == 0, done.stderr
+    for name in ("git_commit", "memory_by_part", "installed_versions"):
+        assert f"{name} 0" in done.stdout and f"{name} 1" not in done.stdout

@@ -1,0 +1,93 @@
+"""Batches that a thread reads ahead: the order, errors, the end of the thread, and the overlap with training."""
+
+import threading
+import time
+
+import pytest
+import torch
+from conftest import losses, run, tiny_config
+
+import gpt2_accel.data.loader as loader_module
+import gpt2_accel.train as train_module
+from gpt2_accel.data.prefetch import AHEAD, Prefetch
+
+CPU = torch.device("cpu")
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def batch(number):
+    return torch.full((1,), number), torch.full((1,), number)
+
+
+def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_for():
+    started = []
+
+    def read():
+        for number in range(20):
+            started.append(number)
+            yield batch(number)
+
+    with Prefetch(read(), CPU) as batches:
+        for number, (input_ids, _) in enumerate(batches):
+            assert input_ids.item() == number
+            deadline = time.monotonic() + 10
+            while len(started) < min(20, number + 1 + AHEAD) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert len(started) == min(20, number + 1 + AHEAD)
+    assert number == 19 and not threads()
+
+
+def test_error_of_the_thread_is_raised_in_place_of_its_batch():
+    def read():
+        yield batch(0)
+        raise ValueError("shard 7 is damaged")
+
+    with Prefetch(read(), CPU) as batches:
+        assert next(batches)[0].item() == 0
+        with pytest.raises(ValueError, match="shard 7 is damaged"):
+            next(batches)
+    assert not threads()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_thread_ends_with_the_loop_also_after_an_error(data_dir, tmp_path, monkeypatch, error):
+    honest = train_module.accumulate_gradients
+
+    def failing(accelerator, model, loader, first, sequences):
+        if first // sequences == 3:
+            assert threads()
+            raise error("the loop ends")
+        return honest(accelerator, model, loader, first, sequences)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", failing)
+    with pytest.raises(error):
+        run(tiny_config(data_dir, tmp_path))
+    assert not threads()
+
+
+def test_updates_overlap_with_the_reads_of_the_next_batches(data_dir, tmp_path, monkeypatch):
+    """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
+    read, honest = loader_module.read_windows, train_module.accumulate_gradients
+    finished, waiting = [], []
+
+    def slow_read(*args):
+        time.sleep(0.01)
+        finished.append(1)
+        return read(*args)
+
+    def slow_update(accelerator, model, loader, first, sequences):
+        step = first // sequences
+        waiting.append(step >= 1 and len(finished) < step + 1)
+        loss = honest(accelerator, model, loader, first, sequences)
+        time.sleep(0.05)
+        return loss
+
+    expected = losses(run(tiny_config(data_dir, tmp_path / "plain", max_steps=20)))
+    monkeypatch.setattr(loader_module, "read_windows", slow_read)
+    monkeypatch.setattr(train_module, "accumulate_gradients", slow_update)
+    found = losses(run(tiny_config(data_dir, tmp_path / "slow", max_steps=20)))
+    assert found == expected
+    assert len(waiting) == 20 and sum(waiting) <= 1
