@@ -14,6 +14,7 @@ from gpt2_accel.shipped import COMMANDS, find, folder, launch_configs, recipes, 
 HELP = """usage: gpt2-accel COMMAND [--help | arguments]
 
 {commands}
+  doctor                  check this machine: what works for training, and the fixes
   launch CONFIG RECIPE    start a recipe by `accelerate launch`, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
   config NAME             print a launch config or other settings, as in
@@ -43,12 +44,16 @@ def run(words: list[str]) -> None:
         start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
     elif command == "quickstart":
         launch("cpu", "quickstart", *args)
+    elif command == "doctor":
+        start("-P", "-m", "gpt2_accel.doctor", *args)
     elif command == "launch":
         launch(*args)
     elif command == "config":
         print_config(*args)
     else:
-        raise ValueError(unknown("command", command, ["quickstart", *COMMANDS, "launch", "config"]))
+        raise ValueError(
+            unknown("command", command, ["quickstart", *COMMANDS, "doctor", "launch", "config"])
+        )
 
 
 def help_text() -> str:

@@ -210,6 +210,7 @@ def blob_id(data: bytes) -> str:
 
 REPO = r"([^/]+/[^/]+)"
 ROUTES = [
+    (r"/api/whoami-v2", lambda self, body: self.answer(200, {"name": "user", "type": "user"})),
     (r"/api/validate-yaml", lambda self, body: self.answer(200, {"errors": [], "warnings": []})),
     (r"/api/repos/create", Handler.create),
     (rf"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),

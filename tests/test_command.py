@@ -33,6 +33,7 @@ def test_every_recipe_is_a_command_or_launched(started):
     for name, recipe in shipped.COMMANDS.items():
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
     launched = {path.stem for path in RECIPES.glob("*.py")} - {*shipped.COMMANDS.values()}
+    assert started("doctor") == ["-P", "-m", "gpt2_accel.doctor"]
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
         assert "accelerate launch" in (RECIPES / f"{recipe}.py").read_text().split('"""')[1]

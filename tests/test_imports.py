@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cli", "errors", "files", "device", "optim", "shipped", "tokenizer")
+LEAVES = ("cli", "doctor", "errors", "files", "device", "optim", "shipped", "tokenizer")
 # From the bottom up: a room may import the leaves and the rooms before it, except pairs in `SIDE_BY_SIDE`.
 ROOMS = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
@@ -18,7 +18,12 @@ SIDE_BY_SIDE = [
     ("data", "kernels"),
     ("data", "models"),
 ]
-OF_LEAVES = {"optim": {"device"}, "tokenizer": {"errors"}, "cli": {"errors", "shipped"}}
+OF_LEAVES = {
+    "optim": {"device"},
+    "tokenizer": {"errors"},
+    "cli": {"errors", "shipped"},
+    "doctor": {"device", "errors"},
+}
 # The package's `__init__.py` and `__main__.py`, and former names of modules.
 ALIASES = {
     "__init__": {"hf", "models"},
