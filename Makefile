@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability test-install bench docs lint format clean
+.PHONY: quickstart test test-avx2 test-reliability test-install test-versions bench docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -18,10 +18,13 @@ test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain 
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
-	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py
+	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py tests/test_doctor.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
 	INSTALL=long $(BIN)/python -m pytest tests/test_install.py
+
+test-versions:  ## part of the tests with the lowest and the newest supported libraries, in build/versions: 15 minutes
+	$(PYTHON) tests/versions.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2

@@ -175,15 +175,24 @@ def raw_ids(bpe: Tokenizer, text: str) -> list[int]:
     return bpe.encode(text).ids
 
 
-@pytest.mark.parametrize(
-    "name", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"]
-)
+@pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "PreTrainedTokenizerFast"])
 @pytest.mark.parametrize("change", [lambda bpe: None, keep], ids=["plain", "added"])
 def test_a_tokenizer_that_autotokenizer_leaves_alone_is_loaded(change, name, tmp_path):
     bpe = plain_bpe()
     change(bpe)
     write_files(bpe, tmp_path / "model", name)
     assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(bpe, PROBE)]
+
+
+def test_a_byte_level_llama_tokenizer_is_exact_or_refused(tmp_path):
+    """transformers 5.17 replaces its pre-tokenizer, 5.23 does not."""
+    write_files(plain_bpe(), tmp_path / "model", "LlamaTokenizer")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    if encode(loaded, [PROBE]) == [raw_ids(plain_bpe(), PROBE)]:
+        load_tokenizer(tmp_path / "model")
+    else:
+        with pytest.raises(ValueError, match="as LlamaTokenizer, .* differ"):
+            load_tokenizer(tmp_path / "model")
 
 
 def test_saving_a_tokenizer_that_loads_otherwise_is_refused(tmp_path):
