@@ -112,7 +112,7 @@ def hf_trainer(job: Job, gate: Gate) -> None:
         TrainingArguments,
     )
 
-    from gpt2_accel.hf.convert import hf_config
+    from gpt2_accel.hf.gpt2 import hf_config
 
     class GateCallback(TrainerCallback):
         def on_step_end(self, *_, **__) -> None:

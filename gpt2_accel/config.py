@@ -20,6 +20,7 @@ from gpt2_accel.errors import first_line
 from gpt2_accel.files import not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
+ARCHITECTURES = ("gpt2", "qwen3")  # see `models/architectures.py`
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
@@ -67,7 +68,7 @@ def check_ranges(settings: object, **names_of: str) -> None:
 # The sections of `--help`, by the first setting of each. A recipe's own settings come first.
 SECTIONS = {
     "data_dir": "data and output",
-    "n_layer": "model",
+    "architecture": "model",
     "sequence_length": "batch",
     "optimizer": "optimizer and schedule",
     "eval_every": "evaluation and samples",
@@ -101,11 +102,15 @@ class TrainConfig:
     )
     verify_data: bool = setting(False, "check all data against its checksums first")
 
+    architecture: str = setting("gpt2", "'gpt2' or 'qwen3'")
+    depth: int | None = setting(
+        None, "Qwen3 with this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd"
+    )
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width; a multiple of n_head")
     n_positions: int = setting(1024, "longest sequence the model can read")
-    bias: bool = setting(True, "biases in Linear and LayerNorm modules, as in GPT-2")
+    bias: bool = setting(True, "biases in GPT-2's Linear and LayerNorm modules; Qwen3 has none")
     dropout: float = setting(0.0, "dropout of embeddings, attention and residuals")
 
     sequence_length: int | None = setting(None, "tokens per training sequence; default n_positions")
@@ -199,7 +204,7 @@ class TrainConfig:
         check_ranges(
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
-            "eval_tokens sample_tokens keep_last max_bad_steps ramp_start",
+            "eval_tokens sample_tokens keep_last max_bad_steps ramp_start depth",
             not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every "
             "sample_every save_every keep_every spike_z seed micro_batch_size patience ramp_tokens profile",
             above_zero="max_hours",
@@ -218,6 +223,7 @@ class TrainConfig:
                 "accelerate_config and device are for --dry_run: a run takes what accelerate launch gives it"
             )
         choice_of = {
+            "architecture": ARCHITECTURES,
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
             "hub_strategy": HUB_STRATEGIES,

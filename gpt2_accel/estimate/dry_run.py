@@ -10,7 +10,8 @@ from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.models import ModelConfig
+from gpt2_accel.models.architectures import configured_shape
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # if `device` is not set
@@ -89,10 +90,10 @@ def read_launch(path: str) -> Launch:
     return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
 
 
-def model_shape(config: TrainConfig, vocab_size: int) -> GPTConfig:
+def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
     """Returns the model shape of `init_from`, or of the settings without it."""
     if config.init_from is None:
-        return GPTConfig.from_settings(config, vocab_size)
+        return configured_shape(config, vocab_size)
     local = Path(config.init_from)
     return read_config(
         local if local.is_dir() else hub.download(config.init_from, ("config.json",))

@@ -1,121 +1,106 @@
-"""Converts between `GPT` and Hugging Face's GPT-2: state dicts, directories, Hub ids.
+"""Opens and writes Hugging Face model directories: weights, config, tokenizer.
 
-A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. The two formats differ in four ways.
-HF's `Conv1D` stores the transpose of a Linear weight, so four matrices per block are transposed. HF always has biases,
-so a model without biases writes zeros and `"bias": false` in `config.json`. Vocabulary padding is not stored. The tied
-head is not stored.
+A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/gpt2.py` and `hf/qwen3.py` know the
+tensors and the config of their architecture. Vocabulary padding is not stored, nor is a tied head.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, GPT2Config, PreTrainedTokenizerBase
 
 from gpt2_accel.files import atomic_files, parse_json
-from gpt2_accel.hf import hub
+from gpt2_accel.hf import gpt2, hub, qwen3
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
+    DTYPES,
     MAX_SHARD_SIZE,
     read_tensors,
     weight_files,
     write_weights,
 )
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer, save_tokenizer
 
-PREFIX = "transformer."
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-LEGACY_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
-# HF's activation names -> `GPTConfig.gelu`; the first name of each value is the one written.
-ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}
-# The values of HF's options for which its GPT-2 equals `models/gpt2.py`.
-SUPPORTED = {
-    "activation_function": tuple(ACTIVATIONS),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONVERSIONS = {"gpt2": gpt2, "qwen3": qwen3}  # by the `model_type` of `config.json`
+HEAD = "lm_head.weight"
 
 
-def to_hf(model: GPT) -> dict[str, torch.Tensor]:
+def conversion(config: ModelConfig) -> ModuleType:
+    """Returns the module that converts models of this config."""
+    return next(module for module in CONVERSIONS.values() if isinstance(config, module.CONFIG))
+
+
+def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Returns the weights under HF's names and shapes, as views where possible, so not all are contiguous."""
-    config = model.config
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if name == "wte.weight":
-            tensor = tensor[: config.vocab_size]
-        if name.endswith(TRANSPOSED):
-            tensor = tensor.t()
-        tensors[PREFIX + name] = tensor
-        if name.endswith(".weight") and not config.bias and not name.startswith(("wte", "wpe")):
-            bias = PREFIX + name.removesuffix("weight") + "bias"
-            tensors[bias] = tensor.new_zeros(tensor.shape[-1])
-    return tensors
+    return conversion(model.config).to_hf(model)
 
 
 def from_hf(
     tensors: Iterable[tuple[str, torch.Tensor]],
-    config: GPTConfig,
+    config: ModelConfig,
     source: str = "the state dict",
     *,
-    transposed: bool = True,
+    own_tensor: Callable | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Converts HF's GPT-2 weights to the fp32 state dict of a `GPT` of this config, on CPU, in its own memory.
+    """Converts HF's weights to the fp32 state dict of a model of this config, on CPU, in its own memory.
 
-    Keys may have the `transformer.` prefix; the mask buffers of old files are ignored. `source` names the file in
-    errors. With `transposed` False the four matrices of a block are Linear weights, as in nanoGPT. Raises `ValueError`
-    for a missing, unknown or misshapen tensor, an untied head, or a nonzero bias if `config.bias` is False.
+    `source` names the file in errors. `own_tensor` replaces the function of that name of the architecture's conversion.
+    Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
+    should be tied to, or a nonzero bias if the model has none.
     """
+    converted = conversion(config)
+    own_tensor = own_tensor or converted.own_tensor
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
-    expected["wte.weight"] = torch.Size([config.vocab_size, config.n_embd])
+    for name in expected.keys() & set(converted.PADDED):
+        expected[name] = torch.Size([config.vocab_size, config.n_embd])
     state, head = {}, None
     for key, tensor in tensors:
-        name = key.removeprefix(PREFIX)
-        if name.endswith(LEGACY_BUFFERS):
-            continue
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{key} in {source} is {tensor.dtype}; only fp32, fp16 and bf16 can load"
             )
-        if name == "lm_head.weight":
+        if key == HEAD and HEAD not in expected:
             head = tensor
             continue
-        if not config.bias and name.endswith(".bias"):
-            if tensor.any():
-                raise ValueError(f'{source} says "bias": false, but {key} is not zero')
+        name, tensor = own_tensor(key, tensor, config, source) or (None, tensor)
+        if name is None:
             continue
         if name not in expected:
-            raise ValueError(f"{source} has a tensor that no GPT-2 of this shape has: {key}")
-        if transposed and name.endswith(TRANSPOSED):
-            tensor = tensor.t()
+            raise ValueError(
+                f"{source} has a tensor that no {converted.NAME} of this shape has: {key}"
+            )
         if tensor.shape != expected[name]:
             raise ValueError(
                 f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
                 f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
             )
-        rows = config.padded_vocab_size if name == "wte.weight" else len(tensor)
+        rows = config.padded_vocab_size if name in converted.PADDED else len(tensor)
         state[name] = torch.zeros(rows, *tensor.shape[1:])
         state[name][: len(tensor)] = tensor
     if missing := [name for name in expected if name not in state]:
         raise ValueError(
-            f"{source} lacks {len(missing)} tensors, the first is {PREFIX}{missing[0]}"
+            f"{source} lacks {len(missing)} tensors, the first is {converted.PREFIX}{missing[0]}"
         )
+    embedding = converted.PADDED[0]
     if head is not None and not torch.equal(
-        head.to(torch.float32), state["wte.weight"][: config.vocab_size]
+        head.to(torch.float32), state[embedding][: config.vocab_size]
     ):
         raise ValueError(
-            f"{source} has an lm_head that is not tied to wte; only tied heads can load"
+            f"{source} has an lm_head that is not tied to {embedding.removesuffix('.weight')}; only tied heads can load"
         )
     return state
 
 
-def build(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
-    """Builds a `GPT` that uses the tensors of a state dict without copying them."""
+def build(config: ModelConfig, state: dict[str, torch.Tensor]) -> LanguageModel:
+    """Builds a model that uses the tensors of a state dict without copying them."""
     with torch.device("meta"):
         model = config.build()
     model.load_state_dict(state, assign=True)
@@ -123,9 +108,9 @@ def build(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
 
 
 def save_pretrained(
-    model: GPT,
+    model: LanguageModel,
     directory: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     training: Training | None = None,
     name: str | None = None,
@@ -134,12 +119,14 @@ def save_pretrained(
     """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
 
     `training` is what the card says of how the model was made, `name` what it calls the model, by default the
-    directory. Weights above `max_shard_size` (bytes, or
-    such as "5GB") go into several files with an index. Each file is replaced whole, so a directory that
-    is in use never holds half a file. It takes no second copy of the weights in memory.
+    directory. The files have the dtype of the weights. Weights above `max_shard_size` (bytes, or such as "5GB") go into
+    several files with an index. Each file is replaced whole, so a directory that is in use never holds half a file. It
+    takes no second copy of the weights in memory.
     Raises `ValueError` if the tokenizer's vocabulary is not the model's, and that of `save_tokenizer`.
     """
-    config = model.config
+    from transformers import GenerationConfig
+
+    config, converted = model.config, conversion(model.config)
     if tokenizer is not None and len(tokenizer) != config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {config.vocab_size}: "
@@ -150,7 +137,9 @@ def save_pretrained(
     end_of_text = openai if tokenizer is None else tokenizer.eos_token_id
     with atomic_files(directory) as folder:
         written = write_weights(folder, to_hf(model), max_shard_size)
-        hf_config(config, end_of_text).save_pretrained(folder)
+        hf_config = converted.hf_config(config, end_of_text)
+        hf_config.dtype = model.dtype
+        hf_config.save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
         GenerationConfig(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
@@ -160,7 +149,7 @@ def save_pretrained(
             eos_token_id=end_of_text,
             pad_token_id=end_of_text,
         ).save_pretrained(folder)
-        card = model_card(name or str(directory), describe(config), training)
+        card = model_card(name or str(directory), describe(config), training, hf_config.model_type)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -172,45 +161,19 @@ def save_pretrained(
             old.unlink()
 
 
-def describe(config: GPTConfig) -> str:
+def describe(config: ModelConfig) -> str:
     """Describes the model in one sentence, for its card."""
-    return (
-        f"A GPT-2 of {config.parameter_count:,} parameters: {config.n_layer} layers, {config.n_head} "
-        f"heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
-        f"{config.vocab_size:,}."
-    )
+    return conversion(config).describe(config)
 
 
-def hf_config(config: GPTConfig, end_of_text: int | None) -> GPT2Config:
-    """Returns HF's config of the same model. Readers outside transformers need `n_ctx`."""
-    return GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.n_positions,
-        n_ctx=config.n_positions,
-        n_embd=config.n_embd,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        bias=config.bias,
-        activation_function=next(hf for hf, own in ACTIVATIONS.items() if own == config.gelu),
-        embd_pdrop=config.dropout,
-        attn_pdrop=config.dropout,
-        resid_pdrop=config.dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        architectures=["GPT2LMHeadModel"],
-        dtype="float32",
-    )
+def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
+    """Loads an HF model of a supported architecture, GPT-2 or Qwen3, in fp32 on CPU, in training mode.
 
+    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
+    value in the file is ignored.
 
-def from_pretrained(name: str | Path, dropout: float = 0.0) -> GPT:
-    """Loads an HF GPT-2 as a `GPT`, in fp32 on CPU, in training mode.
-
-    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting; the value
-    in the file is ignored.
-
-    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if it is not a
-    GPT-2 that `models/gpt2.py` can be, or is damaged; the message names the file or tensor. Files are never
-    run as code.
+    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if the model is none that
+    `models/` has, or is damaged; the message names the file or tensor. Files are never run as code.
     """
     directory = local_directory(name)
     config, files = find_model(directory, dropout)
@@ -227,7 +190,7 @@ def local_directory(name: str | Path) -> Path:
     return directory
 
 
-def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[Path]]:
+def find_model(directory: Path, dropout: float = 0.0) -> tuple[ModelConfig, list[Path]]:
     """Returns the shape and the weight files of a directory's model. Raises errors of `from_pretrained` that need no
     reading of tensors."""
     config = read_config(directory, dropout)
@@ -241,7 +204,7 @@ def find_model(directory: Path, dropout: float = 0.0) -> tuple[GPTConfig, list[P
     return config, files
 
 
-def model_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can be trained.
 
     Raises the errors of `find_model` and `load_tokenizer`."""
@@ -250,8 +213,8 @@ def model_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(directory)
 
 
-def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
-    """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/gpt2.py` cannot be that model."""
+def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
+    """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/` has no such model."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
@@ -260,21 +223,18 @@ def read_config(directory: Path, dropout: float = 0.0) -> GPTConfig:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if model_type != "gpt2":
-        raise ValueError(f"{path} is of the type {model_type!r}; only gpt2 can load")
-    values = {**GPT2Config().to_dict(), "bias": True, **values}
-    sizes = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-    for key, kind in [(key, int) for key in sizes] + [("bias", bool)]:
+    if model_type not in CONVERSIONS:
+        names = " and ".join(CONVERSIONS)
+        raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")
+    converted = CONVERSIONS[model_type]
+    values = converted.default_values() | values
+    for key, kind in converted.TYPES.items():
         if type(values[key]) is not kind:
             raise ValueError(f"{path} has {key} = {values[key]!r}; expected {kind.__name__}")
-    for key, allowed in SUPPORTED.items():
+    for key, allowed in converted.SUPPORTED.items():
         if values[key] not in allowed:
             raise ValueError(f"{path} has {key} = {values[key]!r}; only {allowed[0]!r} can load")
-    if values["n_inner"] not in (None, 4 * values["n_embd"]):
-        raise ValueError(f"{path} has n_inner = {values['n_inner']}; only 4 * n_embd can load")
-    gelu = ACTIVATIONS[values["activation_function"]]
-    shape = {key: values[key] for key in (*sizes, "bias")}
     try:
-        return GPTConfig(**shape, dropout=dropout, gelu=gelu)
+        return converted.own_config(values, dropout)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

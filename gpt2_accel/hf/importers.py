@@ -1,11 +1,13 @@
 """Importers for other toolkits' checkpoints: nanoGPT's and build-nanogpt's `.pt`, llm.c's `.bin`."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from gpt2_accel.hf import gpt2
 from gpt2_accel.hf.convert import build, from_hf
 from gpt2_accel.hf.safetensors_files import load_pickle
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
@@ -16,6 +18,9 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 LLMC_MAGIC = 20240326
 LLMC_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 LLMC_HEADER_BYTES = 256 * 4
+
+
+LINEAR = partial(gpt2.own_tensor, transposed=False)  # their matrices are those of Linear layers
 
 
 class PickledConfig:
@@ -63,7 +68,7 @@ def read_pt(path: Path) -> GPT:
         gelu=gelu,
     )
     tensors = unpadded(checkpoint["model"], config.vocab_size)
-    return build(config, from_hf(tensors, config, str(path), transposed=False))
+    return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))
 
 
 def unpadded(
@@ -119,5 +124,5 @@ def read_llmc(path: Path) -> GPT:
         for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True)
     }
     return build(
-        config, from_hf(unpadded(tensors, vocab_size), config, str(path), transposed=False)
+        config, from_hf(unpadded(tensors, vocab_size), config, str(path), own_tensor=LINEAR)
     )

@@ -38,11 +38,13 @@ class Training:
     updates: Mapping[str, int] = field(default_factory=dict)
 
 
-def model_card(name: str, description: str, training: Training | None = None) -> str:
+def model_card(
+    name: str, description: str, training: Training | None = None, model_type: str = "gpt2"
+) -> str:
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
-    `name` is the repository id, or the folder's name; `description` is the model in words. Absolute paths in `training`
-    are shortened to their last part.
+    `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that
+    of its config. Absolute paths in `training` are shortened to their last part.
     """
     settings = training.settings if training else {}
     init_from = str(settings.get("init_from") or "")
@@ -53,7 +55,7 @@ def model_card(name: str, description: str, training: Training | None = None) ->
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["gpt2", "gpt2_accel"],
+        tags=[model_type, "gpt2_accel"],
         license=settings.get("license"),
         base_model=init_from.partition("@")[0] if on_the_hub else None,
         model_name=name.rpartition("/")[2],

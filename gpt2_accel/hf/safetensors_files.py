@@ -17,6 +17,7 @@ from gpt2_accel.files import parse_json
 
 WEIGHTS = "model.safetensors"
 OLD_WEIGHTS = "pytorch_model.bin"
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 MAX_SHARD_SIZE = "50GB"  # that of transformers 5
 
 
@@ -43,7 +44,7 @@ def write_weights(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes fp32 tensors one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
+    """Writes tensors of one of `DTYPES`, one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
 
     The library needs all tensors contiguous in host memory at once, which for transposed views is a second copy of the
     model. Format: https://huggingface.co/docs/safetensors.
@@ -51,16 +52,20 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors):
-        assert tensors[name].dtype == torch.float32, name
         start, end = end, end + tensors[name].nbytes
         shape = list(tensors[name].shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in sorted(tensors):
-            file.write(tensors[name].detach().cpu().contiguous().numpy())
+            tensor = tensors[name].detach().cpu().contiguous()
+            file.write(tensor.view(torch.uint8).numpy())
 
 
 def weight_files(directory: Path) -> list[Path]:

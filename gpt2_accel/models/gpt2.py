@@ -69,7 +69,11 @@ class GPTConfig:
 
     @classmethod
     def from_settings(cls, settings: object, vocab_size: int) -> "GPTConfig":
-        """Returns the shape that a `TrainConfig` describes."""
+        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for a `depth`."""
+        if settings.depth:
+            raise ValueError(
+                "--depth is for --architecture qwen3: give --n_layer, --n_head, --n_embd"
+            )
         names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
         return cls(vocab_size, **{name: getattr(settings, name) for name in names})
 

@@ -28,7 +28,7 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.convert import from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.models.architectures import configured_shape
 from gpt2_accel.optim import BatchSchedule, build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.anomalies import AnomalyGuard
@@ -195,7 +195,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
         source = local_directory(model_directory(source))
         model = from_pretrained(source, config.dropout)
     if config.init_from is None:
-        shape = GPTConfig.from_settings(config, vocab_size)
+        shape = configured_shape(config, vocab_size)
         if source is None:
             check_size(shape)
             model = shape.build()

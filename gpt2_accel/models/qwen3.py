@@ -1,0 +1,355 @@
+"""Qwen3 as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
+
+The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as Hugging Face has it
+(`Qwen3ForCausalLM`): pre-RMSNorm blocks, rotary positions, grouped-query attention with normalised queries and keys,
+SwiGLU, no biases, an output head that is tied to the token embedding or not. Names are Hugging Face's below `model.`,
+so conversion changes no tensor but for vocabulary padding.
+
+Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded), S cached
+positions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gpt2_accel.config import check_ranges
+from gpt2_accel.kernels.linear import Linear
+from gpt2_accel.models import LayerCache
+from gpt2_accel.models.parts import document_mask, head_logits, head_loss
+
+
+@dataclass
+class Qwen3Config:
+    """The shape of a Qwen3; the defaults are Qwen3-0.6B's. The names are those of `GPTConfig` where both have the size.
+
+    `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
+    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `norm_eps` RMSNorm's
+    epsilon. `tied` makes the token embedding the output head too.
+
+    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
+    `rope_theta` or `norm_eps` is not positive.
+    """
+
+    vocab_size: int = 151936
+    n_positions: int = 40960
+    n_layer: int = 28
+    n_head: int = 16
+    n_kv_head: int = 8
+    head_dim: int = 128
+    n_embd: int = 1024
+    n_inner: int = 3072
+    rope_theta: float = 1_000_000.0
+    norm_eps: float = 1e-6
+    tied: bool = True
+
+    dropout = 0.0  # Qwen3 has none
+
+    def __post_init__(self) -> None:
+        sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
+        check_ranges(self, positive=sizes, above_zero="rope_theta norm_eps")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head ({self.n_head}) is not a multiple of n_kv_head ({self.n_kv_head}): "
+                "choose it as one"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
+                "choose an even one"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: object, vocab_size: int) -> "Qwen3Config":
+        """Returns the shape that a `TrainConfig` describes.
+
+        A `depth` of N has N layers of width 64·N with heads of 64 channels, as the dial of nanochat has. Otherwise
+        layers, heads and width are the settings'. Half as many heads for keys and values (all of an odd number), an MLP
+        of three times the width and a tied head are those of Qwen3-0.6B. The rotary base is 10,000 (Su et al., 2021,
+        arXiv:2104.09864), for contexts of a few thousand tokens; Qwen3's 1,000,000 is for 40,960.
+
+        Raises `ValueError` for a width that the heads do not divide, and for dropout, which Qwen3 does not have.
+        """
+        if settings.dropout:
+            raise ValueError("Qwen3 has no dropout: leave --dropout at 0")
+        n_layer, n_head, n_embd = settings.n_layer, settings.n_head, settings.n_embd
+        if settings.depth:
+            n_layer, n_head, n_embd = settings.depth, settings.depth, 64 * settings.depth
+        if n_embd % n_head:
+            raise ValueError(
+                f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "
+                "choose n_embd as a multiple of n_head"
+            )
+        return cls(
+            vocab_size,
+            settings.n_positions,
+            n_layer,
+            n_head,
+            n_head // 2 if n_head % 2 == 0 else n_head,
+            n_embd // n_head,
+            n_embd,
+            3 * n_embd,
+            rope_theta=10_000.0,
+        )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """`vocab_size` rounded up to a multiple of 128, for faster matrix products."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the model as saved: a tied head counts once, vocabulary padding does not count."""
+        C, D = self.n_embd, self.head_dim
+        attention = 2 * C * D * (self.n_head + self.n_kv_head) + 2 * D
+        block = attention + 3 * C * self.n_inner + 2 * C
+        return self.vocab_size * C * (1 if self.tied else 2) + self.n_layer * block + C
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
+        return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
+
+    @property
+    def attention_width(self) -> int:
+        """L·H·Q: layers x query heads x channels of a head."""
+        return self.n_layer * self.n_head * self.head_dim
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads of keys and values, and channels per head of the KV cache."""
+        return self.n_layer, self.n_kv_head, self.head_dim
+
+    def build(self) -> "Qwen3":
+        """Builds a model of this shape with newly initialised weights."""
+        return Qwen3(self)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_angles(
+    position_ids: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+
+    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
+    position · theta^(-2i/D).
+    """
+    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / head_dim)
+    angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns queries or keys by their positions' angles. x: (B, H, T, D) -> the same, in its dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention (Ainslie et al., 2023, arXiv:2305.13245) with normalised queries and keys."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        C, D = config.n_embd, config.head_dim
+        self.head_dim = D
+        self.q_proj = Linear(C, config.n_head * D, bias=False)
+        self.k_proj = Linear(C, config.n_kv_head * D, bias=False)
+        self.v_proj = Linear(C, config.n_kv_head * D, bias=False)
+        self.o_proj = Linear(config.n_head * D, C, bias=False)
+        self.q_norm = RMSNorm(D, config.norm_eps)
+        self.k_norm = RMSNorm(D, config.norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
+
+        `mask`, (B, 1, T, T) bool, is True where attended; None is the causal mask. With a `cache` the T positions
+        follow the cached ones, and a mask is (B, 1, T, S)."""
+        B, T, _ = x.shape
+        split = (B, T, -1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), *angles)  # (B, H, T, D)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), *angles)  # (B, K, T, D)
+        v = self.v_proj(x).view(split).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)  # (B, K, S, D)
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.gate_proj = Linear(config.n_embd, config.n_inner, bias=False)
+        self.up_proj = Linear(config.n_embd, config.n_inner, bias=False)
+        self.down_proj = Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen3(nn.Module):
+    """A Qwen3 language model. Attributes and methods are those of `LanguageModel`, documented in `models/gpt2.py`.
+
+    The token embedding, and an untied head, have `config.padded_vocab_size` rows. The padding rows are zero, get no
+    gradient, and are excluded from the loss, from the logits that `forward` returns, and from saved files.
+    """
+
+    separator: int | None = None
+    checkpoint_activations = False
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises the weights.
+
+        | tensor | distribution | source |
+        |---|---|---|
+        | embedding, matrices, head | N(0, 0.02) | `initializer_range` of Qwen3's configs, transformers |
+        | o_proj, down_proj | N(0, 0.02 / sqrt(2·n_layer)) | GPT-2 paper, section 2.3, for the residual stream |
+        | RMSNorm gains | 1 | arXiv:1910.07467 |
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                is_residual = name.endswith(("o_proj", "down_proj"))
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        self.embed_tokens.weight[self.config.vocab_size :] = 0
+        self.head_weight[self.config.vocab_size :] = 0
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The matrix of the output head, (V, C)."""
+        return self.embed_tokens.weight if self.config.tied else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """Returns the logits, (B, T, vocab_size), or the loss if there are `targets`. Arguments as in `GPT.forward`."""
+        x = self.hidden(input_ids, position_ids, attention_mask)
+        x = self.norm(x[:, -logits_to_keep:])
+        weight, vocab_size = self.head_weight, self.config.vocab_size
+        if targets is None:
+            return head_logits(x, weight, vocab_size)
+        return head_loss(x, weight, targets, vocab_size, reduction)
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+    ) -> torch.Tensor:
+        """Returns the output of the last block, (B, T, C), before the final RMSNorm. Arguments as in `forward`."""
+        T = input_ids.shape[1]
+        if position_ids is None:
+            if T > self.config.n_positions:
+                raise ValueError(
+                    f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
+                    "shorten it, or use a model with more positions"
+                )
+            position_ids = torch.arange(T, device=input_ids.device)
+        x = self.embed_tokens(input_ids)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
+        angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
+        angles = tuple(part.to(x.dtype) for part in angles)
+        if attention_mask is None and self.separator is not None and cache is None:
+            attention_mask = document_mask(input_ids, self.separator)
+        for i, block in enumerate(self.layers):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)
+            else:
+                x = block(x, angles, attention_mask, None if cache is None else cache[i])
+        return x
+
+    def decode(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size). Arguments as in
+        `GPT.decode`."""
+        x = self.hidden(input_ids, position_ids, attention_mask, cache)
+        return head_logits(self.norm(x[:, -1]), self.head_weight, self.config.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.embed_tokens.weight.dtype

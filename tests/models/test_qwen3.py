@@ -1,0 +1,135 @@
+"""Qwen3 beside transformers' Qwen3ForCausalLM."""
+
+import random
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from gpt2_accel.generation.sampling import Sampling, tokens
+from gpt2_accel.hf import qwen3
+from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
+from gpt2_accel.optim import hidden_matrices
+
+
+def tiny(**changes):
+    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
+    return Qwen3Config(**{"vocab_size": 100, "n_positions": 64} | sizes | changes)
+
+
+def pair(config, dtype=torch.float32):
+    """Returns HF's model with random weights, and the same model of this package."""
+    reference = Qwen3ForCausalLM(qwen3.hf_config(config, None)).to(dtype)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
+    model = build(config, from_hf(reference.float().state_dict().items(), config))
+    return reference.to(dtype), model.to(dtype)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-6)])
+def test_logits_and_gradients_equal_those_of_transformers(dtype, tolerance):
+    draw = random.Random(0)
+    for _ in range(8):
+        kv_heads = draw.choice([1, 2, 3])
+        config = Qwen3Config(
+            draw.choice([100, 128, 300]),
+            64,
+            n_layer=draw.choice([1, 2, 3]),
+            n_head=kv_heads * draw.choice([1, 2, 4]),
+            n_kv_head=kv_heads,
+            head_dim=draw.choice([8, 16, 32]),
+            n_embd=draw.choice([24, 48]),
+            n_inner=draw.choice([40, 96]),
+            rope_theta=draw.choice([1e4, 1e6]),
+            tied=draw.random() < 0.5,
+        )
+        reference, model = pair(config, dtype)
+        assert sum(p.numel() for p in reference.parameters()) == config.parameter_count
+        input_ids = torch.randint(config.vocab_size, (2, draw.choice([2, 33, 64])))
+        targets = input_ids.roll(-1, dims=1)
+        expected = reference(input_ids).logits
+        scale = {"rtol": 0, "atol": tolerance * expected.abs().max().item()}
+        torch.testing.assert_close(model(input_ids), expected, **scale)
+        torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+        model(input_ids, targets).backward()
+        gradients = {name: p.grad for name, p in reference.named_parameters()}
+        for name, parameter in model.named_parameters():
+            expected = gradients[name if name == "lm_head.weight" else f"model.{name}"]
+            found, padding = parameter.grad[: len(expected)], parameter.grad[len(expected) :]
+            # Ten times as much: HF's norms and angles are in fp32 also in fp64, and the gains' gradients are small.
+            scale = {"rtol": 0, "atol": 10 * tolerance * expected.abs().max().item()}
+            torch.testing.assert_close(found, expected, **scale)
+            assert not padding.any()
+
+
+def test_documents_that_are_masked_do_not_see_each_other():
+    _, model = pair(tiny())
+    first, second = torch.randint(1, 100, (2, 1, 12))
+    first[0, 0] = second[0, 0] = 0
+    packed = torch.cat((first, second), dim=1)
+    model.separator = 0
+    positions = torch.arange(12).repeat(2)[None]
+    logits = model(packed, position_ids=positions)
+    model.separator = None
+    torch.testing.assert_close(logits[:, :12], model(first))
+    torch.testing.assert_close(logits[:, 12:], model(second))
+
+
+def test_greedy_tokens_equal_those_of_transformers_also_with_padding():
+    reference, model = pair(tiny())
+    reference.generation_config.eos_token_id = None
+    rows = [torch.randint(100, (length,)).tolist() for length in (3, 9)]
+    sampling = Sampling(max_new_tokens=20, temperature=0.0, num_samples=1)
+    found = [ids for ids, _ in tokens(model, rows, sampling)]
+    for row, ours in zip(rows, zip(*found, strict=True), strict=True):
+        expected = reference.generate(torch.tensor([row]), max_new_tokens=20, do_sample=False)
+        assert list(ours) == expected[0, len(row) :].tolist()
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    _, model = pair(tiny())
+    input_ids = torch.randint(100, (2, 16))
+    model(input_ids, input_ids).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.checkpoint_activations = True
+    model(input_ids, input_ids).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_muon_updates_neither_embedding_nor_head():
+    names = {name for name, _ in hidden_matrices(Qwen3(tiny(tied=False)))}
+    assert len(names) == 2 * 7 and all(name.startswith("layers.") for name in names)
+
+
+class Settings:
+    n_layer, n_head, n_embd, n_positions, dropout, bias = 2, 2, 128, 128, 0.0, True
+    depth = None
+
+
+def test_shape_of_a_depth_and_of_single_settings():
+    settings = Settings()
+    shape = Qwen3Config.from_settings(settings, 100)
+    assert (shape.n_kv_head, shape.head_dim, shape.n_inner) == (1, 64, 384)
+    settings.depth = 12
+    shape = Qwen3Config.from_settings(settings, 100)
+    assert (shape.n_layer, shape.n_head, shape.n_kv_head, shape.n_embd) == (12, 12, 6, 768)
+    assert (shape.head_dim, shape.n_inner) == (64, 2304)
+
+
+def test_settings_that_an_architecture_does_not_have_are_refused():
+    settings = Settings()
+    settings.dropout = 0.1
+    with pytest.raises(ValueError, match="Qwen3 has no dropout"):
+        Qwen3Config.from_settings(settings, 100)
+    settings.depth = 4
+    with pytest.raises(ValueError, match="--depth is for --architecture qwen3"):
+        GPTConfig.from_settings(settings, 100)
+    with pytest.raises(ValueError, match="n_head .3. is not a multiple of n_kv_head"):
+        tiny(n_head=3)
+    with pytest.raises(ValueError, match="head_dim .7. is odd"):
+        tiny(head_dim=7)

@@ -1,0 +1,81 @@
+"""Training, checkpoints, estimates and the readers of a run with the second architecture."""
+
+import json
+
+import pytest
+import torch
+from conftest import as_flags, losses, run, tiny_config
+from launching import launch
+from safetensors.torch import load_file
+from transformers import pipeline
+
+from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.files import read_json_lines
+from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.report.page import write_report
+from gpt2_accel.report.reader import read_run
+
+QWEN3 = {"architecture": "qwen3", "n_embd": 32, "n_head": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(data_dir, tmp_path_factory):
+    """The folder of a run with Muon and a document mask, that saves in its middle."""
+    folder = tmp_path_factory.mktemp("qwen3") / "run"
+    changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
+    run(tiny_config(data_dir, folder, **QWEN3, **changes, save_every=4, eval_every=4))
+    return folder
+
+
+def test_training_lowers_the_loss_and_resumes_to_the_bit(data_dir, trained, tmp_path):
+    whole = read_json_lines(trained / "metrics.jsonl")
+    assert losses(whole)[-1] < losses(whole)[0] - 0.3
+    changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
+    changes |= {"resume_from": str(trained / "checkpoint-4"), "eval_every": 4, "save_every": 4}
+    resumed = run(tiny_config(data_dir, tmp_path / "again", **QWEN3, **changes))
+    assert losses(resumed) == losses(whole)[4:]
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_final_model_opens_everywhere(trained):
+    assert json.loads((trained / "config.json").read_text())["model_type"] == "qwen3"
+    generator = pipeline("text-generation", model=str(trained))
+    text = generator("the ", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    model, tokenizer = load(str(trained))
+    [sample] = complete(model, tokenizer, ["the "], Sampling(8, temperature=0.0, num_samples=1))
+    assert sample.prompt + sample.text == text
+    assert "A Qwen3 of" in (trained / "README.md").read_text()
+    assert write_report([read_run(trained)], trained / "report").exists()
+
+
+def test_resume_refuses_another_architecture(data_dir, trained, tmp_path):
+    changes = {"resume_from": str(trained / "checkpoint-4")}
+    with pytest.raises(ValueError, match="holds Qwen3Config.* but the settings say GPTConfig"):
+        run(tiny_config(data_dir, tmp_path / "other", **changes))
+    changes |= {"init_from": None, "depth": 1, "architecture": "qwen3"}
+    with pytest.raises(ValueError, match="but the settings say Qwen3Config"):
+        run(tiny_config(data_dir, tmp_path / "other", **changes))
+
+
+def test_dry_run_of_a_depth(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, architecture="qwen3", depth=2, dry_run=True)
+    found = dry_run(config)
+    vocab_size, width = 257, 128
+    block = 2 * width * 64 * 3 + 2 * 64 + 3 * width * 3 * width + 2 * width
+    assert f"model         {vocab_size * width + 2 * block + width:,} parameters" in found
+
+
+def test_sharded_training_equals_training_on_one_process(data_dir, tmp_path):
+    changes = {"max_steps": 2, "total_batch_size": 8 * 32, "save_every": 2, "gather_fp32": True}
+    one = run(tiny_config(data_dir, tmp_path / "one", **QWEN3, **changes))
+    config = tiny_config(data_dir, tmp_path / "sharded", **QWEN3, **changes)
+    flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
+    script = ("tests/fsdp_script.py", *as_flags(config))
+    done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")
+    assert done.returncode == 0, done.stderr
+    sharded = read_json_lines(tmp_path / "sharded/metrics.jsonl")
+    assert losses(sharded) == pytest.approx(losses(one), abs=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "sharded"))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-4)
