@@ -179,11 +179,12 @@ def is_installed(name: str) -> bool:
 
 def devices() -> Iterator[Row]:
     """The CPU with its memory, and each GPU."""
+    import psutil
     import torch
 
     from gpt2_accel import device
 
-    free, total = device.free_memory(torch.device("cpu")), device.total_memory()
+    free, total = psutil.virtual_memory().available, device.total_memory()
     cores = f"{device.usable_cpus()} of {os.cpu_count()} cores, {device.cpu_instructions()}"
     yield Row("ok", "cpu", f"{cores}, {free / 1e9:.1f} of {total / 1e9:.1f} GB of memory free")
     for i in range(torch.cuda.device_count()):
