@@ -13,7 +13,13 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.prepare import prepare
@@ -55,6 +61,9 @@ def test_autotokenizer_encodes_and_decodes_alike(tokenizer, gpt2, tmp_path):
     assert fingerprint(again) == fingerprint(tokenizer)
     raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert ids == raw_ids(raw, text) == encode(load_tokenizer(tmp_path), [text])[0]
+    Qwen3Config(vocab_size=len(tokenizer)).save_pretrained(tmp_path)  # the class depends on it, too
+    save_tokenizer(tokenizer, tmp_path)
+    assert encode(load_tokenizer(tmp_path), [text])[0] == ids
 
 
 @given(st.text())
