@@ -1,0 +1,230 @@
+"""`recipes/export.py`: GGUF files give transformers the same tokens and logits, ONNX files the same logits."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+import torch
+from launching import python
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.hf.gguf import DTYPES, write_gguf
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, encode, train_bpe
+
+gguf = pytest.importorskip("gguf", reason="needs the extra: pip install -e '.[export]'")
+
+SHAPE = {"n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 64}
+NASTY = (
+    "I'll he'LL don't\n\n\t x=1234567;  日本語 ☃️🦙👩‍👧 café naïve \u00a0\u3000\u200b ½²٣ …—"
+    "  the cat   \r\n  #include <a.h> \x00\x7f <|endoftext|>  <|end "
+)
+# The largest difference of a logit, as a share of the largest logit; measured: 4e-7, 7e-4, 5e-3, 2e-2.
+TOLERANCES = {"f32": 2e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 4e-2}
+
+
+def random_model(vocab_size, **options):
+    """A model with weights of a trained size, also in the biases; padding rows stay zero."""
+    model = GPT(GPTConfig(vocab_size, **{**SHAPE, **options})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) / 10
+        model.wte.weight[vocab_size:] = 0
+    return model
+
+
+def own_bpe():
+    return train_bpe(["the cat sat on the mat, he'll say don't to 1234 rats"] * 2, 280)
+
+
+def read_tokenizer(path):
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def assert_same_tokens(read, tokenizer):
+    assert encode(read, [NASTY]) == encode(tokenizer, [NASTY])
+    assert read(NASTY)["input_ids"] == tokenizer(NASTY)["input_ids"]
+    assert read.decode(read(NASTY)["input_ids"]) == NASTY
+    assert read.eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("make", [own_bpe, byte_tokenizer])
+def test_transformers_reads_the_same_tokens_and_logits_from_gguf(make, tmp_path):
+    tokenizer = make()
+    model = random_model(len(tokenizer), bias=make is own_bpe)
+    ids = torch.randint(0, len(tokenizer), (2, 40))
+    for dtype in DTYPES:
+        path = tmp_path / f"{dtype}.gguf"
+        write_gguf(model, tokenizer, path, dtype)
+        # transformers does not read the number of positions from a GPT-2's GGUF file.
+        found = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file=path.name, dtype=torch.float32, n_positions=SHAPE["n_positions"]
+        )
+        with torch.no_grad():
+            expected, logits = model(ids), found.eval()(ids).logits
+        error = (logits - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCES[dtype], dtype
+    assert_same_tokens(read_tokenizer(path), tokenizer)
+
+
+def test_gpt2s_own_bpe_gives_the_same_tokens(gpt2, tmp_path):
+    write_gguf(random_model(len(gpt2), n_layer=1, n_embd=2), gpt2, tmp_path / "gpt2.gguf")
+    assert_same_tokens(read_tokenizer(tmp_path / "gpt2.gguf"), gpt2)
+
+
+def metadata(path):
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def test_metadata_and_tensors_follow_llama_cpps_converter(tmp_path):
+    """llama.cpp reads a GPT-2 with these keys, with these dtypes; rows without a token are unused tokens."""
+    tokenizer = own_bpe()
+    tokenizer.chat_template = "{{ messages }}"
+    write_gguf(random_model(300, n_embd=40), tokenizer, tmp_path / "a.gguf", "q8_0", "mine")
+    found = metadata(tmp_path / "a.gguf")
+    assert found["general.architecture"] == "gpt2" and found["general.name"] == "mine"
+    assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    assert found["gpt2.context_length"] == 48 and found["gpt2.feed_forward_length"] == 160
+    assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == "gpt-2"
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id == 279
+    assert found["tokenizer.chat_template"] == "{{ messages }}"
+    assert found["tokenizer.ggml.tokens"][279:281] == ["<|endoftext|>", "[PAD280]"]
+    kinds = gguf.TokenType
+    assert found["tokenizer.ggml.token_type"][278:281] == [kinds.NORMAL, kinds.CONTROL, kinds.UNUSED]
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert "output.weight" not in tensors  # tied
+    dtypes = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert dtypes["token_embd.weight"] == dtypes["blk.0.ffn_up.weight"] == "F16"  # rows of 40
+    assert dtypes["blk.1.ffn_down.weight"] == "Q8_0"  # rows of 160
+    assert dtypes["position_embd.weight"] == dtypes["blk.0.attn_qkv.bias"] == "F32"
+    assert list(tensors["blk.0.attn_qkv.weight"].shape) == [40, 120]  # in, out
+
+
+def changed(tokenizer, **parts):
+    for name, part in parts.items():
+        setattr(tokenizer.backend_tokenizer, name, part)
+    return tokenizer
+
+
+def without_end():
+    tokenizer = own_bpe()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def with_start():
+    tokenizer = own_bpe()
+    tokenizer.backend_tokenizer.post_processor = gguf_start()
+    return tokenizer
+
+
+def gguf_start():
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing("<|endoftext|> $0", special_tokens=[("<|endoftext|>", 279)])
+
+
+def word_pieces():
+    backend = Tokenizer(models.WordPiece({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+REFUSED = {
+    "a character tokenizer": lambda: char_tokenizer("abc"),
+    "of the type WordPiece": word_pieces,
+    'normalizer is {"type": "NFC"}, not null': lambda: changed(
+        own_bpe(), normalizer=normalizers.NFC()
+    ),
+    "add_prefix_space is true, not false": lambda: changed(
+        own_bpe(), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
+    'pre_tokenizer.type is "Digits"': lambda: changed(
+        own_bpe(), pre_tokenizer=pre_tokenizers.Digits()
+    ),
+    "no token that ends a text": without_end,
+    "adds special tokens to each text": with_start,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(reason, tmp_path):
+    tokenizer = REFUSED[reason]()
+    with pytest.raises(ValueError, match="export the model as onnx") as refused:
+        write_gguf(random_model(300), tokenizer, tmp_path / "a.gguf")
+    assert reason in str(refused.value)
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
+    exact = random_model(280, gelu="none")
+    with pytest.raises(ValueError, match="exact GELU, but GGUF's GPT-2 has the tanh"):
+        write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
+    large = random_model(280)
+    large.h[0].mlp.c_fc.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight has numbers that fp16 cannot"):
+        write_gguf(large, own_bpe(), tmp_path / "a.gguf", "f16")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    save_pretrained(random_model(280), path, own_bpe())
+    return path
+
+
+def export(*args):
+    return python("recipes/export.py", *args)
+
+
+def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
+    output = tmp_path / "new/tiny.gguf"
+    killed = output.with_name(f".files.{socket.gethostname()}.4194304.0.partial")
+    killed.mkdir(parents=True)
+    flags = ("--model", saved, "--dtype", "bf16", "--output", output)
+    done = export(*flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"The model is in {output}, 0.") and done.stderr == ""
+    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"]
+    assert metadata(output)["general.name"] == saved.name
+    before = output.read_bytes()
+    again = export(*flags)
+    assert again.returncode == 1 and output.read_bytes() == before
+    assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--format", "pt"), "format must be 'gguf' or 'onnx', got 'pt'"),
+        (("--format", "onnx", "--dtype", "f16"), "dtype must be f32 for onnx, got 'f16'"),
+        (("--dtype", "q4_0"), "dtype must be f32 or f16 or bf16 or q8_0 for gguf, got 'q4_0'"),
+    ],
+)
+def test_the_recipe_names_a_wrong_setting(flags, message, saved, tmp_path):
+    done = export("--model", saved, "--output", tmp_path / "a", *flags)
+    assert done.returncode == 1 and done.stderr == f"export.py: {message}\n"
+
+
+def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):
+    onnx = pytest.importorskip("onnx", reason="needs the extra: pip install -e '.[export]'")
+    import onnxruntime
+
+    output = tmp_path / "tiny.onnx"
+    done = export("--model", saved, "--format", "onnx", "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    sizes = [np.prod(t.dims, dtype=int) for t in onnx.load(output).graph.initializer]
+    assert sum(sizes) < GPTConfig(280, **SHAPE).parameter_count + 104 * 64 + 100  # padding; one head
+    model = from_pretrained(saved).eval()
+    session = onnxruntime.InferenceSession(output)
+    for batch, length in ((1, 1), (1, 48), (3, 2), (2, 17)):
+        ids = torch.randint(0, 280, (batch, length))
+        [logits] = session.run(["logits"], {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            expected = model(ids)
+        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-5, rtol=1e-5)
+    assert json.loads((saved / "tokenizer.json").read_text())["model"]["type"] == "BPE"
