@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability test-install test-versions bench docs lint format clean
+.PHONY: quickstart test test-avx2 test-reliability test-install test-serve test-versions bench docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -25,6 +25,9 @@ test-install: .venv/installed-dev  ## install the wheel and run the notebook in 
 
 test-versions:  ## part of the tests with the lowest and the newest supported libraries, in build/versions: 15 minutes
 	$(PYTHON) tests/versions.py
+
+test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens and its server: 20 minutes
+	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into docs/performance.md: 20 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
@@ -56,5 +59,10 @@ PIP := $(BIN)/python -m pip --quiet
 	touch $@
 
 .venv/installed-dev: .venv/installed  # what the other targets need
-	$(PIP) install --constraint constraints.txt --editable '.[demo,dev,docs,report,scale,trackers]'
+	$(PIP) install --constraint constraints.txt --editable '.[demo,dev,docs,export,report,scale,serving,trackers]'
+	touch $@
+
+.venv/llama/installed: .venv/installed-dev
+	$(PYTHON) -m venv .venv/llama
+	.venv/llama/bin/python -m pip install --quiet 'llama-cpp-python[server]==0.3.36'
 	touch $@

@@ -65,6 +65,8 @@ LOCAL = {
     "python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib": (
         "--eval_tokens 256"
     ),
+    "python recipes/export.py --model runs/quickstart --format gguf --dtype q8_0 --output "
+    "quickstart.gguf": "",
 }
 PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
@@ -85,6 +87,16 @@ ON_HUB = {
     "accelerate launch recipes/evaluate.py --baselines --tasks hellaswag --data_dir "
     "data/openwebtext": "--limit 2 --eval_tokens 256",
 }
+SERVERS = (
+    "transformers serve runs/quickstart --port 8000",
+    "curl -N http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
+    """'{"prompt": "def ", "max_tokens": 64, "temperature": 0.8, "stream": true}'""",
+    "llama-server -m quickstart.gguf --port 8080",
+    "python -m llama_cpp.server --model quickstart.gguf --n_ctx 128 --port 8080",
+    "ollama create quickstart -f Modelfile",
+    "ollama run quickstart 'def '",
+    "vllm serve runs/quickstart --port 8000",
+)
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
@@ -97,6 +109,15 @@ NOT_RUN = {
     "gpt2-accel config notebook > notebook.ipynb": "tests/test_command.py does",
     "pip install 'matplotlib>=3.9'": "installs",
     "pip install 'gradio>=6.0'": "installs",
+    "pip install 'transformers[serving]>=5.17'": "installs",
+    "pip install 'gguf>=0.17' 'onnx>=1.20' 'onnxscript>=0.7'": "installs",
+    "pip install 'llama-cpp-python[server]==0.3.36'": "compiles",
+    "python recipes/export.py --model runs/quickstart --format onnx --output quickstart.onnx": (
+        "tests/hf/test_export.py does"
+    ),
+    **dict.fromkeys(
+        SERVERS, "tests/hf/test_serving.py does, or docs/serving.md says that it does not run"
+    ),
     "hf auth login": "asks for a token",
     "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
     "python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart": (

@@ -73,7 +73,7 @@ def import_gguf() -> ModuleType:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        raise ValueError("GGUF files need the package gguf: pip install -e '.[export]'") from error
+        raise ValueError("GGUF files need gguf: pip install 'gguf>=0.17'") from error
 
 
 def gguf_writer(path: Path):

@@ -36,7 +36,7 @@ def write_onnx(model: GPT, path: Path) -> None:
         import onnxscript.optimizer
     except ImportError as error:
         raise ValueError(
-            f"ONNX files need the package {error.name}: pip install -e '.[export]'"
+            f"ONNX files need {error.name}: pip install 'onnx>=1.20' 'onnxscript>=0.7'"
         ) from error
     length = torch.export.Dim("length", max=model.config.n_positions)
     with plain_and_quiet():

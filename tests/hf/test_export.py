@@ -94,7 +94,11 @@ def test_metadata_and_tensors_follow_llama_cpps_converter(tmp_path):
     assert found["tokenizer.chat_template"] == "{{ messages }}"
     assert found["tokenizer.ggml.tokens"][279:281] == ["<|endoftext|>", "[PAD280]"]
     kinds = gguf.TokenType
-    assert found["tokenizer.ggml.token_type"][278:281] == [kinds.NORMAL, kinds.CONTROL, kinds.UNUSED]
+    assert found["tokenizer.ggml.token_type"][278:281] == [
+        kinds.NORMAL,
+        kinds.CONTROL,
+        kinds.UNUSED,
+    ]
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert "output.weight" not in tensors  # tied
     dtypes = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
@@ -218,7 +222,9 @@ def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     sizes = [np.prod(t.dims, dtype=int) for t in onnx.load(output).graph.initializer]
-    assert sum(sizes) < GPTConfig(280, **SHAPE).parameter_count + 104 * 64 + 100  # padding; one head
+    assert (
+        sum(sizes) < GPTConfig(280, **SHAPE).parameter_count + 104 * 64 + 100
+    )  # padding; one head
     model = from_pretrained(saved).eval()
     session = onnxruntime.InferenceSession(output)
     for batch, length in ((1, 1), (1, 48), (3, 2), (2, 17)):

@@ -1,0 +1,155 @@
+"""The servers of docs/serving.md answer its request with the model's own greedy tokens.
+
+`make test-serve` compiles llama.cpp and names its Python in LLAMA_PYTHON.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import make_text, run, tiny_config
+from launching import ROOT, Started, free_port
+from test_export import NASTY, random_model
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.hf.gguf import write_gguf
+from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
+
+LLAMA = os.environ.get("LLAMA_PYTHON")
+COMMAND = Path(sys.executable).with_name("transformers")
+PROMPT = "the cat sat"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a few updates with a BPE of its own, as the quickstart's."""
+    path = tmp_path_factory.mktemp("served")
+    texts = {"train": [make_text(150, seed) for seed in range(12)], "val": [make_text(50, 99)]}
+    prepare(texts, train_bpe(texts["train"], 300), path / "data", source="made up")
+    run(tiny_config(path / "data", path / "run", max_steps=60, n_positions=64, log_every=20))
+    return path / "run"
+
+
+def request():
+    """Returns the body of the request in docs/serving.md."""
+    text = (ROOT / "docs/serving.md").read_text()
+    [command] = re.findall(r"^curl .*/v1/completions .*$", text, re.MULTILINE)
+    words = shlex.split(command)
+    return json.loads(words[words.index("-d") + 1])
+
+
+def greedy(directory, new_tokens):
+    model, tokenizer = load(directory)
+    [sample] = complete(
+        model, tokenizer, [PROMPT], Sampling(max_new_tokens=new_tokens, temperature=0)
+    )
+    return sample.text
+
+
+def streamed(url):
+    """Sends the request and returns the pieces of text, as they came."""
+    body = {**request(), "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    assert body["stream"] is True
+    pieces = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+    return [piece for piece in pieces if piece]
+
+
+def wait_for(url, has_ended, log, seconds=120):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert not has_ended(), log.read_text()
+        try:
+            return httpx.get(url, timeout=5)
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError(f"no answer at {url}\n{log.read_text()}")
+
+
+def test_transformers_serve_streams_a_completion(trained, tmp_path):
+    pytest.importorskip("openai", reason="needs the extra: pip install -e '.[serving]'")
+    port, log = free_port(), tmp_path / "log"
+    server = Started(COMMAND, "serve", trained, "--port", port, "--device", "cpu", log=log)
+    try:
+        url = f"http://localhost:{port}"
+        wait_for(f"{url}/health", lambda: server.poll() is not None, log)
+        pieces = streamed(url)
+        assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+
+
+# Reads {file, text, new_tokens} from stdin; prints the ids of the text, and the greedy continuation of the ids.
+TOKENS = """
+import json, sys
+from llama_cpp import Llama
+given = json.load(sys.stdin)
+llama = Llama(given["file"], n_ctx=0, verbose=False)
+nasty = llama.tokenize(given["text"].encode(), add_bos=True, special=False)
+special = llama.tokenize(given["text"].encode(), add_bos=True, special=True)
+prompt = llama.tokenize(given["prompt"].encode())
+new = [token for token, _ in zip(llama.generate(prompt, temp=0), range(given["new_tokens"]))]
+print(json.dumps({"n_ctx": llama.n_ctx(), "nasty": nasty, "special": special, "new": new}))
+"""
+
+
+@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
+@pytest.mark.parametrize("kind", ["own", "bytes", "gpt2"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request):
+    model, tokenizer = load(trained)
+    if kind != "own":
+        tokenizer = byte_tokenizer() if kind == "bytes" else request.getfixturevalue("gpt2")
+        model = random_model(len(tokenizer))
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", dtype)
+    given = {
+        "file": str(tmp_path / "model.gguf"),
+        "text": NASTY,
+        "prompt": PROMPT,
+        "new_tokens": 40,
+    }
+    done = subprocess.run(
+        [LLAMA, "-c", TOKENS], input=json.dumps(given), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["n_ctx"] == model.config.n_positions
+    assert found["nasty"] == encode(tokenizer, [NASTY])[0]
+    assert found["special"] == tokenizer(NASTY)["input_ids"]
+    if kind == "own":
+        [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=40, temperature=0))
+        assert found["new"] == sample.ids
+
+
+@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
+def test_llama_cpps_server_streams_a_completion(trained, tmp_path):
+    model, tokenizer = load(trained)
+    write_gguf(model, tokenizer, tmp_path / "quickstart.gguf")
+    port, log = free_port(), tmp_path / "log"
+    flags = ("--model", tmp_path / "quickstart.gguf", "--n_ctx", "64", "--port", port)
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [LLAMA, "-m", "llama_cpp.server", *flags], stdout=output, stderr=output
+        )
+    try:
+        url = f"http://localhost:{port}"
+        wait_for(f"{url}/v1/models", lambda: server.poll() is not None, log)
+        pieces = streamed(url)
+        assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
+    finally:
+        server.kill()
+        server.wait()
