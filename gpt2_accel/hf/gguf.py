@@ -9,15 +9,18 @@ import json
 import struct
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from gpt2_accel.hf.convert import TRANSPOSED, to_hf
+from gpt2_accel.hf.gpt2 import TRANSPOSED, to_hf
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.gpt2 import GPT
 from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # dtype -> the file type in the metadata.
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -36,17 +39,25 @@ EXACT = {
 
 
 def write_gguf(
-    model: GPT, tokenizer: PreTrainedTokenizerBase, path: Path, dtype: str = "f32", name: str = ""
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    path: Path,
+    dtype: str = "f32",
+    name: str = "",
 ) -> None:
     """Writes the model in `dtype`, one of `DTYPES`, with its tokenizer. `name` is the model's name in the file.
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
-    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, the model has the exact GELU, a weight is too
-    large for fp16, or llama.cpp would encode some text differently than the tokenizer.
+    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, the model is no GPT-2 or has the exact GELU, a
+    weight is too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
     """
     gguf = import_gguf()
     if dtype not in DTYPES:
         raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not isinstance(model, GPT):
+        raise ValueError(
+            f"GGUF export is for GPT-2, and the model is a {type(model).__name__}: export it as onnx"
+        )
     if model.config.gelu != "tanh":
         raise ValueError(
             "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as onnx"
@@ -139,7 +150,7 @@ def quantized(tensor: torch.Tensor, kind: int, key: str) -> np.ndarray:
 # The tokenizer
 
 
-def add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def add_tokenizer(writer, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """Adds a byte-level BPE to a `gguf.GGUFWriter`; rows of the model without a token get an unused one.
 
     Raises `ValueError` if llama.cpp would encode some text differently."""
@@ -167,7 +178,7 @@ def add_tokenizer(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def exact_backend(tokenizer: PreTrainedTokenizerBase) -> dict:
+def exact_backend(tokenizer: "PreTrainedTokenizerBase") -> dict:
     """Returns the content of `tokenizer.json`. Raises `ValueError` if llama.cpp's tokenizer differs from it."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     kind = backend["model"]["type"]

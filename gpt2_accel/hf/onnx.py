@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from gpt2_accel import kernels
-from gpt2_accel.models.gpt2 import GPT
+from gpt2_accel.models import LanguageModel
 
 
 class Logits(torch.nn.Module):
     """The forward pass with an explicit causal mask, since the argument `is_causal` would fix the length."""
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: LanguageModel):
         super().__init__()
         self.model = model
 
@@ -26,7 +26,7 @@ class Logits(torch.nn.Module):
         return self.model(input_ids, attention_mask=mask[None, None])
 
 
-def write_onnx(model: GPT, path: Path) -> None:
+def write_onnx(model: LanguageModel, path: Path) -> None:
     """Writes an fp32 ONNX model: `input_ids` (batch, length) int64 -> `logits` (batch, length, vocab_size) fp32.
 
     Batch and length are dynamic; the length is at most `n_positions`. The embedding and the tied head are one tensor.

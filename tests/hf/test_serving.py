@@ -81,7 +81,7 @@ def wait_for(url, has_ended, log, seconds=120):
 
 
 def test_transformers_serve_streams_a_completion(trained, tmp_path):
-    pytest.importorskip("openai", reason="needs the extra: pip install -e '.[serving]'")
+    pytest.importorskip("openai", reason="needs the extra: pip install 'transformers[serving]'")
     port, log = free_port(), tmp_path / "log"
     server = Started(COMMAND, "serve", trained, "--port", port, "--device", "cpu", log=log)
     try:
