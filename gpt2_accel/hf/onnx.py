@@ -35,8 +35,9 @@ def write_onnx(model: LanguageModel, path: Path) -> None:
     try:
         import onnxscript.optimizer
     except ImportError as error:
+        missing = (error.name or "onnxscript").partition(".")[0]
         raise ValueError(
-            f"ONNX files need {error.name}: pip install 'onnx>=1.20' 'onnxscript>=0.7'"
+            f"ONNX files need {missing}: pip install 'onnx>=1.20' 'onnxscript>=0.7'"
         ) from error
     length = torch.export.Dim("length", max=model.config.n_positions)
     with plain_and_quiet():
