@@ -95,7 +95,7 @@ class TrainConfig:
     data_dir: str = setting("data", "folder of token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "folder of the run: checkpoints, logs, the final model")
     init_from: str | None = setting(
-        None, "HF GPT-2 directory or Hub id (USER/NAME@REVISION) whose weights to start from"
+        None, "HF model directory or Hub id (USER/NAME@REVISION) whose weights to start from"
     )
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"

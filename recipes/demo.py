@@ -86,7 +86,7 @@ element.addEventListener("click", event => {
 @dataclass
 class Demo:
     model: list[str] = setting(
-        ["runs/quickstart"], "run's folder, HF GPT-2 directory or Hub id; two to compare them"
+        ["runs/quickstart"], "run's folder, HF model directory or Hub id; two to compare them"
     )
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
     compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
@@ -159,8 +159,8 @@ def build_page(
     models: list[LoadedModel], compile: bool, examples: Sequence[str] = EXAMPLES
 ) -> "gr.Blocks":
     """The Gradio page: the prompt above, a column for each model below, or a tab on a phone."""
-    with gr.Blocks(title="Talk to a GPT-2", analytics_enabled=False) as page:
-        gr.Markdown("# Talk to a GPT-2\nThe model continues the text that you begin.")
+    with gr.Blocks(title="Talk to a language model", analytics_enabled=False) as page:
+        gr.Markdown("# Talk to a language model\nThe model continues the text that you begin.")
         prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
         gr.Examples([[text] for text in examples], prompt, label="Examples")
         with gr.Row():
@@ -324,7 +324,7 @@ def space_metadata(config: Demo) -> dict:
     Fields: https://huggingface.co/docs/hub/spaces-config-reference.
     """
     return {
-        "title": "Talk to a GPT-2",
+        "title": "Talk to a language model",
         "emoji": "💬",
         "colorFrom": "blue",
         "colorTo": "gray",

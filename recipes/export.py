@@ -3,7 +3,7 @@
     python recipes/export.py --model runs/quickstart --format gguf --dtype q8_0 --output quickstart.gguf
     python recipes/export.py --model runs/quickstart --format onnx --output quickstart.onnx
 
-`--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id. A GGUF file holds the tokenizer, which has to
+`--model` is a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id. A GGUF file holds the tokenizer, which has to
 be a byte-level BPE or the byte tokenizer. An ONNX file does not: give its reader the model's `tokenizer.json`.
 """
 
@@ -24,7 +24,7 @@ FORMATS = {"gguf": tuple(DTYPES), "onnx": ("f32",)}  # with their dtypes
 
 @dataclass
 class Export:
-    model: str = required("run's folder, HF GPT-2 directory or Hub id")
+    model: str = required("run's folder, HF model directory or Hub id")
     output: str = required("file to write")
     format: str = setting("gguf", "'gguf' or 'onnx'")
     dtype: str = setting("f32", "dtype of the weights: 'f32', or in GGUF 'f16', 'bf16' or 'q8_0'")

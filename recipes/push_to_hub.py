@@ -3,7 +3,7 @@
     hf auth login
     python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME
 
-`--model` is a run's folder, a checkpoint, or any Hugging Face GPT-2 directory. Everyone with access to the repository
+`--model` is a run's folder, a checkpoint, or any Hugging Face GPT-2 or Qwen3 directory. Everyone with access to the repository
 can then load the model: `pipeline("text-generation", model="USER/NAME")`.
 """
 
@@ -22,7 +22,7 @@ from gpt2_accel.report.figures import draw_loss
 
 @dataclass
 class PushToHub:
-    model: str = required("run's folder, checkpoint or HF GPT-2 directory")
+    model: str = required("run's folder, checkpoint or HF model directory")
     repo_id: str = required("repository, USER/NAME")
     private: bool = setting(True, "make the repository private if it is new")
 

@@ -2,7 +2,7 @@
 
     python recipes/sample.py --model runs/quickstart --prompt 'def '
 
-`--model` is a run's folder, any Hugging Face GPT-2 directory, or a Hub id such as openai-community/gpt2.
+`--model` is a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
 saves time from about a thousand tokens.
 """
@@ -17,7 +17,7 @@ from gpt2_accel.generation.sampling import Completion, Sampling, load, stream
 
 @dataclass
 class Sample(Sampling):
-    model: str = setting("runs/quickstart", "run's folder, HF GPT-2 directory or Hub id")
+    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
     prompt: str = setting("", "text to continue; empty for the start of a text")
     num_samples: int = setting(3, "number of continuations")
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")

@@ -57,6 +57,8 @@ LOCAL = {
     ),
     "ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 "
     "recipes/quickstart.py": f"{MODEL} {LOG}",  # keeps the batch size
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --architecture "
+    "qwen3 --output_dir runs/qwen3": f"{MODEL} {LOG}",
     "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml --dynamo_backend inductor "
     "recipes/pretrain_124m.py": f"{SMALL} --output_dir runs/bf16",
     "python recipes/sample.py --model runs/quickstart --prompt 'def ' --stop return --num_samples 1": (

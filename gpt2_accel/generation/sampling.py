@@ -30,7 +30,7 @@ NOT_FINITE = (
 def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
-    `name` is a run's folder (for its newest weights), an HF GPT-2 directory or a Hub id. `dtype` of the weights is
+    `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
     a name in `DTYPES`. Raises `ValueError` for another, and the errors of `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
