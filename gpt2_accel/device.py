@@ -89,6 +89,25 @@ def read_overrides(text: str) -> dict:
     return overrides
 
 
+def best_device() -> torch.device:
+    """Returns the CUDA GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@overridable
+def device_name(device: torch.device) -> str:
+    """Returns the model of a CUDA device, such as `NVIDIA H100 80GB HBM3`; `cpu` or `mps` for others."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@overridable
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 # Precision and compilation
 
 
@@ -110,8 +129,9 @@ def precision_problem(device: torch.device, precision: str) -> str | None:
     """Returns a warning if the device only emulates a precision ("no", "fp16" or "bf16"), else None."""
     if precision == "bf16" and not has_bf16(device):
         if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-            return f"{name} emulates bf16, slowly: launch with --mixed_precision fp16"
+            return (
+                f"{device_name(device)} emulates bf16, slowly: launch with --mixed_precision fp16"
+            )
         return "this CPU emulates bf16, slowly: take the launch config cpu.yaml"
     if precision == "fp16" and device.type == "cpu":
         return "CPUs have no fast fp16: take the launch config cpu.yaml"
@@ -140,7 +160,7 @@ def inductor_problem(device: torch.device) -> str | None:
     if device.type == "cpu" and not has_cpp_compiler():
         return "no C++ compiler found (install g++ or set CXX)"
     if device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = compute_capability(device)
         if major < 7:
             return f"inductor needs compute capability 7.0, this GPU has {major}.{minor}"
     if device.type == "mps":
@@ -152,12 +172,12 @@ def inductor_problem(device: torch.device) -> str | None:
 
 
 @overridable
-def peak_flops(device_name: str) -> float | None:
+def peak_flops(name: str) -> float | None:
     """Returns the published peak of one device in FLOP/s, or None if it is unknown.
 
-    `device_name` is what `torch.cuda.get_device_name` returns.
+    `name` is what `device_name` returns.
     """
-    found = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
     return next(found, None)
 
 
@@ -188,6 +208,35 @@ def usable_cpus() -> int:
         if hasattr(psutil.Process, "cpu_affinity")
         else os.cpu_count() or 1
     )
+
+
+def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...]:
+    """Returns torch's causal attention kernels for training, the fastest first, by their names in `SDPBackend`.
+
+    cuDNN's takes half the time of flash attention on Hopper, and more on Ampere (huggingface/transformers#48163). With
+    `deterministic` only kernels whose backward is. Empty for devices other than NVIDIA GPUs: torch decides.
+    """
+    major, _ = compute_capability(device)
+    if not major:
+        return ()
+    if deterministic:
+        return "FLASH_ATTENTION", "MATH"
+    first = ("CUDNN_ATTENTION",) if major in (9, 10) else ()
+    return *first, "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"
+
+
+@overridable
+def has_block_masks(device: torch.device) -> bool:
+    """Whether FlexAttention's compiled kernels run on the device: NVIDIA GPUs from Ampere on."""
+    return compute_capability(device)[0] >= 8 and inductor_problem(device) is None
+
+
+def logits_at_once(memory: float, precision: str) -> int:
+    """Returns the number of logits in a sixteenth of `memory` bytes of a GPU, in Accelerate's `precision`.
+
+    Few large chunks of the loss are faster than many: 36 ms at once, 40 in 8 chunks, 57 in 64 (pytorch/pytorch#124480).
+    """
+    return int(memory / 16 / (2 if precision in DTYPES else 4))
 
 
 class SideStream:
@@ -263,8 +312,10 @@ def empty_cache(device: torch.device) -> None:
 
 
 @overridable
-def total_memory() -> int:
-    """Returns the bytes of the machine's memory."""
+def total_memory(device: torch.device | None = None) -> int:
+    """Returns the bytes of a CUDA device's memory, or of the machine's for other devices and without one."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 

@@ -1,13 +1,16 @@
 """Properties of the machine, and their overrides by an environment variable."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from gpt2_accel import GPT, GPTConfig, device
+from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE, rows_at_once
 
 CPU = torch.device("cpu")
 
@@ -62,3 +65,45 @@ def test_properties_of_this_machine(monkeypatch):
 )
 def test_peak_flops_by_device_name(name, expected):
     assert device.peak_flops(name) == expected
+
+
+def of_capability(monkeypatch, major, minor=0):
+    """Returns a CUDA device that reports this compute capability."""
+    monkeypatch.setenv(device.OVERRIDES, json.dumps({"compute_capability": [major, minor]}))
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("major, first", [(7, "FLASH"), (8, "FLASH"), (9, "CUDNN"), (10, "CUDNN")])
+def test_attention_kernels_follow_the_compute_capability(monkeypatch, major, first):
+    gpu = of_capability(monkeypatch, major)
+    order = device.attention_order(gpu, deterministic=False)
+    assert order[0] == f"{first}_ATTENTION" and order[-1] == "MATH"
+    assert device.attention_order(gpu, deterministic=True) == ("FLASH_ATTENTION", "MATH")
+    assert device.has_block_masks(gpu) is (major >= 8)
+
+
+def test_a_cpu_has_torchs_order_and_no_block_masks():
+    assert device.attention_order(CPU, deterministic=True) == ()
+    assert not device.has_block_masks(CPU)
+
+
+@pytest.mark.parametrize(
+    "gpu, precision, chunks", [("T4", "no", 14), ("A100", "bf16", 2), ("H100", "no", 3)]
+)
+def test_the_loss_has_few_chunks_on_a_gpu(monkeypatch, gpu, precision, chunks):
+    """A micro-batch of 64 x 1,024 tokens, in 50 chunks on a CPU."""
+    x, weight = torch.empty(65536, 1, device="meta"), torch.empty(50304, 1, device="meta")
+    logits = device.logits_at_once(device.MEMORY[gpu], precision)
+    assert -(-65536 // rows_at_once(x, weight, logits)) == chunks
+    assert -(-65536 // rows_at_once(x, weight, LOGITS_AT_ONCE)) == 50
+
+
+def test_only_device_py_calls_torch_cuda():
+    """And `doctor.py`, which reports what torch says."""
+    package = Path(device.__file__).parent
+    callers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\btorch\.(cuda|backends\.cuda)\b", path.read_text())
+    }
+    assert callers == {"device.py", "doctor.py"}

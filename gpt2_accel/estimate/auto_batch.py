@@ -6,6 +6,7 @@ from bisect import bisect_left
 import torch
 from accelerate import Accelerator
 
+from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import empty_cache, free_memory, is_sharded, reports_out_of_memory
@@ -83,6 +84,7 @@ def compute_size(
         config.sequence_length,
         accelerator.mixed_precision,
         config.checkpoint_activations,
+        kernels.logits_at_once,
     )
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpt2_accel.config import AUTO, TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import MEMORY, PEAK_FLOPS
+from gpt2_accel.device import MEMORY, PEAK_FLOPS, logits_at_once
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.hf import hub
@@ -45,9 +45,11 @@ def dry_run(config: TrainConfig) -> str:
         f"{flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices) / 86400:.2f} on {name}"
         for name in ([config.device] if config.device else DEVICES)
     )
-    memory = memory_by_part(config, shape, launch)
+    available = MEMORY.get(config.device or "")
+    logits = available and logits_at_once(available, launch.mixed_precision)
+    memory = memory_by_part(config, shape, launch, logits)
     parts = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in memory.items())
-    needed, available = sum(memory.values()), MEMORY.get(config.device or "")
+    needed = sum(memory.values())
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters",

@@ -23,11 +23,12 @@ class Launch:
 
 
 def memory_by_part(
-    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch
+    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch, logits: int | None
 ) -> dict[str, int]:
     """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
 
     AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
+    `logits` is the device's `kernels.logits_at_once`.
     """
     shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
     with torch.device("meta"):
@@ -46,20 +47,28 @@ def memory_by_part(
             config.sequence_length,
             accelerator.mixed_precision,
             config.checkpoint_activations,
+            logits,
         ),
     }
 
 
 def activation_bytes(
-    config: ModelConfig, batch: int, length: int, precision: str, checkpointed: bool = False
+    config: ModelConfig,
+    batch: int,
+    length: int,
+    precision: str,
+    checkpointed: bool = False,
+    at_once: int | None = None,
 ) -> int:
     """Returns the bytes of the activations of (batch, length) tokens at the peak, without compilation.
 
     The count includes the tensors that autograd saves for the backward, measured on fake tensors, and the logits and
-    their gradients. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
+    their gradients; `at_once` is the device's `kernels.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
     """
     if checkpointed:
-        one = activation_bytes(replace(config, n_layer=1), batch, length, precision)
+        one = activation_bytes(
+            replace(config, n_layer=1), batch, length, precision, at_once=at_once
+        )
         return one + (config.n_layer - 1) * batch * length * config.n_embd * 4
     seen: dict[int, int] = {}
 
@@ -83,4 +92,4 @@ def activation_bytes(
     if logits <= LOGITS_AT_ONCE:
         return saved + logits * (4 if dtype is None else 4 + 2)
     weight = config.padded_vocab_size * config.n_embd  # a copy, and the gradient of one chunk
-    return saved + (LOGITS_AT_ONCE + 2 * weight) * width
+    return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpt2_accel.device import has_cpp_compiler
+from gpt2_accel.device import best_device, has_cpp_compiler
 from gpt2_accel.models import LanguageModel, LayerCache
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each block: (B, H, slots, D)
@@ -102,6 +102,6 @@ def next_logits(
 @functools.cache
 def compiled() -> Callable[..., torch.Tensor]:
     """Returns `next_logits` compiled with dynamic shapes. Raises `ValueError` without a C++ compiler or GPU."""
-    if not torch.cuda.is_available() and not has_cpp_compiler():
+    if best_device().type == "cpu" and not has_cpp_compiler():
         raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
     return torch.compile(next_logits, dynamic=True)

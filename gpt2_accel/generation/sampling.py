@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.config import check_ranges, setting
+from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel
@@ -36,8 +37,7 @@ def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTo
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     directory = model_directory(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = from_pretrained(directory).to(device, DTYPES[dtype]).eval()
+    model = from_pretrained(directory).to(best_device(), DTYPES[dtype]).eval()
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     return model, tokenizer

@@ -1,6 +1,6 @@
-"""Causal attention over short sequences in bf16 on a CPU, with a faster backward than torch's.
+"""Causal attention by hardware: torch's fastest kernel on a GPU; on a CPU in bf16 a faster backward for short sequences.
 
-The forward is torch's flash attention. The backward keeps all probabilities in memory and uses bf16 products, which
+On a CPU the forward is torch's flash attention. The backward keeps all probabilities in memory and uses bf16 products, which
 accumulate in fp32 but round their results. Gradients from rounded scores would be several times less exact than
 torch's, so a second product computes the rounding error of the first.
 
@@ -8,10 +8,15 @@ Shape letters as in `models/gpt2.py`, and N = B·H.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2_accel import kernels
+
+# cuDNN before 9.15.1 computes wrong values for other lengths (pytorch/pytorch#169849).
+CUDNN_LENGTHS = 128
 
 # With AVX512-BF16 the time is 0.55 of torch's at T = 64, 0.65 at 128, and the same at 256.
 SHORT = 128
@@ -24,6 +29,21 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
     if not (kernels.enabled and trains and mask is None and not dropout):
         return False
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
+
+
+def preferred(length: int, causal: bool) -> AbstractContextManager:
+    """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`.
+
+    Torch has its own order for other than causal attention, such as decoding: cuDNN would plan anew for each length.
+    """
+    order = [
+        getattr(SDPBackend, name)
+        for name in kernels.sdpa_order
+        if name != "CUDNN_ATTENTION" or length % CUDNN_LENGTHS == 0
+    ]
+    if not (kernels.enabled and causal and order):
+        return nullcontext()
+    return sdpa_kernel(order, set_priority=True)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

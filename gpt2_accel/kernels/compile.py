@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,11 +13,21 @@ from gpt2_accel.device import cpu_instructions
 
 @functools.cache
 def fused(function: Callable) -> Callable:
-    """Compiles an elementwise `function` into one inductor kernel with dynamic shapes.
+    """Compiles an elementwise `function` into one inductor kernel. The last dimension of tensors is static, such as the
+    vocabulary, others are dynamic, such as rows.
 
     Use it inside custom operators, which are opaque to Dynamo.
     """
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                torch._dynamo.mark_static(arg, arg.ndim - 1)
+        return compiled(*args)
+
+    return call
 
 
 def tag_compile_cache() -> None:

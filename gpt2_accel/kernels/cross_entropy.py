@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from gpt2_accel import kernels
 from gpt2_accel.kernels.compile import fused
 
-LOGITS_AT_ONCE = 2**26  # elements: 1,334 rows of GPT-2's vocabulary
+LOGITS_AT_ONCE = 2**26  # elements, on a CPU: 1,334 rows of GPT-2's vocabulary
 ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
 # Below 6e-8 fp16 is zero, and so are many of 50,257 probabilities: those times 4 are fewer, and a column of a whole
 # chunk of them still adds up to a finite number.
@@ -24,13 +24,13 @@ FP16_SCALE = 4.0
 
 
 def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the logits of x: (N, C) and weight: (V, C) need more than one chunk."""
-    return kernels.enabled and chunk_count(x, weight) > 1
+    """Whether the logits of x: (N, C) and weight: (V, C) are more than `LOGITS_AT_ONCE`."""
+    return kernels.enabled and len(x) * len(weight) > LOGITS_AT_ONCE
 
 
-def chunk_count(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Returns the number of chunks; each has about `LOGITS_AT_ONCE` logits at most."""
-    return -(-len(x) * len(weight) // LOGITS_AT_ONCE)
+def rows_at_once(x: torch.Tensor, weight: torch.Tensor, logits: int) -> int:
+    """Returns the rows of x: (N, C) in one of the fewest equal chunks of about `logits` logits at most."""
+    return -(-len(x) // -(-len(x) * len(weight) // logits))
 
 
 def linear_cross_entropy(
@@ -47,14 +47,19 @@ def linear_cross_entropy(
     The result is the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of each
     row, (N,), 0 for ignored rows. Under autocast the products are in its dtype. The mean has no second derivative.
     """
-    rows = -(-len(x) // chunk_count(x, weight))
+    at_once = kernels.logits_at_once or LOGITS_AT_ONCE
     if reduction == "mean" and torch.is_grad_enabled():
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
+        # In fp16 the columns of larger chunks could add up to infinity.
+        half = x.dtype == torch.float16
+        rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
         fuse = kernels.fuse or torch.compiler.is_compiling()
         total, _, _ = chunked_cross_entropy(x, weight, targets, vocab_size, rows, fuse)
         return mean_of(total, targets)
+    # Here each chunk also has two copies in fp32.
+    rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf
     chunks = zip(x.split(rows), targets.split(rows), strict=True)
@@ -95,8 +100,9 @@ def chunked_cross_entropy(
         fused(function) if compiled else function
         for function in (scaled_softmax_, add_transposed, transpose)
     )
-    # The CPU reads each row several times: few rows at once stay in its cache.
-    at_once = ROWS_IN_CACHE if x.device.type == "cpu" else rows
+    # The CPU reads each row several times: few rows at once stay in its cache. Uncompiled, the softmax copies them.
+    on_cpu = x.device.type == "cpu"
+    at_once = ROWS_IN_CACHE if on_cpu else rows if compiled else LOGITS_AT_ONCE // len(weight) + 1
     total = x.new_zeros((), dtype=wide)
     grad_x = torch.empty_like(x, dtype=wide)
     grad_w = torch.zeros_like(weight, dtype=wide)

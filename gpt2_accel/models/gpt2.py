@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels import attention, gelu
+from gpt2_accel.kernels import attention, block_attention, gelu
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -141,12 +142,12 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+        self, x: torch.Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C).
 
-        `mask`, (B, 1, T, T) bool, is True where attended; None is the causal mask. With a `cache` the T positions
-        follow the cached ones, and a mask is (B, 1, T, S)."""
+        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
+        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
@@ -157,11 +158,14 @@ class CausalSelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if attention.applies(q, mask, dropout):
             y = attention.causal_attention(q, k, v)
+        elif isinstance(mask, BlockMask):
+            y = block_attention.block_attention(q, k, v, mask)
         else:
             causal = mask is None and T > 1
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-            )
+            with attention.preferred(T, causal and cache is None):
+                y = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+                )
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -194,7 +198,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+        self, x: torch.Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); `mask` and `cache` as in the attention."""
         x = x + self.attn(self.ln_1(x), mask, cache)
@@ -294,7 +298,10 @@ class GPT(nn.Module):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
         if attention_mask is None and self.separator is not None and cache is None:
-            attention_mask = document_mask(input_ids, self.separator)
+            width = self.config.n_embd // self.config.n_head
+            dropout = self.config.dropout if self.training else 0.0
+            blocks = block_attention.applies(width, dropout)
+            attention_mask = document_mask(input_ids, self.separator, blocks)
         for i, block in enumerate(self.h):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, attention_mask, use_reentrant=False)

@@ -7,17 +7,23 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from gpt2_accel.kernels import cross_entropy
+from gpt2_accel.kernels.block_attention import document_blocks
 from gpt2_accel.kernels.linear import linear
 
+Mask = torch.Tensor | BlockMask
 
-def document_mask(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
+
+def document_mask(input_ids: torch.Tensor, separator: int, blocks: bool = False) -> Mask:
     """Returns the causal mask that does not cross document boundaries; `separator` starts each document.
 
-    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended.
+    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended, or with `blocks` a mask for `block_attention`.
     """
     documents = (input_ids == separator).cumsum(dim=1)
+    if blocks:
+        return document_blocks(documents)
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 

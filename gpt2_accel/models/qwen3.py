@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
+from gpt2_accel.kernels import attention, block_attention
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
 
 
 @dataclass
@@ -182,13 +184,13 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None = None,
+        mask: Mask | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
 
-        `mask`, (B, 1, T, T) bool, is True where attended; None is the causal mask. With a `cache` the T positions
-        follow the cached ones, and a mask is (B, 1, T, S)."""
+        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
+        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
         B, T, _ = x.shape
         split = (B, T, -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), *angles)  # (B, H, T, D)
@@ -196,10 +198,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(split).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, K, S, D)
-        causal = mask is None and T > 1
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )
+        if isinstance(mask, BlockMask):
+            y = block_attention.block_attention(q, k, v, mask)
+        else:
+            causal = mask is None and T > 1
+            with attention.preferred(T, causal and cache is None):
+                y = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+                )
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -231,7 +237,7 @@ class Block(nn.Module):
         self,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None = None,
+        mask: Mask | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
@@ -324,7 +330,8 @@ class Qwen3(nn.Module):
         angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
         angles = tuple(part.to(x.dtype) for part in angles)
         if attention_mask is None and self.separator is not None and cache is None:
-            attention_mask = document_mask(input_ids, self.separator)
+            blocks = block_attention.applies(self.config.head_dim)
+            attention_mask = document_mask(input_ids, self.separator, blocks)
         for i, block in enumerate(self.layers):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)

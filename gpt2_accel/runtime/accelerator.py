@@ -14,7 +14,16 @@ from accelerate.utils import DynamoBackend, PrecisionType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
-from gpt2_accel.device import DTYPES, inductor_problem, precision_problem, usable_cpus
+from gpt2_accel.device import (
+    DTYPES,
+    attention_order,
+    has_block_masks,
+    inductor_problem,
+    logits_at_once,
+    precision_problem,
+    total_memory,
+    usable_cpus,
+)
 from gpt2_accel.kernels.cpu import tune_memory
 
 
@@ -60,13 +69,6 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
             cast_forward_inputs=False,
         )
     check_exchange(accelerator)
-    if accelerator.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
-    if accelerator.device.type == "cpu" and torch.get_num_threads() > usable_cpus():
-        # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
-        torch.set_num_threads(usable_cpus())
-    if accelerator.device.type == "cpu" and kernels.enabled:
-        tune_memory()
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin
@@ -75,11 +77,28 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     ):
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
+    tune(accelerator, deterministic)
+    return accelerator
+
+
+def tune(accelerator: Accelerator, deterministic: bool) -> None:
+    """Sets what torch and the kernels should use on the accelerator's device."""
+    device = accelerator.device
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
+        memory = total_memory(device)
+        kernels.logits_at_once = logits_at_once(memory, accelerator.mixed_precision)
+    if device.type == "cpu" and torch.get_num_threads() > usable_cpus():
+        # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
+        torch.set_num_threads(usable_cpus())
+    if device.type == "cpu" and kernels.enabled:
+        tune_memory()
+    kernels.fuse = accelerator.state.dynamo_plugin.backend == DynamoBackend.INDUCTOR
+    kernels.sdpa_order = attention_order(device, deterministic)
+    kernels.block_masks = has_block_masks(device)
     # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
     # default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64
-    kernels.fuse = dynamo.backend == DynamoBackend.INDUCTOR
-    return accelerator
 
 
 def prepare(

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.find import clean_up
@@ -14,7 +13,7 @@ from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import data_fingerprint
-from gpt2_accel.device import peak_flops
+from gpt2_accel.device import device_name, peak_flops
 from gpt2_accel.files import lock_folder, write_json
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
@@ -122,9 +121,8 @@ class RunContext:
             config.save(run_dir / "config.yaml")
             write_json(run_dir / "run.json", asdict(metadata))
             print(opening(config, metadata, accelerator, self.first_step), flush=True)
-        device, peak = accelerator.device, None
-        if device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device))
+        device = accelerator.device
+        peak = peak_flops(device_name(device))
         return RunLog(
             config.output_dir,
             first_step=self.first_step,

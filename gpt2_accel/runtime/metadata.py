@@ -3,13 +3,13 @@
 import subprocess
 from dataclasses import asdict, dataclass
 
-import torch
 from accelerate import Accelerator
 
+from gpt2_accel import kernels
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.device import is_sharded, memory_gb
+from gpt2_accel.device import device_name, is_sharded, memory_gb
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import memory_by_part
 from gpt2_accel.hf.model_card import Training, installed_versions
@@ -63,7 +63,7 @@ def describe_run(
     updates = schedule.updates(config.max_steps)
     tokens = schedule.first(updates) * config.sequence_length
     main = accelerator.is_main_process
-    memory = memory_by_part(config, shape, accelerator) if main else {}
+    memory = memory_by_part(config, shape, accelerator, kernels.logits_at_once) if main else {}
     return RunMetadata(
         run_id=run_id,
         parameters=shape.parameter_count,
@@ -105,9 +105,7 @@ def describe_data(config: TrainConfig) -> str:
 
 def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
     """Describes devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, precision bf16`."""
-    device = accelerator.device.type
-    if device == "cuda":
-        device = torch.cuda.get_device_name(accelerator.device)
+    device = device_name(accelerator.device)
     sharded = ", sharded by FSDP2" if is_sharded(model) else ""
     return (
         f"{accelerator.num_processes} x {device}{sharded}, precision {accelerator.mixed_precision}"
@@ -142,8 +140,12 @@ def git_commit() -> str | None:
 def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
     """Returns the summary that the terminal shows before the first update; `step` updates are done already."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
+    names = (name.removesuffix("_ATTENTION").lower() for name in kernels.sdpa_order)
+    attention = ", ".join(names) or "chosen by torch"
+    if kernels.block_masks and config.document_mask:
+        attention = "flex, with a block mask"
     return (
-        f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}\n"
+        f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}, attention {attention}\n"
         f"{metadata.batch}\n"
         f"updates {step:,} to {metadata.updates:,}: {metadata.tokens:,} tokens, {metadata.epochs:.3g} epochs, "
         f"{metadata.flops:.2g} FLOPs, into {config.output_dir}\n"

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from gpt2_accel import kernels
 from gpt2_accel.checkpoint.find import find_checkpoint, model_directory
 from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
@@ -92,6 +93,8 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask:
             plain.separator = document_separator(config.data_dir)
+            # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
+            torch._dynamo.config.optimize_ddp = not kernels.block_masks
     optimizer = build_optimizer(
         plain,
         config.optimizer,

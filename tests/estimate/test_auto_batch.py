@@ -32,10 +32,10 @@ def test_checkpointed_activations_need_less_than_half():
     assert checkpointed < plain / 2
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     """The batch of 60 sequences has 12 divisors. Dynamo compiles a static model 8 times and is then uncompiled."""
     monkeypatch.setenv(OVERRIDES, json.dumps({"reports_out_of_memory": True}))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
     plain = GPTConfig(vocab_size=128, n_positions=8, n_layer=1, n_head=1, n_embd=16).build()
     forward = plain.wte.forward

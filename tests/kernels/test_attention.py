@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
+from gpt2_accel import GPT, GPTConfig, kernels
 from gpt2_accel.kernels import attention as module
 from gpt2_accel.kernels.attention import applies, attention_backward, causal_attention
 
@@ -92,3 +94,30 @@ def test_operator_passes_opcheck():
     y, log_sums = flash(*parts, is_causal=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(attention_backward, (grad, *parts, y, log_sums), test_utils=checks)
+
+
+@pytest.mark.parametrize("length", [128, 100])
+def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
+    """cuDNN is left out for lengths that are not a multiple of 128, and other attention has torch's order."""
+    order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
+    monkeypatch.setattr(kernels, "sdpa_order", order)
+    model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
+    tokens = torch.randint(50, (2, length))
+    before, seen = _cur_sdpa_kernel_backends(with_priority=True), []
+
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(*args, **kwargs):
+        seen.append([kind.name for kind in _cur_sdpa_kernel_backends(with_priority=True)])
+        return plain(*args, **kwargs)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+        torch.testing.assert_close(model(tokens), compiled)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        model(tokens, attention_mask=mask[None, None])
+    assert seen[0] == [name for name in order if length == 128 or "CUDNN" not in name]
+    assert seen[1] == [kind.name for kind in before]
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
