@@ -83,13 +83,17 @@ def launch(*args: str) -> None:
     config = file_or_shipped("launch config", args[0], launch_configs())
     at = 1
     if args[1].startswith("-"):
-        names = recipes()
-        found = (i for i, word in enumerate(args) if i and (word in names or word.endswith(".py")))
+        found = (i for i, word in enumerate(args) if i and is_recipe(word))
         at = next(found, len(args) - 1)
     recipe = file_or_shipped("recipe", args[at], recipes())
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", config)
     start(*launcher, *args[1:at], recipe, *args[at + 1 :])
+
+
+def is_recipe(word: str) -> bool:
+    """Whether a word of a command line names a recipe, or a file of Python."""
+    return word.endswith(".py") or word.replace("_", "-") in recipes()
 
 
 def file_or_shipped(what: str, name: str, shipped: dict[str, Path]) -> Path:

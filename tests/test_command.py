@@ -46,11 +46,12 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
         for recipe in ("pretrain-124m", "pretrain_124m", "pretrain_124m.py"):
             assert started("launch", config, recipe, "--max_steps", "2") == expected
     flags = ["--num_processes", "2", "--mixed_precision", "no"]
-    assert started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2") == [
-        *expected[:5],
-        *flags,
-        *train,
-    ]
+    for recipe in ("pretrain-124m", "pretrain_124m", "pretrain_124m.py"):
+        assert started("launch", "8xa100-fsdp2", *flags, recipe, "--max_steps", "2") == [
+            *expected[:5],
+            *flags,
+            *train,
+        ]
     assert started("quickstart", "--seed", "2") == [
         *LAUNCHER,
         *map(str, (CONFIGS / "cpu.yaml", RECIPES / "quickstart.py", "--seed", "2")),

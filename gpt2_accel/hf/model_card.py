@@ -77,7 +77,7 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 ```
 
 `transformers serve` and `vllm serve` answer at `/v1/completions`; there is no chat template. For llama.cpp and Ollama
-`recipes/export.py` of gpt2_accel writes a GGUF file.
+`gpt2-accel export` writes a GGUF file.
 """
     return card + (training_section(training) if training else "")
 
