@@ -1,7 +1,8 @@
 """Exports a model and its tokenizer as one GGUF file, for llama.cpp and programs built on it.
 
 Names, transposed matrices, dtypes and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`. A GGUF file
-does not name the activation: llama.cpp gives every GPT-2 the tanh approximation of GELU.
+does not name the activation: llama.cpp gives every GPT-2 the tanh approximation of GELU. It uses the token embedding as
+the head where none is stored.
 """
 
 import importlib
@@ -14,14 +15,16 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
-from gpt2_accel.hf.gpt2 import TRANSPOSED, to_hf
+from gpt2_accel.hf.convert import conversion
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.gpt2 import GPT
+from gpt2_accel.models.qwen3 import Qwen3
 from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ARCHITECTURES = {GPT: "gpt2", Qwen3: "qwen3"}  # by llama.cpp's names
 # dtype -> the file type in the metadata.
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 PRE_TOKENIZER = "gpt-2"  # llama.cpp's name of GPT-2's word splitting
@@ -48,21 +51,17 @@ def write_gguf(
     """Writes the model in `dtype`, one of `DTYPES`, with its tokenizer. `name` is the model's name in the file.
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
-    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, the model is no GPT-2 or has the exact GELU, a
-    weight is too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
+    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, the model has the exact GELU, a weight is
+    too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
     """
     gguf = import_gguf()
     if dtype not in DTYPES:
         raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if not isinstance(model, GPT):
-        raise ValueError(
-            f"GGUF export is for GPT-2, and the model is a {type(model).__name__}: export it as onnx"
-        )
-    if model.config.gelu != "tanh":
+    if isinstance(model, GPT) and model.config.gelu != "tanh":
         raise ValueError(
             "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as onnx"
         )
-    writer = gguf_writer(path)
+    writer = gguf_writer(path, ARCHITECTURES[type(model)])
     check_vocabulary(tokenizer, model.config.vocab_size, name or "the model")
     add_shape(writer, model, dtype, name)
     add_tokenizer(writer, tokenizer, model.config.vocab_size)
@@ -87,8 +86,8 @@ def import_gguf() -> ModuleType:
         raise ValueError("GGUF files need gguf: pip install 'gguf>=0.17'") from error
 
 
-def gguf_writer(path: Path):
-    """Returns a `gguf.GGUFWriter` of a GPT-2 that can write an empty list of merges, which a byte tokenizer has."""
+def gguf_writer(path: Path, architecture: str):
+    """Returns a `gguf.GGUFWriter` of `architecture` that can write an empty list of merges, which a byte tokenizer has."""
     gguf = import_gguf()
     kinds = gguf.GGUFValueType
 
@@ -98,10 +97,10 @@ def gguf_writer(path: Path):
                 return struct.pack("<IIQ", kinds.ARRAY, kinds.STRING, 0)
             return super()._pack_val(val, vtype, *args, **kwargs)
 
-    return Writer(path, "gpt2")
+    return Writer(path, architecture)
 
 
-def add_shape(writer, model: GPT, dtype: str, name: str) -> None:
+def add_shape(writer, model: LanguageModel, dtype: str, name: str) -> None:
     """Adds the metadata of the model to a `gguf.GGUFWriter`."""
     gguf, config = import_gguf(), model.config
     writer.add_type("model")
@@ -110,23 +109,32 @@ def add_shape(writer, model: GPT, dtype: str, name: str) -> None:
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
-    writer.add_feed_forward_length(4 * config.n_embd)
     writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(model.ln_f.eps)
+    if isinstance(model, Qwen3):
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_head_count_kv(config.n_kv_head)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_feed_forward_length(4 * config.n_embd)
+        writer.add_layer_norm_eps(model.ln_f.eps)
     writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def gguf_tensors(model: GPT, dtype: str) -> dict[str, tuple[torch.Tensor, int]]:
+def gguf_tensors(model: LanguageModel, dtype: str) -> dict[str, tuple[torch.Tensor, int]]:
     """Returns the weights by their GGUF name, as Linear weights, each with its `gguf.GGMLQuantizationType`.
 
-    A model without biases gets biases of zero. The tied head is not stored."""
-    gguf = import_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
+    A GPT-2 without biases gets biases of zero. The tied head is not stored."""
+    gguf, converted = import_gguf(), conversion(model.config)
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[type(model)].upper()]
+    names = gguf.get_tensor_name_map(architecture, model.config.n_layer)
     kinds = gguf.GGMLQuantizationType
     tensors = {}
-    for key, tensor in to_hf(model).items():
-        if key.endswith(TRANSPOSED):
+    for key, tensor in converted.to_hf(model).items():
+        if key.endswith(converted.TRANSPOSED):
             tensor = tensor.t()
         kind = kinds[dtype.upper()]
         if tensor.ndim == 1 or "wpe" in key:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAME, CONFIG = "Qwen3", Qwen3Config
 PREFIX = "model."
+TRANSPOSED = ()
 PADDED = ("embed_tokens.weight", "lm_head.weight")
 # HF's name -> that of `Qwen3Config`.
 NAMES = {
