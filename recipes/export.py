@@ -36,11 +36,15 @@ class Export:
             raise ValueError(
                 f"dtype must be {' or '.join(FORMATS[self.format])} for {self.format}, got {self.dtype!r}"
             )
-        for path in (Path(self.output), Path(f"{self.output}.data")):
+        for path in self.files():
             if path.exists():
                 raise FileExistsError(
                     f"{path} exists already, and an export does not overwrite it: choose another --output"
                 )
+
+    def files(self) -> list[Path]:
+        """Returns the file, and that of the weights of a large ONNX model."""
+        return [Path(self.output), Path(f"{self.output}.data")]
 
 
 def main() -> None:
@@ -56,7 +60,8 @@ def main() -> None:
             write_gguf(
                 model, tokenizer, folder / output.name, config.dtype, Path(config.model).name
             )
-    print(f"The model is in {output}, {output.stat().st_size / 1e6:,.1f} MB.")
+    size = sum(path.stat().st_size for path in config.files() if path.exists())
+    print(f"The model is in {output}, {size / 1e6:,.1f} MB.")
 
 
 if __name__ == "__main__":

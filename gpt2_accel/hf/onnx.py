@@ -30,7 +30,7 @@ def write_onnx(model: LanguageModel, path: Path) -> None:
     """Writes an fp32 ONNX model: `input_ids` (batch, length) int64 -> `logits` (batch, length, vocab_size) fp32.
 
     Batch and length are dynamic; the length is at most `n_positions`. The embedding and the tied head are one tensor.
-    Weights above 2 GB are in a second file, `path` with `.data` added. Raises `ValueError` if a package is missing.
+    Weights above 1.5 GB are in a second file, `path` with `.data` added. Raises `ValueError` if a package is missing.
     """
     try:
         import onnxscript.optimizer

@@ -30,10 +30,11 @@ def test_the_card_has_the_checkpoints_name_and_on_the_hub_the_repositorys(data_d
     assert (tmp_path / "run/checkpoint-4/README.md").read_text() == card
 
 
-def test_the_card_has_no_absolute_paths():
+def test_the_card_names_the_servers_and_no_absolute_path():
     card = model_card("runs/a", "A GPT-2.", TRAINING)
     assert "/home" not in card
     assert "data_dir: words" in card and "output_dir: runs/a" in card
     assert "- Data: play.txt, play.txt (8 tokens)" in card
+    assert "`transformers serve`" in card and "GGUF" in card
     local = replace(TRAINING, settings={"init_from": "/home/someone/model"})
     assert "/home" not in model_card("runs/a", "A GPT-2.", local)
