@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 from gpt2_accel.errors import first_line
 from gpt2_accel.files import not_finite, write_file
@@ -290,6 +289,8 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     `--config FILE.yaml` overrides the defaults of `config_class`; flags override both. Raises `ValueError` for an
     unknown setting or a value of the wrong type, `FileNotFoundError` if the YAML file is missing.
     """
+    from transformers import HfArgumentParser
+
     file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
     parser = HfArgumentParser(

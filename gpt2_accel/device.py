@@ -18,7 +18,6 @@ from typing import ParamSpec, TypeVar
 import psutil
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 OVERRIDES = "GPT2_ACCEL_DEVICE"
 # Dense FLOP/s in bf16 (V100 and T4: fp16) by words of the device's name, from NVIDIA's data sheets.
@@ -201,15 +200,6 @@ def matmul_flops(
     return 2 * size**3 / best
 
 
-def usable_cpus() -> int:
-    """Returns the number of CPU cores that this process may run on."""
-    return (
-        len(psutil.Process().cpu_affinity())
-        if hasattr(psutil.Process, "cpu_affinity")
-        else os.cpu_count() or 1
-    )
-
-
 def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...]:
     """Returns torch's causal attention kernels for training, the fastest first, by their names in `SDPBackend`.
 
@@ -332,4 +322,9 @@ def memory_gb(device_type: str) -> float:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model's parameters are sharded over the processes (FSDP2)."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a `DTensor`."""
+    return hasattr(tensor, "full_tensor")

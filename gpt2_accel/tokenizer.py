@@ -10,18 +10,16 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoTokenizer,
-    GPT2Tokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import cached_file
 
 from gpt2_accel.errors import first_line
+
+if TYPE_CHECKING:
+    import tiktoken
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB_SIZE = 50257
@@ -43,13 +41,18 @@ PROBE = (
 PROBED_TOKENS = 256  # of the vocabulary, evenly spaced, are decoded and appended to `PROBE`
 # SHA-256 of saved tokenizer files that `AutoTokenizer` was found to load exactly, in this process.
 _exact_files: set[bytes] = set()
+# `fingerprint` of `byte_tokenizer`.
+BYTES_FINGERPRINT = "c2c32773d98f5de5bbfef57b36221ceb96e801fe1a2e50c7b40c4e6297c90b50"
+CHARACTERS = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
 
 
-def gpt2_tokenizer() -> PreTrainedTokenizerBase:
+def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
     """Returns GPT-2's byte-level BPE of 50,257 tokens, built from tiktoken's copy.
 
     tiktoken downloads the vocabulary once, to `TIKTOKEN_CACHE_DIR` if that is set.
     """
+    from transformers import GPT2Tokenizer
+
     encoding = tiktoken_gpt2()
     symbols = byte_symbols()
     ranks = encoding._mergeable_ranks
@@ -102,18 +105,22 @@ def byte_symbols() -> list[str]:
     return [shifted.get(byte, chr(byte)) for byte in range(256)]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerBase:
+def byte_tokenizer() -> "PreTrainedTokenizerBase":
     """Returns a tokenizer with one token per UTF-8 byte; ids equal the bytes, `<|endoftext|>` is 256."""
+    from transformers import GPT2Tokenizer
+
     vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     return GPT2Tokenizer(vocab={**vocab, END_OF_TEXT: 256}, merges=[])
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Trains a byte-level BPE with GPT-2's word splitting on `texts`.
 
     `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer tokens.
     Raises `ValueError` if it leaves no room for a merge or is above `LARGEST_BPE`.
     """
+    from transformers import GPT2Tokenizer
+
     if vocab_size > LARGEST_BPE:
         raise ValueError(
             f"a BPE vocabulary of {vocab_size:,} is more than the {LARGEST_BPE:,} that are trained here: "
@@ -137,25 +144,30 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(merge) for merge in trained["merges"]])
 
 
-def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
+def char_tokenizer(text: str) -> "PreTrainedTokenizerBase":
     """Returns a tokenizer with one token per character of `text`, in code-point order, as in nanoGPT.
 
     It has no token for unknown characters and none for the end of a text. Encoding a character that is not in `text`
     raises an error.
     """
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     characters = Tokenizer(models.WordLevel(vocab))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
+    characters.pre_tokenizer = CHARACTERS
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=characters)
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of an HF directory or Hub id.
 
     Raises `FileNotFoundError` if there is none, `ValueError` if `AutoTokenizer` does not give the token ids of
     `tokenizer.json`, or if the tokenizer is not one of the `tokenizers` library.
     """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
     tokenizer = _auto_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
@@ -173,7 +185,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def save_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, folder: str | Path, name: str | Path | None = None
+    tokenizer: "PreTrainedTokenizerBase", folder: str | Path, name: str | Path | None = None
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
@@ -187,7 +199,9 @@ def save_tokenizer(
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()
     if digest in _exact_files:
         return
-    loaded = _auto_tokenizer(folder)
+    # For a GPT-2 tokenizer alone `AutoTokenizer` calls that class; importing `AutoTokenizer` would import torch.
+    alone = type(tokenizer).__name__ == "GPT2Tokenizer" and not Path(folder, "config.json").exists()
+    loaded = _auto_tokenizer(folder, type(tokenizer) if alone else None)
     if not _same_ids(loaded, paths[0]):
         raise ValueError(
             f"transformers would load the tokenizer of {name or folder} as {type(loaded).__name__}, with other token "
@@ -203,10 +217,15 @@ def whole_texts(backend: Tokenizer) -> None:
     backend.no_padding()
 
 
-def _auto_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Returns what `AutoTokenizer` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
+def _auto_tokenizer(
+    name: str | Path, kind: "type[PreTrainedTokenizerBase] | None" = None
+) -> "PreTrainedTokenizerBase":
+    """Returns what `AutoTokenizer`, or the class `kind`, loads. Raises `FileNotFoundError` if it is not a tokenizer."""
+    if kind is None:
+        from transformers import AutoTokenizer as kind
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = kind.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower for a damaged file
         raise FileNotFoundError(
             f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
@@ -218,7 +237,7 @@ def _auto_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _same_ids(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> bool:
+def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
     """Whether a loaded tokenizer encodes a probe text as the `tokenizer.json` that it was loaded from.
 
     `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
@@ -243,7 +262,9 @@ def _ids(backend: Tokenizer, text: str) -> list[int] | None:
         return None
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | Path) -> None:
+def check_vocabulary(
+    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str | Path
+) -> None:
     """Raises `ValueError` if the model `name` has no row for some token of the tokenizer."""
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -252,63 +273,112 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: 
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
 
     Raises `ValueError` for a character that is not in the vocabulary.
     """
-    backend = tokenizer.backend_tokenizer
+    return encode_batch(tokenizer.backend_tokenizer, texts)
+
+
+def encode_batch(backend: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`encode` by a tokenizer's `backend_tokenizer`."""
     whole_texts(backend)
     backend.encode_special_tokens = True
     try:
         return [encoding.ids for encoding in backend.encode_batch(list(texts))]
     except Exception as error:  # the library raises nothing narrower
         known = backend.get_vocab(with_added_tokens=False).keys()
-        unknown = sorted({character for text in texts for character in text} - known)
-        raise ValueError(
-            f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, "
-            "or use a BPE or byte tokenizer, which know every character"
+        raise unknown_characters(
+            {character for text in texts for character in text} - known
         ) from error
     finally:
         backend.encode_special_tokens = False
 
 
-def token_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], np.ndarray]:
-    """Returns a function that encodes one text on one core, to (tokens,) of an integer dtype.
+def unknown_characters(characters: set[str]) -> ValueError:
+    """Returns the error for characters that are not in the vocabulary."""
+    return ValueError(
+        f"the tokenizer does not know the characters {sorted(characters)[:10]}: take them out of the text, "
+        "or use a BPE or byte tokenizer, which know every character"
+    )
 
-    The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster.
+
+def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
+    """Returns a function that encodes one text on one core, to (tokens,) of an integer dtype. It can be pickled.
+
+    The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster. Bytes and
+    characters are looked up in a table.
     """
+    backend, mark, probe = tokenizer.backend_tokenizer, fingerprint(tokenizer), PROBE
+    plain = fast = functools.partial(encode_text, backend)
+    if mark == GPT2_FINGERPRINT:
+        fast = functools.partial(encode_gpt2, tiktoken_encoding(backend))
+    elif mark == BYTES_FINGERPRINT:
+        fast = encode_bytes
+    elif (table := character_table(backend)) is not None:
+        fast = functools.partial(encode_characters, table)
+        probe = "".join(backend.get_vocab())
+    # Vocabulary and merges may be equal, and the normalizer or the pre-tokenizer not.
+    return fast if np.array_equal(fast(probe), plain(probe)) else plain
 
-    def plain(text: str) -> np.ndarray:
-        return np.array(encode(tokenizer, [text])[0], np.int64)
 
-    if fingerprint(tokenizer) != GPT2_FINGERPRINT:
-        return plain
+def encode_gpt2(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
+    """Encodes a text by tiktoken."""
+    return encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def encode_bytes(text: str) -> np.ndarray:
+    """Encodes a text by `byte_tokenizer`."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def encode_characters(table: np.ndarray, text: str) -> np.ndarray:
+    """Encodes a text by a `character_table`. Raises `ValueError` for a character that is not in the vocabulary."""
+    ids = table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+    if (ids < 0).any():
+        raise unknown_characters({c for c in set(text) if table[ord(c)] < 0})
+    return ids
+
+
+def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
+    """Encodes a text by the `tokenizers` library."""
+    return np.array(encode_batch(backend, [text])[0], np.int64)
+
+
+def character_table(backend: Tokenizer) -> np.ndarray | None:
+    """Returns the id of each code point, -1 for none, (0x110000,) int32; None for all but a `char_tokenizer`."""
+    vocab, model = backend.get_vocab(), backend.model
+    if not isinstance(model, models.WordLevel) or str(backend.pre_tokenizer) != str(CHARACTERS):
+        return None
+    if backend.normalizer or backend.get_added_tokens_decoder() or any(len(c) != 1 for c in vocab):
+        return None
+    table = np.full(0x110000, -1, np.int32)
+    for character, number in vocab.items():
+        table[ord(character)] = number
+    return table
+
+
+def tiktoken_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
+    """Returns tiktoken's encoding of GPT-2's BPE."""
     import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
 
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     ranks = {
         bytes(byte_of[symbol] for symbol in token): rank
-        for token, rank in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).items()
+        for token, rank in backend.get_vocab(with_added_tokens=False).items()
         if token != END_OF_TEXT
     }
-    from tiktoken_ext.openai_public import r50k_pat_str
-
     # No special token is allowed below. But without any, tiktoken searches for the empty string, which takes half as
     # long again.
     specials = {END_OF_TEXT: len(ranks)}
-    encoding = tiktoken.Encoding(
+    return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
 
-    def fast(text: str) -> np.ndarray:
-        return encoding.encode_to_numpy(text, disallowed_special=())
 
-    # Vocabulary and merges may be GPT-2's, and the normalizer or the pre-tokenizer not.
-    return fast if np.array_equal(fast(PROBE), plain(PROBE)) else plain
-
-
-def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
     """Returns the number of UTF-8 bytes of each token, (vocabulary,) int64; 0 for special tokens.
 
     Exact for byte-level and character-level tokenizers, as all of this module are.
@@ -322,7 +392,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return table
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the SHA-256 (hex) of vocabulary and merges, equal for tokenizers that encode alike."""
     backend = tokenizer.backend_tokenizer
     vocab = sorted(backend.get_vocab(with_added_tokens=True).items())

@@ -27,15 +27,17 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpt2_accel import cli
-from gpt2_accel.data.documents import PIECE_BYTES, Drawn, Piece
+from gpt2_accel.cores import usable_cpus
+from gpt2_accel.data.documents import LARGEST_PIECE, Drawn, Piece
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
-from gpt2_accel.data.prepare import carry_out
+from gpt2_accel.data.prepare import carry_out, mark_of
 from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
     Texts,
@@ -46,8 +48,6 @@ from gpt2_accel.data.sources import (
     text_source,
     tiny_shakespeare,
 )
-from gpt2_accel.data.stats import describe
-from gpt2_accel.device import usable_cpus
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -148,10 +148,10 @@ def parse_options() -> argparse.Namespace:
 EXECUTORS = ("datatrove", "slurm", "ray")
 
 
-def pieces_of(options: argparse.Namespace) -> tuple[list[Piece], str, str | None]:
+def pieces_of(
+    options: argparse.Namespace, piece_bytes: int | None = None
+) -> tuple[list[Piece], str, str | None]:
     """Returns the pieces of the corpus, its source for the manifest, and its revision."""
-    # A piece is at most one shard, so that a kill loses little work if shards are small.
-    piece_bytes = min(PIECE_BYTES, 4 * options.shard_tokens)
     if options.command == "text":
         found = [(path, s) for s in options.sources for path in text_files(s, options.pattern)]
         names = {
@@ -218,7 +218,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
             shard_tokens=options.shard_tokens,
         )
     pieces, source, revision = pieces_of(options)
-    return Plan(
+    plan = Plan(
         pieces,
         build_tokenizer(options.tokenizer, options.vocab_size, pieces),
         data_dir,
@@ -227,6 +227,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
         shard_tokens=options.shard_tokens,
         validation_shard=options.command == "fineweb-edu",
     )
+    begun = {mark_of(data_dir), mark_of(plan.work)}
+    if begun <= {None, plan.mark}:
+        return plan
+    # Release 0.2 had larger pieces: continue its work, recognize its data.
+    pieces, *_ = pieces_of(options, min(LARGEST_PIECE, 4 * options.shard_tokens))
+    former = replace(plan, pieces=pieces)
+    return former if former.mark in begun else plan
 
 
 def summarize(manifest: dict) -> None:
@@ -267,6 +274,8 @@ def main() -> None:
     if options.verify:
         print(f"all {verify_data(options.data_dir)} shards are intact")
     if options.stats or not (options.command or options.verify):
+        from gpt2_accel.data.stats import describe
+
         print(describe(options.data_dir))
 
 

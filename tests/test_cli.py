@@ -5,7 +5,7 @@ import os
 import pytest
 from launching import launch, launched, python
 
-from gpt2_accel.device import usable_cpus
+from gpt2_accel.cores import usable_cpus
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 

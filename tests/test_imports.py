@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cli", "doctor", "errors", "files", "device", "optim", "shipped", "tokenizer")
+LEAVES = ("cli", "cores", "doctor", "errors", "files", "device", "optim", "shipped", "tokenizer")
 # From the bottom up: a room may import the leaves and the rooms before it, except pairs in `SIDE_BY_SIDE`.
 ROOMS = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),

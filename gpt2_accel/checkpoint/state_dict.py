@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gpt2_accel.device import is_shard
 from gpt2_accel.hf.convert import build
 from gpt2_accel.models import LanguageModel
 
@@ -47,7 +47,7 @@ def gather_to_host(
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, gathered if it is sharded; all ranks must then call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -90,7 +90,9 @@ def load_optimizer_tensors(
         states[name][kind] = tensor
     for name, parameter in zip(names, parameters, strict=True):
         for kind, tensor in states[name].items():
-            if tensor.ndim and isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+            if tensor.ndim and is_shard(parameter) and tensor.shape == parameter.shape:
+                from torch.distributed.tensor import distribute_tensor
+
                 mesh, placements = parameter.device_mesh, parameter.placements
                 states[name][kind] = distribute_tensor(
                     tensor.to(mesh.device_type), mesh, placements

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.find import best_checkpoint, list_checkpoints, point_to, step_of
 from gpt2_accel.checkpoint.manifest import STATE, read_state, write_manifest
@@ -35,6 +35,9 @@ from gpt2_accel.files import atomic_directory, discard, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -61,7 +64,7 @@ class CheckpointWriter:
     def __init__(
         self,
         run_dir: str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         keep_last: int,
         keep_every: int = 0,

@@ -10,10 +10,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import (
@@ -23,9 +23,12 @@ from gpt2_accel.data.shards import (
     ShardWriter,
     read_manifest,
 )
-from gpt2_accel.data.tokenizing import COUNTS, record_path, tokens_path
+from gpt2_accel.data.tokenizing import COUNTS, add_counts, record_path, tokens_path
 from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
-from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token
+
+if TYPE_CHECKING:
+    pass
 
 BLOCK = 2**22  # tokens copied at once
 
@@ -56,9 +59,9 @@ def assemble(plan: Plan) -> dict:
         "format": MANIFEST_FORMAT,
         "version": VERSION,
         "tokenizer": {
-            "name": tokenizer_name(plan.tokenizer),
+            "name": tokenizer_name(plan),
             "vocab_size": len(plan.tokenizer),
-            "fingerprint": fingerprint(plan.tokenizer),
+            "fingerprint": plan.fingerprint,
             "end_of_text": plan.separator,
         },
         "dtype": plan.dtype.name,
@@ -88,24 +91,25 @@ def check_splits(plan: Plan, records: list[dict]) -> None:
             )
 
 
-def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_name(plan: Plan) -> str:
     """Returns the tokenizer's name in the manifest."""
-    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
+    if plan.fingerprint == GPT2_FINGERPRINT:
         return "gpt2"
-    return tokenizer.name_or_path or type(tokenizer).__name__
+    return plan.tokenizer.name_or_path or type(plan.tokenizer).__name__
 
 
 def total_counts(records: list[dict]) -> dict[str, int]:
-    """Adds up the counts of all pieces; `longest` is the maximum."""
-    totals = {
-        name: sum(record["counts"][name] for record in records)
-        for name in COUNTS
-        if name != "longest"
-    }
-    return {
-        **totals,
-        "longest": max((record["counts"]["longest"] for record in records), default=0),
-    }
+    """Adds up the counts of all pieces; `longest` is the maximum. A document of several pieces counts once."""
+    totals, last = dict.fromkeys(COUNTS, 0), dict.fromkeys(COUNTS, 0)
+    for record in records:
+        if rest := record.get("rest"):  # no record of release 0.2 has one
+            size = last["longest"] + rest["longest"]
+            new = {name: max(rest[name] - last[name], 0) for name in COUNTS}
+            last = {name: max(rest[name], last[name]) for name in COUNTS} | {"longest": size}
+            add_counts(totals, new | {"longest": size})
+        add_counts(totals, record["counts"])
+        last = record.get("last") or last
+    return totals
 
 
 def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:

@@ -1,7 +1,7 @@
 """Documents and pieces of a corpus, the held-out split, and the places where a text may be cut.
 
 A corpus is an ordered list of pieces. A piece is the unit of work: a part of a large file or several small files,
-about `PIECE_BYTES` of text. The pieces depend only on the corpus, not on the number of workers.
+about `piece_size` bytes of text. The pieces depend only on the corpus, not on the number of workers.
 """
 
 import functools
@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 VAL_SHARE = 0.05  # the validation split's share of a corpus
-PIECE_BYTES = 128 * 2**20
+PIECES = 256  # of a corpus, unless they were smaller or larger than these:
+SMALLEST_PIECE, LARGEST_PIECE = 2**20, 2**27  # bytes
 CHUNK = 2**20  # characters that are tokenized at once
 LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
 
@@ -50,6 +51,15 @@ def held_out(key: str, one_in: int = 20) -> bool:
     A document keeps its split when others are added or removed.
     """
     return int(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest(), 16) % one_in == 0
+
+
+def piece_size(corpus: int) -> int:
+    """Returns the size in bytes of the pieces of a corpus of `corpus` bytes.
+
+    It is a power of two, so that a small correction of the text rarely changes it.
+    """
+    size = 1 << (corpus // PIECES).bit_length()
+    return min(max(size, SMALLEST_PIECE), LARGEST_PIECE)
 
 
 # The `HeldOut` rules. Their `repr` is part of a plan's hash, so it must hold everything that they depend on.

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt2_accel.data.documents import (
-    PIECE_BYTES,
     ByHash,
     Document,
     HeldOut,
     Piece,
+    piece_size,
     split_document,
 )
 from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces, reading
@@ -63,11 +63,11 @@ def hub_pieces(
     revision: str | None = None,
     data_files: str | None = None,
     hold_out: Callable[[int], HeldOut] | None = None,
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int | None = None,
 ) -> tuple[list[Piece], str | None]:
     """Returns the pieces of a data set, and its revision (a commit).
 
-    `hold_out` maps the number of rows to the rule that holds rows out for validation; by default one row in 20.
+    Pieces of Parquet files have `piece_bytes`, by default `piece_size` of the data set. `hold_out` maps the number of rows to the rule that holds rows out for validation; by default one row in 20.
 
     Raises `ValueError` if the data set, its configuration, split or column does not exist, or if `hold_out` is given
     for a data set that is not Parquet; `OSError` if the Hub cannot be reached.
@@ -98,21 +98,23 @@ def row_group_pieces(
     urls: list[str],
     column: str,
     hold_out: Callable[[int], HeldOut] | None,
-    piece_bytes: int,
+    piece_bytes: int | None,
 ) -> list[Piece]:
     """Returns the pieces of Parquet files; the rows are numbered over all files."""
 
-    def count_rows(url: str) -> int:
+    def count(url: str) -> tuple[int, int]:  # rows, bytes
         with open_parquet(url) as file:
-            return file.metadata.num_rows
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            return file.metadata.num_rows, sum(group.total_byte_size for group in groups)
 
     with ThreadPoolExecutor(16) as pool:  # one or two requests for each file
-        rows = list(pool.map(count_rows, urls))
+        rows, sizes = zip(*pool.map(count, urls), strict=True)
+        each = piece_bytes or piece_size(sum(sizes))
         is_held_out = hold_out(sum(rows)) if hold_out else ByHash()
         before = [sum(rows[:i]) for i in range(len(rows))]
         pieces: list[list[ParquetPiece]] = list(
             pool.map(
-                lambda url, first: parquet_pieces(url, column, "", is_held_out, piece_bytes, first),
+                lambda url, first: parquet_pieces(url, column, "", is_held_out, each, first),
                 urls,
                 before,
             )

@@ -5,13 +5,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.documents import Piece
 from gpt2_accel.data.shards import token_dtype
 from gpt2_accel.tokenizer import END_OF_TEXT, fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHARD_TOKENS = 100_000_000
 
@@ -29,7 +32,7 @@ class Plan:
     """
 
     pieces: Sequence[Piece]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     data_dir: Path
     source: str
     revision: str | None = None
@@ -57,17 +60,20 @@ class Plan:
         return token_dtype(len(self.tokenizer))
 
     @functools.cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.tokenizer)
+
+    @functools.cached_property
     def mark(self) -> str | None:
         """SHA-256 (hex) of everything that the result depends on, None if the plan is not restartable."""
         if not self.restartable:
             return None
-        content = [*map(repr, self.pieces), fingerprint(self.tokenizer)]
+        content = [*map(repr, self.pieces), self.fingerprint]
         return digest(*content, str(self.shard_tokens), str(self.validation_shard))
 
     def piece_marks(self) -> list[str]:
         """Returns for each piece the SHA-256 (hex) of everything that its tokens depend on."""
-        tokenizer = fingerprint(self.tokenizer)
-        return [digest(repr(piece), tokenizer) for piece in self.pieces]
+        return [digest(repr(piece), self.fingerprint) for piece in self.pieces]
 
 
 def digest(*content: str) -> str:

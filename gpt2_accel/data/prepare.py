@@ -11,8 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from gpt2_accel.data.assembly import finish
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
@@ -22,10 +21,13 @@ from gpt2_accel.data.tokenizing import record_path, tokenize
 from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
 from gpt2_accel.tokenizer import save_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def prepare(
     splits: Mapping[str, Iterable[str]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     data_dir: str | Path,
     *,
     source: str,
@@ -53,7 +55,7 @@ def prepare(
 def prepare_text(
     path: str | Path | None,
     data_dir: str | Path,
-    tokenizer_of: Callable[[str], PreTrainedTokenizerBase],
+    tokenizer_of: Callable[[str], "PreTrainedTokenizerBase"],
 ) -> None:
     """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
@@ -135,9 +137,11 @@ def begin(plan: Plan) -> None:
 
 
 def mark_of(work: Path) -> str | None:
-    """Returns the mark of the work folder's plan, None if it has none yet."""
-    found = [path for name in (MANIFEST, "plan.json") if (path := work / name).exists()]
-    return json.loads(found[0].read_text())["plan"] if found else None
+    """Returns the mark of the plan of a work folder or finished folder, None if it has none."""
+    if (work / MANIFEST).exists():
+        return read_manifest(work).get("plan")
+    plan_file = work / "plan.json"
+    return json.loads(plan_file.read_text())["plan"] if plan_file.exists() else None
 
 
 def same_pieces(plan: Plan) -> set[str]:

@@ -41,15 +41,18 @@ import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, parse_json, write_json
 from gpt2_accel.shipped import recipe_command
 from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ32s8x")
@@ -204,7 +207,7 @@ def data_fingerprint(data_dir: str | Path) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def load_data_tokenizer(data_dir: str | Path) -> PreTrainedTokenizerBase:
+def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of prepared data: the one in its folder, else GPT-2's, for other trainers' data.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.

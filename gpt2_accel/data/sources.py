@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpt2_accel.data.documents import (
     CHUNK,
-    PIECE_BYTES,
     VAL_SHARE,
     ByHash,
     Document,
@@ -30,6 +29,7 @@ from gpt2_accel.data.documents import (
     Piece,
     chunks,
     next_cut,
+    piece_size,
     split_document,
     split_of,
 )
@@ -343,14 +343,16 @@ def parquet_pieces(
 def file_pieces(
     files: dict[Path, str],
     column: str = "text",
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int | None = None,
 ) -> list[Piece]:
-    """Splits files into pieces; `files` maps paths to the names by which documents are held out.
+    """Splits files into pieces of `piece_bytes`, by default `piece_size` of their size.
 
+    `files` maps paths to the names by which documents are held out.
     A row's name is its file's name and its position in the file. If the held-out documents are fewer than `FEWEST` or
     more than `MOST` of the text, the last part of each document is held out instead. Raises `ValueError` for a file
     that does not begin with its format.
     """
+    piece_bytes = piece_bytes or piece_size(sum(path.stat().st_size for path in files))
     pieces = pieces_of(files, ByHash(), column, piece_bytes)
     if not FEWEST <= share_held_out(pieces) <= MOST:
         pieces = pieces_of(files, LastPart(), column, piece_bytes)
@@ -427,7 +429,7 @@ def text_spans(path: Path, start: int, end: int, split: str, piece_bytes: int) -
     ]
 
 
-def one_text_pieces(path: Path, val_share: float, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+def one_text_pieces(path: Path, val_share: float, piece_bytes: int) -> list[Piece]:
     """Splits a text file into pieces, its last `val_share` for validation. Raises the error of `check_text`."""
     check_text(path)
     end = path.stat().st_size

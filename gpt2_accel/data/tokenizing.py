@@ -18,22 +18,26 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
 from gpt2_accel.data.sources import persistently
 from gpt2_accel.files import atomic_file, write_file
-from gpt2_accel.tokenizer import END_OF_TEXT, load_tokenizer, token_encoder
+from gpt2_accel.tokenizer import END_OF_TEXT, token_encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Counts of documents: without text (left out); with bytes that are not UTF-8 (replaced by U+FFFD); with the literal
 # <|endoftext|> (encoded as text); and the bytes of the longest.
 COUNTS = ("empty", "not_utf8", "literal_separator", "longest")
+
+SAMPLE = 2**16  # characters that are tokenized for an estimate
 
 Progress = Callable[[int, int, int], None]
 """Called with the numbers of additional documents, tokens and bytes of text."""
@@ -43,18 +47,18 @@ def tokenize(plan: Plan, workers: int) -> None:
     """Tokenizes the pieces that have no record yet."""
     todo = [i for i in range(len(plan.pieces)) if not record_path(plan.work, i).exists()]
     size = sum(plan.pieces[i].size for i in todo)
+    writer = PieceWriter(plan.work, plan.tokenizer)
     if size:
-        check_disk(plan, todo, size)
+        check_disk(plan, writer, todo, size)
     with tqdm(
         total=size or None, unit="B", unit_scale=True, desc="tokenizing", disable=None
     ) as bar:
         if min(workers, len(todo)) <= 1:
-            writer = PieceWriter(plan.work, plan.tokenizer)
             progress = Bar(bar).add
             for number in todo:
                 write_piece(writer, number, plan.pieces[number], progress)
         else:
-            tokenize_in_parallel(plan, todo, min(workers, len(todo)), Bar(bar))
+            tokenize_in_parallel(plan, writer, todo, min(workers, len(todo)), Bar(bar))
 
 
 class Bar:
@@ -74,12 +78,12 @@ class Bar:
         self.totals = totals
 
 
-def check_disk(plan: Plan, todo: list[int], size: int) -> None:
+def check_disk(plan: Plan, writer: "PieceWriter", todo: list[int], size: int) -> None:
     """Prints the disk space that the shards need, estimated; raises `OSError` if less is free."""
     document = next(plan.pieces[todo[0]].documents(), None)
     text = next(iter(document.chunks), "") if document else ""
-    sample = clean(text)[0]
-    per_byte = len(token_encoder(plan.tokenizer)(sample)) / max(1, len(sample.encode()))
+    sample = clean(text[:SAMPLE])[0]
+    per_byte = len(writer.encode(sample)) / max(1, len(sample.encode()))
     tokens = round(size * (per_byte or 1))
     needed = tokens * plan.dtype.itemsize + min(tokens, plan.shard_tokens) * plan.dtype.itemsize
     free = shutil.disk_usage(plan.work).free
@@ -95,12 +99,14 @@ def check_disk(plan: Plan, todo: list[int], size: int) -> None:
         )
 
 
-def tokenize_in_parallel(plan: Plan, todo: list[int], workers: int, bar: Bar) -> None:
+def tokenize_in_parallel(
+    plan: Plan, writer: "PieceWriter", todo: list[int], workers: int, bar: Bar
+) -> None:
     """Tokenizes the pieces `todo` with `workers` processes. Raises `OSError` if a process is killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gpt2_accel.data.tokenizing"])
     totals = context.Array("q", [0, 0, 0, 0])  # documents, tokens, bytes; whether to stop
-    with ProcessPoolExecutor(workers, context, start_worker, (plan.work, totals)) as pool:
+    with ProcessPoolExecutor(workers, context, start_worker, (writer, totals)) as pool:
         futures = [pool.submit(make_piece, i, plan.pieces[i]) for i in todo]
         try:
             waiting = set(futures)
@@ -127,7 +133,7 @@ def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Prog
 worker_writes: Callable[[int, Piece], None]  # set in a worker process
 
 
-def start_worker(work: Path, totals) -> None:
+def start_worker(writer: "PieceWriter", totals) -> None:
     """Initializes this worker process; `totals` is shared with the main process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     Thread(target=end_with_parent, daemon=True).start()
@@ -140,7 +146,6 @@ def start_worker(work: Path, totals) -> None:
                 totals[i] += more
 
     global worker_writes
-    writer = PieceWriter(work, load_tokenizer(work / "tokenizer"))
     worker_writes = functools.partial(write_piece, writer, progress=progress)
 
 
@@ -176,22 +181,32 @@ def clean(text: str) -> tuple[str, bool]:
     return text, False
 
 
+def add_counts(totals: dict[str, int], counts: dict[str, int]) -> None:
+    """Adds `counts` of `COUNTS` to `totals`; `longest` is the maximum."""
+    longest = max(totals["longest"], counts["longest"])
+    totals.update({name: totals[name] + counts[name] for name in COUNTS}, longest=longest)
+
+
 class PieceWriter:
     """Tokenizes the documents of pieces into their files.
 
     The files are written atomically, the record last. Temporary names belong to this process alone.
     """
 
-    def __init__(self, work: Path, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, work: Path, tokenizer: "PreTrainedTokenizerBase"):
         self.work = work
         self.encode, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
         separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         self.separator = [] if separator is None else [separator]
 
     def write(self, number: int, documents: Iterable[Document], progress: Progress) -> None:
-        """Tokenizes piece `number`; leaves no partial files after an error."""
+        """Tokenizes piece `number`; leaves no partial files after an error.
+
+        The record's `counts` are those of the documents that begin in the piece, `last` those of the last of them.
+        `rest` are those of the document that the previous piece began.
+        """
         splits: dict[str, Counter] = {}
-        counts = Counter(dict.fromkeys(COUNTS, 0))
+        counts, last, rest = dict.fromkeys(COUNTS, 0), None, None
         first_not_utf8 = None
         with ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
@@ -201,18 +216,26 @@ class PieceWriter:
                     path = tokens_path(self.work, number, split)
                     files[split] = stack.enter_context(atomic_file(path))
                     splits[split] = Counter(tokens=0, documents=0, bytes=0)
-                for more in self.write_document(document, files[split], counts):
+                found = dict.fromkeys(COUNTS, 0)
+                for more in self.write_document(document, files[split], found):
                     splits[split].update(more)
                     progress(more["documents"], more["tokens"], more["bytes"])
-                if counts["not_utf8"] and first_not_utf8 is None:
+                if found["not_utf8"] and first_not_utf8 is None:
                     first_not_utf8 = document.place
-        record = {"splits": splits, "counts": counts, "first_not_utf8": first_not_utf8}
+                if document.begins:
+                    last = found
+                    add_counts(counts, found)
+                else:
+                    rest = found
+        record = {"splits": splits, "counts": counts, "last": last, "rest": rest}
+        record["first_not_utf8"] = first_not_utf8
         write_file(record_path(self.work, number), json.dumps(record))
 
     def write_document(
-        self, document: Document, file: BinaryIO, counts: Counter
+        self, document: Document, file: BinaryIO, counts: dict[str, int]
     ) -> Iterator[dict[str, int]]:
-        """Appends a document's tokens to `file`; yields the added documents, tokens and bytes of each chunk."""
+        """Appends a document's tokens to `file` and sets its `counts`; yields the added documents, tokens and bytes of
+        each chunk."""
         size, not_utf8, literal = 0, False, False
         for i, chunk in enumerate(document.chunks):
             text, replaced = clean(chunk)
@@ -232,5 +255,4 @@ class PieceWriter:
             not_utf8 |= replaced
             literal |= END_OF_TEXT in text
             yield more
-        counts.update(empty=int(size == 0), not_utf8=int(not_utf8), literal_separator=int(literal))
-        counts["longest"] = max(counts["longest"], size)
+        counts.update(zip(COUNTS, map(int, (size == 0, not_utf8, literal, size)), strict=True))

@@ -14,14 +14,17 @@ characters (`acc_norm_per_char`, the acc_norm of lm-evaluation-harness).
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.evals.scores import choice_accuracy
 from gpt2_accel.evals.scoring import Question, encode_question, fit_rows, score
 from gpt2_accel.evals.sources import field
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -41,7 +44,7 @@ class HellaSwag:
 
 def load_hellaswag(
     items: Sequence[dict],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     n_positions: int,
     style: str = "plain",
 ) -> HellaSwag:

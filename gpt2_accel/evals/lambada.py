@@ -9,13 +9,16 @@ Two conventions, from the same passages and the same scores:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.evals.scores import accuracy, perplexity
 from gpt2_accel.evals.scoring import Question, Score, encode_question, fit_rows, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Lambada:
 
 
 def load_lambada(
-    passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, n_positions: int
+    passages: Sequence[str], tokenizer: "PreTrainedTokenizerBase", n_positions: int
 ) -> Lambada:
     """Splits each passage before its last word and tokenizes it.
 

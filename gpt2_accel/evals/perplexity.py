@@ -13,11 +13,10 @@ earlier, to be full. A shorter stride gives tokens more context and costs more.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
@@ -25,6 +24,9 @@ from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitex
 from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.scoring import batched, fits, run_sharded
 from gpt2_accel.tokenizer import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CORPUS_OF = {
     "wikitext2": "wikitext",
@@ -62,7 +64,7 @@ class Window(NamedTuple):
 
 
 def load_corpus(
-    task: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    task: str, texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Document]:
     """Returns all texts as one document, in the GPT-2 paper's convention.
 
@@ -75,7 +77,7 @@ def load_corpus(
     return [to_document(tokenizer, written, words, len(written.encode()))]
 
 
-def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+def load_pages(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[Document]:
     """Returns each text as a document, in lm-evaluation-harness's convention.
 
     Words and bytes are counted before `lm_eval_wikitext`. Raises `ValueError` for a text with nothing to predict.
@@ -88,7 +90,7 @@ def load_pages(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     ]
 
 
-def to_document(tokenizer: PreTrainedTokenizerBase, text: str, words: int, size: int) -> Document:
+def to_document(tokenizer: "PreTrainedTokenizerBase", text: str, words: int, size: int) -> Document:
     """Tokenizes a text after `<|endoftext|>`; without that token, the text's first token is context only.
 
     Raises `ValueError` if there is nothing to predict.

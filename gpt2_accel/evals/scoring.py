@@ -13,17 +13,19 @@ whole task.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
 from gpt2_accel.tokenizer import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
 Batch = TypeVar("Batch")
@@ -69,7 +71,7 @@ class Row(NamedTuple):
 
 
 def encode_question(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuations: Sequence[str], where: str
+    tokenizer: "PreTrainedTokenizerBase", context: str, continuations: Sequence[str], where: str
 ) -> Question:
     """Returns a question from texts. Context and continuation are tokenized together, as running text.
 

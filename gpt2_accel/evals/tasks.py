@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.data.shards import read_manifest
@@ -25,6 +25,9 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import fingerprint
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TASKS = ("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text")
 
 
@@ -41,7 +44,7 @@ class Prepared:
 
 
 def prepare_task(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     config: ModelConfig,
     task: str,
     items: Sequence[dict],
@@ -98,7 +101,7 @@ def shorten(numbers: Sequence[int]) -> str:
 
 def prepare_loss(
     accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     config: ModelConfig,
     data_dir: str | Path,
     max_tokens: int,

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.config import check_ranges, setting
@@ -18,6 +18,9 @@ from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PROMPT = 50_000  # characters of a prompt, far more than the positions of GPT-2 hold
@@ -28,7 +31,7 @@ NOT_FINITE = (
 )
 
 
-def load(name: str, dtype: str = "float32") -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+def load(name: str, dtype: str = "float32") -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
@@ -95,7 +98,7 @@ class Completion:
 
 def complete(
     model: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
     sampling: Sampling,
     *,
@@ -113,7 +116,7 @@ def complete(
 
 def stream(
     model: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
     sampling: Sampling,
     *,
@@ -139,7 +142,7 @@ def stream(
 
 
 def update_text(
-    completion: Completion, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    completion: Completion, tokenizer: "PreTrainedTokenizerBase", sampling: Sampling
 ) -> None:
     """Updates `text` and `ended` after a token is appended."""
     ids = completion.ids
@@ -164,7 +167,7 @@ def overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text.
 
     Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
@@ -285,7 +288,7 @@ def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def likeliest(
-    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int = 10
+    model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", prompt: str, count: int = 10
 ) -> list[tuple[int, float]]:
     """Returns the ids of the `count` most likely next tokens after a prompt, and their probabilities.
 

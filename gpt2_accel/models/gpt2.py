@@ -206,6 +206,14 @@ class Block(nn.Module):
         return x
 
 
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding`, not initialized on the meta device, where torch would import its compiler for that."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class GPT(nn.Module):
     """A GPT-2 language model. The head is tied to the token embedding `wte`.
 
@@ -223,8 +231,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         self.init_weights()
@@ -236,6 +244,8 @@ class GPT(nn.Module):
 
         Source: the GPT-2 paper, section 2.3, and OpenAI's released code for the 0.02.
         """
+        if self.device.type == "meta":
+            return
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 is_residual = name.endswith("c_proj")

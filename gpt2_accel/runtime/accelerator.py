@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, PrecisionType
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gpt2_accel import kernels
+from gpt2_accel.cores import usable_cpus
 from gpt2_accel.device import (
     DTYPES,
     attention_order,
@@ -22,7 +22,6 @@ from gpt2_accel.device import (
     logits_at_once,
     precision_problem,
     total_memory,
-    usable_cpus,
 )
 from gpt2_accel.kernels.cpu import tune_memory
 
@@ -62,6 +61,8 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
             "follows from --total_batch_size"
         )
     if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         # Accelerate's default policy also reduces gradients and returns outputs in low precision.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=None if gather_fp32 else DTYPES[accelerator.mixed_precision],

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.find import find_checkpoint, model_directory
@@ -38,6 +38,9 @@ from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_mai
 from gpt2_accel.runtime.trackers import run_identity
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Settings that determine the order of the data. A checkpoint saves them with the position.
 ORDER_SETTINGS = ("seed", "sequence_length")
 
@@ -65,7 +68,7 @@ class TrainInputs:
     a batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     schedule: BatchSchedule
     updates: int
     loader: TrainLoader
@@ -291,7 +294,7 @@ def build_evaluations(
     config: TrainConfig,
     accelerator: Accelerator,
     shape: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     val_loader: EvalLoader | None,
 ) -> list[tuple[int, Evaluation]]:
     """Returns the evaluations during training, each with its interval in updates. Raises `ValueError` for bad items."""
