@@ -394,6 +394,12 @@ def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the SHA-256 (hex) of vocabulary and merges, equal for tokenizers that encode alike."""
+    return _fingerprint(tokenizer, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=4)
+def _fingerprint(tokenizer: "PreTrainedTokenizerBase", size: int) -> str:
+    """`fingerprint` of a tokenizer that has `size` tokens: it may get more later."""
     backend = tokenizer.backend_tokenizer
     vocab = sorted(backend.get_vocab(with_added_tokens=True).items())
     merges = json.loads(backend.to_str())["model"].get("merges", [])

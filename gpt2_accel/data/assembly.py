@@ -25,10 +25,13 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.tokenizing import COUNTS, add_counts, record_path, tokens_path
 from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
-from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 
 if TYPE_CHECKING:
     pass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 2**22  # tokens copied at once
 
@@ -59,9 +62,9 @@ def assemble(plan: Plan) -> dict:
         "format": MANIFEST_FORMAT,
         "version": VERSION,
         "tokenizer": {
-            "name": tokenizer_name(plan),
+            "name": tokenizer_name(plan.tokenizer),
             "vocab_size": len(plan.tokenizer),
-            "fingerprint": plan.fingerprint,
+            "fingerprint": fingerprint(plan.tokenizer),
             "end_of_text": plan.separator,
         },
         "dtype": plan.dtype.name,
@@ -91,11 +94,11 @@ def check_splits(plan: Plan, records: list[dict]) -> None:
             )
 
 
-def tokenizer_name(plan: Plan) -> str:
+def tokenizer_name(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the tokenizer's name in the manifest."""
-    if plan.fingerprint == GPT2_FINGERPRINT:
+    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
         return "gpt2"
-    return plan.tokenizer.name_or_path or type(plan.tokenizer).__name__
+    return tokenizer.name_or_path or type(tokenizer).__name__
 
 
 def total_counts(records: list[dict]) -> dict[str, int]:
