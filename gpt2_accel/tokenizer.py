@@ -311,7 +311,7 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
     characters are looked up in a table.
     """
     backend, mark, probe = tokenizer.backend_tokenizer, fingerprint(tokenizer), PROBE
-    plain = fast = functools.partial(encode_text, backend)
+    plain = functools.partial(encode_text, backend)
     if mark == GPT2_FINGERPRINT:
         fast = functools.partial(encode_gpt2, tiktoken_encoding(backend))
     elif mark == BYTES_FINGERPRINT:
@@ -319,6 +319,8 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
     elif (table := character_table(backend)) is not None:
         fast = functools.partial(encode_characters, table)
         probe = "".join(backend.get_vocab())
+    else:
+        return plain
     # Vocabulary and merges may be equal, and the normalizer or the pre-tokenizer not.
     return fast if np.array_equal(fast(probe), plain(probe)) else plain
 

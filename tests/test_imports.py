@@ -1,9 +1,14 @@
 """The import rules of the package's rooms, as docs/architecture.md states them."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.tokenizer import byte_tokenizer
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 LEAVES = ("cli", "cores", "doctor", "errors", "files", "device", "optim", "shipped", "tokenizer")
@@ -86,3 +91,36 @@ def test_rooms_that_import_accelerate():
         room(path) for path in modules() if any(room(n) == "accelerate" for n in imports(path))
     }
     assert found == USE_ACCELERATE
+
+
+# Prints which of `HEAVY` are loaded, after each step that a user waits for.
+STEPS = """
+import sys
+HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo torch._inductor sympy accelerate".split()
+HEAVY += "transformers transformers.modeling_utils datasets evaluate pyarrow pandas scipy sklearn matplotlib".split()
+HEAVY += "wandb tensorboard torch.utils.tensorboard tiktoken".split()
+
+def loaded():
+    print(*(name for name in HEAVY if name in sys.modules))
+
+import gpt2_accel.data.prepare, gpt2_accel.data.hub
+loaded()
+import gpt2_accel.train
+loaded()
+from gpt2_accel.generation.sampling import Sampling, complete, load
+complete(*load(sys.argv[1]), ["a"], Sampling(max_new_tokens=2))
+loaded()
+"""
+
+
+def test_heavy_libraries_are_imported_where_they_are_used(tmp_path):
+    model = GPT(GPTConfig(257, 8, 1, 1, 8))
+    save_pretrained(model, tmp_path, byte_tokenizer())
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, tmp_path], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    tokenizing, training, sampling = done.stdout.splitlines()
+    assert tokenizing == ""
+    assert training == "torch accelerate"
+    assert sampling == "torch accelerate transformers"

@@ -1,4 +1,5 @@
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -259,3 +260,28 @@ def test_gpt2s_vocabulary_with_another_normalizer_is_not_encoded_by_tiktoken(gpt
     for tokenizer in (gpt2, changed):
         assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
     assert encode(gpt2, [PROBE]) != encode(changed, [PROBE])
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [byte_tokenizer(), train_bpe([TEXT], 300), char_tokenizer(PROBE), None],
+    ids=["bytes", "bpe", "characters", "gpt2"],
+)
+def test_a_worker_encodes_like_the_tokenizer(tokenizer, gpt2):
+    tokenizer = tokenizer or gpt2
+    encoder = pickle.loads(pickle.dumps(token_encoder(tokenizer)))
+    for text in (PROBE, "", "\r\n\n"):
+        assert encoder(text).tolist() == encode(tokenizer, [text])[0]
+
+
+def test_normalized_bytes_and_characters_are_not_looked_up_in_a_table():
+    for tokenizer, text in ((byte_tokenizer(), "e\u0301"), (char_tokenizer("abc"), "ABC")):
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.NFC(), normalizers.Lowercase()]
+        )
+        assert token_encoder(tokenizer)(text).tolist() == encode(tokenizer, [text])[0]
+
+
+def test_a_table_names_unknown_characters():
+    with pytest.raises(ValueError, match=r"does not know the characters \['d', 'é'\]"):
+        token_encoder(char_tokenizer("abc"))("abécd")

@@ -24,7 +24,7 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, block_attention, gelu
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import Embedding, Mask, document_mask, head_logits, head_loss
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -206,14 +206,6 @@ class Block(nn.Module):
         return x
 
 
-class Embedding(nn.Embedding):
-    """`torch.nn.Embedding`, not initialized on the meta device, where torch would import its compiler for that."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
 class GPT(nn.Module):
     """A GPT-2 language model. The head is tied to the token embedding `wte`.
 
@@ -235,7 +227,8 @@ class GPT(nn.Module):
         self.wpe = Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
-        self.init_weights()
+        if self.device.type != "meta":
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -244,8 +237,6 @@ class GPT(nn.Module):
 
         Source: the GPT-2 paper, section 2.3, and OpenAI's released code for the 0.02.
         """
-        if self.device.type == "meta":
-            return
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 is_residual = name.endswith("c_proj")

@@ -1,4 +1,4 @@
-"""What the architectures share: the document mask, the logits and the loss.
+"""What the architectures share: embeddings, the document mask, the logits and the loss.
 
 Shape letters: B batch, T sequence, C width, V vocabulary (padded).
 """
@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from gpt2_accel.kernels import cross_entropy
@@ -14,6 +15,14 @@ from gpt2_accel.kernels.block_attention import document_blocks
 from gpt2_accel.kernels.linear import linear
 
 Mask = torch.Tensor | BlockMask
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding`, not initialized on the meta device, where torch would import its compiler for that."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 def document_mask(input_ids: torch.Tensor, separator: int, blocks: bool = False) -> Mask:

@@ -23,7 +23,7 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, block_attention
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import Embedding, Mask, document_mask, head_logits, head_loss
 
 
 @dataclass
@@ -258,12 +258,13 @@ class Qwen3(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.embed_tokens = Embedding(config.padded_vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.init_weights()
+        if self.device.type != "meta":
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:

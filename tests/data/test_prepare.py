@@ -26,12 +26,12 @@ from launching import ROOT, Started, python
 
 from gpt2_accel.data import documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
-from gpt2_accel.data.documents import Drawn, chunks, held_out
+from gpt2_accel.data.documents import ByHash, Drawn, chunks, held_out, piece_size
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.prepare import carry_out, prepare
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
-from gpt2_accel.data.sources import Texts, file_pieces, one_text_pieces, text_files
+from gpt2_accel.data.sources import Texts, file_pieces, one_text_pieces, pieces_of, text_files
 from gpt2_accel.files import lock_folder
 from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
 
@@ -146,6 +146,72 @@ def test_all_file_formats_give_the_same_documents_with_any_piece_size(corpus, tm
     entries = read_manifest(made[0])["splits"]["train"]["shards"]
     assert {entry["tokens"] for entry in entries[:-1]} == {10_000}
     assert sum(entry["documents"] for entry in entries) == len(train)
+
+
+def test_pieces_follow_the_size_of_the_corpus(tmp_path):
+    assert [piece_size(size) for size in (0, 10**6, 10**8)] == [2**20] * 3
+    assert piece_size(10**9) == 2**22 and piece_size(10**12) == 2**27
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"word " * 4_000_000)
+    assert len(file_pieces({path: "a"})) == 20
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "word"}\n' * 10**6)
+    assert len(file_pieces({tmp_path / "a.jsonl": "a"})) == 17
+    # A small correction of a large corpus keeps the pieces.
+    assert piece_size(5 * 10**9) == piece_size(5 * 10**9 + 1000)
+
+
+def test_a_document_of_several_pieces_is_counted_once(tmp_path):
+    for name, text in (("a", "fine "), ("b", "<|endoftext|> Z\udcfcäää x "), ("c", "fine ")):
+        (tmp_path / f"{name}.txt").write_text(text * 3000, errors="surrogateescape")
+    (tmp_path / "d.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
+    made = []
+    for piece_bytes in (2**20, 5000):
+        pieces = pieces_of(names_of(tmp_path), ByHash(), "text", piece_bytes)
+        made.append(carry_out(plan(pieces, tmp_path / str(piece_bytes), splits=())))
+    assert len(pieces) == 22
+    one, other = ({**manifest, "plan": None} for manifest in made)
+    assert one == other
+    expected = {"empty": 1, "not_utf8": 1, "literal_separator": 1, "longest": 3000 * 27}
+    assert one["counts"] == expected and one["first_not_utf8"] == str(tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_data_and_work_of_release_0_2_are_recognized(tmp_path, monkeypatch, finished):
+    """Release 0.2 made pieces of 128 MiB of any corpus."""
+    for name in "ab":
+        lines = "".join(json.dumps({"text": make_text(100, i)}) + "\n" for i in range(2500))
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    pieces = file_pieces(names_of(tmp_path), piece_bytes=2**27)
+    former = plan(pieces, tmp_path / "d")
+    if finished:
+        carry_out(former)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(tokenizing.PieceWriter, "write", stops_at(1, tokenizing.PieceWriter))
+            carry_out(former)
+        record = tokenizing.record_path(former.work, 0)
+        content = json.loads(record.read_text())
+        del content["last"], content["rest"]
+        record.write_text(json.dumps(content))
+    args = ("text", tmp_path, "--tokenizer", "bytes", "--data_dir")
+    for target in (tmp_path / "d", tmp_path / "e"):
+        done = recipe(*args, target, "--workers", 1)
+        assert done.returncode == 0, done.stderr
+    resumed, afresh = (read_manifest(tmp_path / name) for name in "de")
+    assert resumed["plan"] == former.mark != afresh["plan"]
+    assert resumed["splits"] == afresh["splits"] and resumed["counts"] == afresh["counts"]
+
+
+def stops_at(number, writer):
+    """`writer.write`, interrupted before piece `number`."""
+    write = writer.write
+
+    def stopping(self, at, *rest):
+        if at == number:
+            raise KeyboardInterrupt
+        write(self, at, *rest)
+
+    return stopping
 
 
 def test_a_single_text_is_split_once_and_read_in_pieces(tmp_path):
