@@ -225,7 +225,8 @@ def test_saving_a_tokenizer_that_loads_otherwise_is_refused(tmp_path):
 def test_a_checkpoint_does_not_load_its_tokenizer_again(tmp_path, monkeypatch):
     tokenizer = train_bpe([TEXT], 300)
     save_tokenizer(tokenizer, tmp_path / "first")
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    for kind in (AutoTokenizer, type(tokenizer)):
+        monkeypatch.setattr(kind, "from_pretrained", None)
     save_tokenizer(tokenizer, tmp_path / "second")
     with pytest.raises(FileNotFoundError):
         save_tokenizer(train_bpe([TEXT], 270), tmp_path / "third")
