@@ -7,7 +7,6 @@ skipped. Shape letters as in `models/gpt2.py`; a row has n = ceil(T / BLOCK) blo
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gpt2_accel import kernels
@@ -27,10 +26,11 @@ def document_blocks(documents: torch.Tensor) -> BlockMask:
     documents: (B, T), the number of each token's document, which never falls along a row. Computed from the first and
     the last document of each block, without a (B, T, T) mask and without a wait for the device.
     """
-    B, T = documents.shape
-    blocks = F.pad(documents[:, None], (0, -T % BLOCK), mode="replicate")[:, 0].view(B, -1, BLOCK)
-    first, last = blocks[:, :, 0], blocks[:, :, -1]  # (B, n)
-    number = torch.arange(blocks.shape[1], device=documents.device)
+    T = documents.shape[1]
+    first = documents[:, ::BLOCK]  # (B, n)
+    n = first.shape[1]
+    last = torch.cat((documents[:, BLOCK - 1 : (n - 1) * BLOCK : BLOCK], documents[:, -1:]), dim=1)
+    number = torch.arange(n, device=documents.device)
     earlier = number[:, None] > number[None, :]  # (n, n): queries x keys
     # Documents are in order, so an earlier block shares a document if its last one is the first one here.
     some = earlier & (last[:, None, :] >= first[:, :, None])  # (B, n, n)

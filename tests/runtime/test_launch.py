@@ -21,7 +21,7 @@ from conftest import (
     small_notebook,
     tiny_config,
 )
-from launching import ROOT, launch, python
+from launching import ROOT, launch, launched, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.device import OVERRIDES
@@ -83,6 +83,51 @@ def test_accelerate_reads_every_key_of_every_config(path):
         assert names - {"transformer_layer_cls_to_wrap", "version"} <= fields
         assert "fsdp_version" in fields
     assert path.read_text().startswith("# ")
+
+
+# Processes, precision, backend, compiled by block, and what else differs from Accelerate's defaults.
+EFFECTIVE = {
+    "1xgpu": (1, "bf16", "INDUCTOR", False),
+    "1xt4_fp16": (1, "fp16", "INDUCTOR", False),
+    "2x8xa100": (16, "bf16", "INDUCTOR", False),
+    "2xt4_fp16": (2, "fp16", "INDUCTOR", False),
+    "4xa100": (4, "bf16", "INDUCTOR", False),
+    "8xa100": (8, "bf16", "INDUCTOR", False),
+    "8xa100_fsdp2": (8, "bf16", "INDUCTOR", True),
+    "cpu": (1, "no", "NO", False),
+    "cpu_bf16": (1, "bf16", "NO", False),
+    "mps": (1, "no", "NO", False),
+}
+FSDP = {
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_the_launcher_passes_every_configs_settings_to_the_processes(path):
+    processes, precision, backend, by_block = EFFECTIVE[path.stem]
+    _, environments = launched(["--config_file", str(path), "script.py"], dict(os.environ))
+    assert len(environments) == processes
+    for found in environments:
+        assert found["ACCELERATE_MIXED_PRECISION"] == precision
+        assert found["ACCELERATE_DYNAMO_BACKEND"] == backend
+        assert found["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == str(by_block)
+        assert found["ACCELERATE_DYNAMO_USE_DYNAMIC"] == "False"
+        assert found["ACCELERATE_DYNAMO_USE_FULLGRAPH"] == "False"
+        assert found["ACCELERATE_DYNAMO_MODE"] == "default"
+        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in found
+        on_cpu = found.get("ACCELERATE_USE_CPU", "False")
+        assert on_cpu == str(path.stem.startswith("cpu"))
+        sharded = {name: found[name] for name in FSDP if name in found}
+        assert sharded == (FSDP if path.stem.endswith("fsdp2") else {})
+        assert ("ACCELERATE_USE_FSDP" in found) is bool(sharded)
 
 
 def test_the_headline_command(data_dir, tmp_path):
