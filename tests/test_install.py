@@ -1,7 +1,7 @@
 """The wheel, installed away from the clone, is the whole toolkit; no `pip install` names a package that is not known.
 
 `make test` installs the wheel beside the libraries of the running environment. `make test-install` makes fresh
-environments, which downloads all packages.
+environments, for which it downloads all packages in the versions of constraints.txt.
 """
 
 import configparser
@@ -30,6 +30,7 @@ SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
+PINNED = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 NOTEBOOK = ("ipykernel", "nbclient")
 QUIET = "--eval_every 0 --sample_every 0 --save_every 5 --log_every 1 --lr_schedule constant"
 
@@ -48,7 +49,7 @@ print(gpt2_accel.__file__)
 def environment(bin_folder: Path) -> dict[str, str]:
     """Returns the environment variables of a shell with an activated environment, away from the clone."""
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**ours, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    return ours | PINNED | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
 
 
 def done(command: str | list, cwd: Path, env: dict | None = None) -> str:
@@ -88,7 +89,7 @@ def installed(wheel, tmp_path_factory):
     done([sys.executable, "-m", "venv", *alone, place], place.parent)
     offline = [] if LONG else ["--no-deps"]
     install = [*PIP, "--python", place / "bin/python", "install", "--quiet", *offline, wheel]
-    done(install, place.parent)
+    done(install, place.parent, os.environ | PINNED)
     if not LONG:
         [packages] = place.glob("lib/python*/site-packages")
         # After the environment's own packages, and without the .pth file that points at the clone.
@@ -173,14 +174,14 @@ def test_the_notebook_runs_from_its_first_cell(place, request, tmp_path):
         bin_folder = env / "bin"
     else:
         folder, bin_folder = tmp_path, request.getfixturevalue("installed")
-    done([bin_folder / "python", "-m", "pip", "install", "--quiet", *NOTEBOOK], tmp_path)
+    env = environment(bin_folder) | {"ACCELERATE_USE_CPU": "true"}
+    done(["python", "-m", "pip", "install", "--quiet", *NOTEBOOK], tmp_path, env)
     (folder / "notebook.ipynb").write_text(json.dumps(small_notebook()))
     (folder / "text.txt").write_text(make_text(3000, 0))
-    env = environment(bin_folder) | {"ACCELERATE_USE_CPU": "true"}
     done(["jupyter-execute", "--inplace", "notebook.ipynb"], folder, env)
     cells = json.loads((folder / "notebook.ipynb").read_text())["cells"]
-    [shown] = cells[-1]["outputs"]
-    assert "ROMEO:" in "".join(shown["text"])
+    shown = [out["text"] for out in cells[-1]["outputs"] if out.get("name") == "stdout"]
+    assert "ROMEO:" in "".join(*shown)
     where = done(
         ["python", "-P", "-c", "import gpt2_accel; print(gpt2_accel.__file__)"], tmp_path, env
     )
