@@ -41,6 +41,12 @@ def trained(tmp_path_factory):
     return path / "run"
 
 
+def trained_qwen3(data_dir, path):
+    changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": "qwen3"}
+    run(tiny_config(data_dir, path, **changes))
+    return path
+
+
 def request():
     """Returns the body of the request in docs/serving.md."""
     text = (ROOT / "docs/serving.md").read_text()
@@ -110,11 +116,13 @@ print(json.dumps({"nasty": nasty, "special": special, "new": new}))
 
 
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
-@pytest.mark.parametrize("kind", ["own", "bytes", "gpt2"])
+@pytest.mark.parametrize("kind", ["own", "qwen3", "bytes", "gpt2"])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request):
+    if kind == "qwen3":
+        trained = trained_qwen3(trained.parent / "data", tmp_path / "run")
     model, tokenizer = load(trained)
-    if kind != "own":
+    if kind in ("bytes", "gpt2"):
         tokenizer = byte_tokenizer() if kind == "bytes" else request.getfixturevalue("gpt2")
         model = random_model(len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", dtype)
@@ -131,7 +139,7 @@ def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request
     found = json.loads(done.stdout)
     assert found["nasty"] == encode(tokenizer, [NASTY])[0]
     assert found["special"] == tokenizer(NASTY)["input_ids"]
-    if kind == "own":
+    if kind in ("own", "qwen3"):
         [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=30, temperature=0))
         assert found["new"] == sample.ids
 
