@@ -264,7 +264,8 @@ def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch
         ("{", "not JSON"),
         ('["x"]', "a value of type list, not an object"),
         ('{"text": 5}', "a value of type int in 'text', not a text"),
-        ("[" * 10**5, "JSON of more than 1,000 levels"),
+        # Inductor raises Python's limit to 2,000 in a process in which it compiles.
+        ("[" * 10**5, "JSON of more than [12],000 levels"),
         ('{"text": "' + "x" * 500 + '"}', "a line of more than 400 bytes"),
     ],
 )
