@@ -183,9 +183,10 @@ def devices() -> Iterator[Row]:
     import torch
 
     from gpt2_accel import device
+    from gpt2_accel.cores import usable_cpus
 
     free, total = psutil.virtual_memory().available, device.total_memory()
-    cores = f"{device.usable_cpus()} of {os.cpu_count()} cores, {device.cpu_instructions()}"
+    cores = f"{usable_cpus()} of {os.cpu_count()} cores, {device.cpu_instructions()}"
     yield Row("ok", "cpu", f"{cores}, {free / 1e9:.1f} of {total / 1e9:.1f} GB of memory free")
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)

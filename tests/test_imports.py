@@ -27,7 +27,7 @@ OF_LEAVES = {
     "optim": {"device"},
     "tokenizer": {"errors"},
     "cli": {"errors", "shipped"},
-    "doctor": {"device", "errors"},
+    "doctor": {"cores", "device", "errors"},
 }
 # The package's `__init__.py` and `__main__.py`, and former names of modules.
 ALIASES = {
