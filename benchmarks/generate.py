@@ -21,7 +21,7 @@ from transformers import GPT2LMHeadModel
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.generation.sampling import DTYPES, Sampling, tokens
-from gpt2_accel.hf.convert import hf_config, to_hf
+from gpt2_accel.hf.gpt2 import hf_config, to_hf
 
 
 @dataclass

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_accel import GPT, GPTConfig, kernels
-from gpt2_accel.kernels import cross_entropy
+from gpt2_accel.kernels import cross_entropy, linear
 from gpt2_accel.models import LayerCache
 
 
@@ -48,3 +48,17 @@ def test_logits_of_a_single_token_are_equal_without_kernels(monkeypatch):
         fast = logits()
         monkeypatch.setattr(kernels, "enabled", False)
         torch.testing.assert_close(fast, logits())
+
+
+@pytest.mark.parametrize(
+    ("units", "faster"), [("AVX2", True), ("AVX512 bf16", False), ("AVX512 bf16 amx", True)]
+)
+def test_torch_mv_multiplies_single_rows_in_bf16_where_it_is_faster(monkeypatch, units, faster):
+    monkeypatch.setattr(linear, "cpu_instructions", lambda: units)
+    linear.has_dot_products.cache_clear()
+    x, weight = torch.randn(1, 1, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        assert linear.applies(x, weight)
+        assert linear.applies(x.bfloat16(), weight.bfloat16()) == faster
+        assert not linear.applies(torch.cat([x, x]), weight)
+    linear.has_dot_products.cache_clear()
