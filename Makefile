@@ -1,8 +1,8 @@
-# Everything runs in .venv; the first target that needs it makes it.
+# Everything but `make gpu` runs in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability test-install test-serve test-versions bench docs lint format clean
+.PHONY: quickstart test test-avx2 test-reliability test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py

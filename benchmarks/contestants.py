@@ -18,7 +18,7 @@ from typing import TextIO
 
 import torch
 from timing import peak_memory, synchronize, this_device
-from training import HF_DEFAULTS
+from training import HF_DEFAULTS, SWITCHES
 
 from gpt2_accel.device import matmul_flops
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
@@ -225,7 +225,7 @@ def batches(job: Job, gate: Gate) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
-    "gpt2_accel": toolkit,
+    **dict.fromkeys(("gpt2_accel", *SWITCHES), toolkit),
     "HF Trainer": hf_trainer,
     HF_DEFAULTS: hf_trainer,
     "plain loop": plain_loop,

@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rung import Variant, Workload, ladder_config
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import atomic_files
 from gpt2_accel.models.gpt2 import SIZES
-from gpt2_accel.report.figures import COLOURS, INK, new_figure, require_matplotlib, set_title
+from gpt2_accel.report.figures import COLOURS, INK, new_figure, set_title
 
 LADDER_SIZES = (*SIZES, "tiny")
 
@@ -122,10 +123,10 @@ HEAD = (
 def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
     """Measures all rungs, prints each row, and writes the table to `output_dir` as Markdown, CSV and PNG.
 
-    `chosen` are fields of `Workload`; None is the device's default. Raises `ValueError` if matplotlib is missing and
-    `RuntimeError` if the device cannot be described.
+    The files are written after each rung, in case the next one does not end. `chosen` are fields of `Workload`; None is
+    the device's default. Without matplotlib there is no picture. Raises `RuntimeError` if the device cannot be
+    described.
     """
-    require_matplotlib()
     Path(output_dir).mkdir(parents=True, exist_ok=True)  # fails before ten minutes of measurements
     device = run_job({})
     if "problem" in device:
@@ -140,12 +141,15 @@ def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
         variant = variant if reason else replace(variant, **rung.changes)
         rows.append(measure_rung(number, rung, reason, workload, variant, device, rows))
         print(markdown_row(rows[-1]), flush=True)
+        write_results(Path(output_dir), title, rows, "")
         if rows[-1].remark and variant.large_batch:  # the only rung that needs more memory
             variant = replace(variant, large_batch=False)
     attention = attention_table(workload.attention)
     print(f"\n{attention}")
     write_results(Path(output_dir), title, rows, attention)
-    print(f"\nwrote speed_ladder.md, speed_ladder.csv and speed_ladder.png in {output_dir}")
+    print(
+        f"\nwrote {', '.join(sorted(p.name for p in Path(output_dir).iterdir()))} in {output_dir}"
+    )
     return rows
 
 
@@ -245,7 +249,7 @@ def attention_table(shape: list[int]) -> str:
 
 
 def write_results(folder: Path, title: str, rows: list[Row], attention: str) -> None:
-    """Writes speed_ladder.md, .csv and .png."""
+    """Writes speed_ladder.md and .csv, and with all rungs .png if matplotlib is there."""
     table = "\n".join([HEAD, *map(markdown_row, rows)])
     with atomic_files(folder) as scratch:
         text = f"{title}\n\n{table}\n\n{PUBLISHED}\n\n{attention}\n"
@@ -254,8 +258,9 @@ def write_results(folder: Path, title: str, rows: list[Row], attention: str) -> 
             writer = csv.DictWriter(file, [entry.name for entry in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))
-        heading = title.splitlines()[0].removeprefix("# Speed ladder: ")
-        draw(rows, heading).savefig(scratch / "speed_ladder.png", facecolor="white")
+        if len(rows) == len(RUNGS) and find_spec("matplotlib"):
+            heading = title.splitlines()[0].removeprefix("# Speed ladder: ")
+            draw(rows, heading).savefig(scratch / "speed_ladder.png", facecolor="white")
 
 
 def draw(rows: list[Row], title: str):

@@ -34,6 +34,7 @@ def main() -> None:
         "bench tokens": tokens(options.results),
         "bench generation": generation(options.results),
         "bench ladder": ladder(options.results),
+        "bench gpu": gpu(options.results),
     }
     page = Path(options.page)
     text = page.read_text(encoding="utf-8")
@@ -202,7 +203,7 @@ def training(size: str, result: dict) -> str:
         if "ceiling" in result
         else ""
     )
-    title = {"gpt2": "GPT-2 124M", "baby": "nanoGPT's CPU model"}[size]
+    title = "nanoGPT's CPU model" if size == "baby" else "GPT-2 124M"
     head = ("training", "", "tokens/s", "peak memory, GiB")
     return (
         f"{title}, {result['batch_size']} x {shape['n_positions']:,} tokens an update{ceiling}. "
@@ -289,6 +290,70 @@ def generation_table(result: dict) -> str:
         f"{result['size']}, a prompt of {result['prompt_tokens']} tokens and {result['new_tokens']} "
         f"new ones, {result['rounds']} rounds: tokens/s, and the median of the rounds' ratios to HF. "
         f"{describe_machine(result)}\n\n{markdown(('dtype', 'batch', *names), rows)}"
+    )
+
+
+def gpu(folder: str | Path) -> str:
+    """Returns the tables of `make gpu` on a GPU."""
+    names = ("gpu", "training-alone", "training-switches", "kernels", "profile")
+    found = {name: read_result(name, "cuda", folder) for name in names}
+    tables = {
+        "gpu": gpu_steps,
+        "training-alone": lambda result: training("alone", result),
+        "training-switches": lambda result: training("switches", result),
+        "kernels": kernels_table,
+        "profile": profile_table,
+    }
+    sections = [tables[name](result) for name, result in found.items() if result]
+    return "\n\n".join(sections) or f"`make gpu`: {NOT_MEASURED}, {NO_GPU}."
+
+
+def gpu_steps(result: dict) -> str:
+    """Returns the table of the steps of `make gpu` and their outcomes."""
+    rows = [
+        (part, name, step["outcome"], f"{step['seconds']:.0f}")
+        for part, each in result["parts"].items()
+        for name, step in each.items()
+    ]
+    return f"{describe_machine(result)}\n\n{markdown(('part', 'step', 'outcome', 's'), rows)}"
+
+
+def kernels_table(result: dict) -> str:
+    """Returns the table of `kernels.py`."""
+    rows = [
+        (
+            part,
+            name,
+            found.get("problem") or spread(found["milliseconds"], digits=2),
+            f"{found['memory'] / 2**30:.2f}" if "memory" in found else "",
+        )
+        for part in ("loss", "attention")
+        for name, found in result[part].items()
+    ]
+    sizes = "{rows:,} rows of {width}, vocabulary {vocab:,}".format(**result["size"])
+    shape = ", ".join(map(str, result["shape"]))
+    head = ("forward and backward", "", "ms", "peak memory, GiB")
+    return (
+        f"The head with its loss, {sizes}; causal attention, B, H, T, D = {shape}. "
+        f"{describe_machine(result)}\n\n{markdown(head, rows)}"
+    )
+
+
+def profile_table(result: dict) -> str:
+    """Returns the table of `profile_updates.py`."""
+    rows = [
+        (
+            f"`{operation['name'][:80]}`",
+            f"{operation['milliseconds']:.2f}",
+            f"{operation['share']:.1%}",
+            f"{operation['calls']:,.0f}",
+        )
+        for operation in result["operations"]
+    ]
+    head = (f"{result['kind']}", "ms an update", "share", "calls an update")
+    return (
+        f"The operations that take longest, of {result['milliseconds']:.1f} ms an update of 2 x "
+        f"{result['batch_size']} sequences. {describe_machine(result)}\n\n{markdown(head, rows)}"
     )
 
 

@@ -11,6 +11,8 @@ The time excludes building, warmup and compilation. A ratio is the median of the
   compares the toolkit with HF's Trainer with the default dropout of `GPT2Config`, and with the bare loop, which has
   the toolkit's kernels but no Accelerate.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
+- alone: 124M on a GPU, the toolkit with a micro-batch of 64 x 1,024 tokens.
+- switches: 124M on a GPU, the toolkit with the options of `SWITCHES`.
 - tiny: to try this script.
 
 MFU is relative to the product of two square matrices in the toolkit's precision, measured in each round.
@@ -34,6 +36,12 @@ from results import RESULTS, ratios, summary, write_result
 HERE = Path(__file__).parent
 ALL = ("gpt2_accel", "HF Trainer", "plain loop", "matmul")
 OVERHEAD = ("gpt2_accel", "bare loop")
+# Options of inductor that the toolkit leaves off, as environment variables.
+SWITCHES = {
+    "gpt2_accel, reduce-overhead": {"ACCELERATE_DYNAMO_MODE": "reduce-overhead"},
+    "gpt2_accel, max-autotune": {"ACCELERATE_DYNAMO_MODE": "max-autotune-no-cudagraphs"},
+    "gpt2_accel, coordinate descent": {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"},
+}
 HF_DEFAULTS = "HF Trainer, its dropout"
 TOKENS = 2**20  # tokens of the data, more than any contestant reads
 
@@ -53,14 +61,17 @@ class Size:
     groups: tuple[tuple[str, ...], ...]
 
 
+SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
 SIZES = {
     "gpt2": Size(
-        {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
-        batch_size=(4, 32),
+        SMALL,
+        batch_size=(4, 16),  # on a GPU all contestants of a group share the memory
         updates=(1, 20),
         fast=True,
         groups=(ALL, (*OVERHEAD, HF_DEFAULTS)),
     ),
+    "alone": Size(SMALL, (4, 64), (1, 20), fast=True, groups=(("gpt2_accel", "matmul"),)),
+    "switches": Size(SMALL, (4, 16), (1, 20), fast=True, groups=(("gpt2_accel", *SWITCHES),)),
     "baby": Size(
         {"vocab_size": 65, "n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False},
         batch_size=(12, 12),
@@ -120,7 +131,8 @@ def environment(job: dict) -> dict[str, str]:
     found = {
         name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
     }
-    if job["contestant"] == "gpt2_accel":
+    if job["contestant"].startswith("gpt2_accel"):
+        found |= SWITCHES.get(job["contestant"], {})
         found["ACCELERATE_MIXED_PRECISION"] = "bf16" if job["bf16"] else "no"
         found["ACCELERATE_DYNAMO_BACKEND"] = "inductor" if job["compile"] else "no"
     return found
@@ -157,7 +169,7 @@ def build_job(
 
     With `size.fast`, HF's Trainer and the plain loop are compiled on a GPU only; the plain loop is in fp32 on a CPU.
     """
-    own, cuda = contestant in OVERHEAD, facts["cuda"]
+    own, cuda = contestant in (*OVERHEAD, *SWITCHES), facts["cuda"]
     return {
         "contestant": contestant,
         "shape": shape,
@@ -200,10 +212,10 @@ def figures(runs: list[dict], jobs: dict[str, dict], tokens: int, flops_per_toke
         "memory": {
             name: ours["memory"][-1] / rival["memory"][-1] for name, (rival, ours) in rivals.items()
         },
-        "overhead": summary(
-            [r - 1 for r in ratios(last["gpt2_accel"]["seconds"], last["bare loop"]["seconds"])]
-        ),
     }
+    if "bare loop" in last:
+        shares = ratios(last["gpt2_accel"]["seconds"], last["bare loop"]["seconds"])
+        result["overhead"] = summary([r - 1 for r in shares])
     if "matmul" in first:
         flops = [tokens * flops_per_token / seconds for seconds in own["seconds"]]
         result["ceiling"] = summary(first["matmul"]["flops"])
@@ -261,7 +273,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="gpt2")
-    parser.add_argument("--batch_size", type=int, help="sequences; gpt2: 4, on a GPU 32")
+    parser.add_argument("--batch_size", type=int, help="sequences; gpt2: 4, on a GPU 16")
     parser.add_argument("--sequence_length", type=int, help="default: the model's n_positions")
     parser.add_argument("--updates_per_turn", type=int, help="gpt2: 1, on a GPU 20; baby: 100")
     parser.add_argument("--rounds", type=int, default=5)

@@ -12,7 +12,7 @@ not kept. Attention alone is measured last.
 Prints a table, and writes it to `--output_dir` as Markdown, CSV and a figure: milliseconds, tokens/s, peak memory, MFU
 relative to the matrix products measured on this device, the speedup over the previous step, and the A100 figures that
 LLMs-from-scratch and build-nanogpt have published. The default is 16 x 1024 tokens on a GPU and 2 x 512 on a CPU (about
-ten minutes on 2 idle cores). Needs matplotlib: pip install 'matplotlib>=3.9'.
+ten minutes on 2 idle cores). The figure needs matplotlib.
 """
 
 import os

@@ -102,6 +102,7 @@ SERVERS = (
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
+    "make gpu PART=tests": "tests/benchmarks/test_gpu.py does",
     "pip install git+ADDRESS": "installs",
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
     "pip install dist/gpt2_accel-*.whl": "tests/test_install.py does",

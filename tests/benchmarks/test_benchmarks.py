@@ -19,7 +19,7 @@ def benchmark(name, *args):
 def page(folder):
     """Writes a page with outdated text between the markers."""
     path = folder / "performance.md"
-    marks = ("bench", "bench tokens", "bench generation", "bench ladder")
+    marks = ("bench", "bench tokens", "bench generation", "bench ladder", "bench gpu")
     path.write_text(
         "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
     )

@@ -174,7 +174,6 @@ def test_micro_batch_that_does_not_fit_is_dropped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ladder, "run_job", answer)
     monkeypatch.setattr(ladder, "write_results", lambda *results: None)
-    monkeypatch.setattr(ladder, "require_matplotlib", lambda: None)
     rows = ladder.run_ladder(tmp_path, size="tiny")
     assert [row.name for row in rows if row.remark] == ["larger micro-batch"]
     assert rows[0].gain is None and rows[-1].gain == 1 and rows[-1].tokens_per_second == 200

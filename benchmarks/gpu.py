@@ -1,0 +1,151 @@
+"""Checks and measures the toolkit on a GPU, with the interpreter that is there: `make gpu PART=tests`.
+
+    python benchmarks/gpu.py tests bench ladder generate profile
+
+Each part takes at most 8 minutes. A part has steps: processes with a time limit each, and the next one starts if one
+fails. It needs torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The outcomes of all
+parts are in `gpu.json` in the folder of the device's results, beside those that the benchmarks write there;
+`benchmarks/table.py` shows them in docs/performance.md.
+
+Without a GPU every part runs, with tiny models, into runs/gpu.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from results import RESULTS, read_result, write_result
+
+HERE = Path(__file__).parent
+LONGEST = 480  # seconds of a part
+CHECKS = ("train", "resume", "deterministic", "export", "evaluation", "document_mask")
+CHECKS += ("auto_batch", "fp16", "fsdp2", "generation")
+LINES = 12  # of a failed step's output
+
+
+@dataclass
+class Step:
+    """A process: `command` are arguments of Python, `seconds` is its time limit."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+
+
+def steps(part: str, cuda: bool, results: Path) -> list[Step]:
+    """Returns the steps of a part, with tiny models unless there is a GPU."""
+
+    def script(name: str, *arguments: str) -> tuple[str, ...]:
+        return (str(HERE / f"{name}.py"), *arguments)
+
+    into = ("--results", str(results))
+    kind = "cuda" if cuda else "cpu"
+    if part == "tests":
+        return [Step(name, script("gpu_checks", name), 90) for name in CHECKS]
+    if part == "bench":
+        size = "gpt2" if cuda else "tiny"
+        rounds = ("--rounds", "5" if cuda else "1")
+        found = [
+            Step("training", script("training", "--size", size, *rounds, *into), 220),
+            Step("kernels", script("kernels", *into), 60),
+        ]
+        large = [
+            Step(name, script("training", "--size", name, *rounds, *into), 100)
+            for name in ("alone", "switches")
+        ]
+        return [*found, *large] if cuda else found
+    if part == "ladder":
+        tiny = ("--size", "tiny", "--sequence_length", "32", "--steps", "1", "--accumulation", "2")
+        tiny += ("--attention", "1", "2", "32", "16")
+        folder = ("--output_dir", str(results / kind / "ladder"))
+        recipe = str(HERE.parent / "recipes" / "speed_ladder.py")
+        return [Step("ladder", (recipe, *folder, *(() if cuda else tiny)), LONGEST)]
+    if part == "generate":
+        sizes = ("--batch_sizes", "1", "8", *into)
+        tiny = (
+            "--new_tokens",
+            "4",
+            "--rounds",
+            "1",
+            "--no_cache_tokens",
+            "0",
+            "--dtypes",
+            "float32",
+        )
+        return [Step("generate", script("generate", *sizes, *(() if cuda else tiny)), LONGEST)]
+    return [Step("profile", script("profile_updates", *into), LONGEST)]
+
+
+PARTS = ("tests", "bench", "ladder", "generate", "profile")
+
+
+def run(step: Step, left: float) -> dict:
+    """Runs a step, with its output shown; returns its `outcome`, `seconds`, and if it failed the end of its output.
+
+    `left` are the seconds that the part has left."""
+    limit = min(step.seconds, max(1, round(left)))
+    print(f"--- {step.name}, at most {limit} s", flush=True)
+    begun = time.monotonic()
+    path = os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(
+        [sys.executable, *step.command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,  # so that its own processes end with it
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        outcome = "ok" if process.returncode == 0 else f"failed: exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        outcome = f"failed: took longer than {limit} s"
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    print(output, flush=True)
+    found = {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1)}
+    lines = output.strip().splitlines()
+    if outcome != "ok":
+        found["output"] = lines[-LINES:]
+    elif lines and lines[-1].startswith("skipped"):
+        found["outcome"] = lines[-1]
+    print(f"--- {step.name}: {found['outcome']} in {found['seconds']} s", flush=True)
+    return found
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA GPU. Asks another process: importing torch here would count as memory of the steps."""
+    code = "import torch; print(torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"True\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--results", type=Path, help="folder of the results")
+    options = parser.parse_args()
+    cuda = has_gpu()
+    results = (options.results or (RESULTS if cuda else HERE.parent / "runs" / "gpu")).resolve()
+    failed = []
+    for part in options.parts:
+        end, outcomes = time.monotonic() + LONGEST, {}
+        for step in steps(part, cuda, results):
+            outcomes[step.name] = run(step, end - time.monotonic())
+        failed += [
+            name for name, found in outcomes.items() if found["outcome"].startswith("failed")
+        ]
+        earlier = read_result("gpu", "cuda" if cuda else "cpu", results) or {"parts": {}}
+        write_result("gpu", {"parts": earlier["parts"] | {part: outcomes}}, results)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Measures forward and backward of the head with its loss, and of causal attention, alone.
+
+    python benchmarks/kernels.py
+
+Losses: all logits at once, compiled; the toolkit's chunks, as many as on a CPU, 8 and as many as it takes on the
+device; and where importable torch's `linear_cross_entropy`, Liger and cut-cross-entropy. Attention: each of torch's
+kernels that runs, and FlexAttention with a block mask of documents. In bf16 on a GPU, tiny in fp32 elsewhere.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from results import RESULTS, summary, write_result
+from timing import peak_memory, seconds_each, this_device
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpt2_accel import kernels
+from gpt2_accel.device import has_block_masks, logits_at_once, total_memory
+from gpt2_accel.kernels import block_attention, cross_entropy
+
+Step = Callable[[], object]
+
+
+def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str, Step]:
+    """Returns the contestants of the loss: each computes it and the gradients of its inputs."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    x = torch.randn(rows, width, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device) * 0.02).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (rows,), device=device)
+
+    def step(loss: Callable[..., torch.Tensor]) -> Step:
+        return lambda: torch.autograd.grad(loss(x, weight, targets), (x, weight))
+
+    def ours(logits: int) -> Step:
+        def loss(x, weight, targets):
+            kernels.logits_at_once = logits
+            return cross_entropy.linear_cross_entropy(x, weight, targets, vocab_size=vocab)
+
+        return step(loss)
+
+    def plain(x, weight, targets):
+        return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+    kernels.fuse = cuda
+    chosen = logits_at_once(total_memory(device), "bf16") if cuda else rows * vocab
+    found = {
+        "all logits, compiled" if cuda else "all logits": step(
+            torch.compile(plain) if cuda else plain
+        ),
+        "toolkit, chunks of a CPU": ours(cross_entropy.LOGITS_AT_ONCE),
+        "toolkit, 8 chunks": ours(-(-rows * vocab // 8)),
+        "toolkit": ours(chosen),
+    }
+    if hasattr(F, "linear_cross_entropy"):
+        found["torch linear_cross_entropy"] = step(F.linear_cross_entropy)
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["Liger"] = step(lambda x, w, t: liger_fused_linear_cross_entropy(x, w, t))
+    except ImportError:
+        pass
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut-cross-entropy"] = step(linear_cross_entropy)
+    except ImportError:
+        pass
+    return found
+
+
+def attentions(shape: tuple[int, int, int, int], device: torch.device) -> dict[str, Step]:
+    """Returns the contestants of attention, (B, H, T, D): each computes it and the gradients of its inputs."""
+    B, _, T, _ = shape
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def step(attention: Callable[[], torch.Tensor]) -> Step:
+        return lambda: torch.autograd.grad(attention(), (q, k, v), grad)
+
+    def only(kind: SDPBackend) -> Step:
+        def attention():
+            with sdpa_kernel(kind):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return step(attention)
+
+    kinds = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    found = {name.lower(): only(getattr(SDPBackend, name)) for name in kinds}
+    documents = (torch.rand(B, T, device=device) < 0.003).cumsum(dim=1)
+    dense = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    found["documents, dense mask"] = step(
+        lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    )
+    if has_block_masks(device):
+        blocks = block_attention.document_blocks(documents)
+        found["documents, block mask"] = step(
+            lambda: block_attention.block_attention(q, k, v, blocks)
+        )
+    return found
+
+
+def measure(contestants: dict[str, Step], device: torch.device, repeats: int) -> dict[str, dict]:
+    """Returns milliseconds and on a GPU the peak memory of each; a contestant that fails has a `problem`."""
+    found = {}
+    for name, run in contestants.items():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            seconds = seconds_each(run, device, warmup=3, repeats=repeats)
+        except Exception as error:  # a contestant may not support the device
+            found[name] = {"problem": str(error).strip().splitlines()[0][:200]}
+        else:
+            found[name] = {"milliseconds": summary([1e3 * one for one in seconds])}
+            if device.type == "cuda":
+                found[name]["memory"] = peak_memory(device)
+        print(name, found[name], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    device = this_device()
+    cuda = device.type == "cuda"
+    size = (
+        {"rows": 65536, "width": 768, "vocab": 50304}
+        if cuda
+        else {"rows": 64, "width": 32, "vocab": 512}
+    )
+    shape = (32, 12, 1024, 64) if cuda else (1, 2, 32, 16)
+    repeats = 20 if cuda else 2
+    loss = measure(losses(**size, device=device), device, repeats)
+    attention = measure(attentions(shape, device), device, repeats)
+    figures = {"size": size, "shape": shape, "loss": loss, "attention": attention}
+    write_result("kernels", figures, options.results)
+
+
+if __name__ == "__main__":
+    main()
