@@ -181,14 +181,11 @@ def bare_loop(job: Job, gate: Gate) -> None:
     """The toolkit's model, kernels, optimizer and batches, in a loop without Accelerate, log or anomaly guard."""
     from nanogpt import update
 
-    from gpt2_accel.kernels.cpu import tune_memory
     from gpt2_accel.optim import build_optimizer
+    from gpt2_accel.runtime.accelerator import tune
 
     model = GPT(GPTConfig(**job.shape)).to(gate.device)
-    if gate.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    else:
-        tune_memory()
+    tune(gate.device, "bf16" if job.bf16 else "no", job.compile, deterministic=False)
     optimizer = build_optimizer(model, lr=LEARNING_RATE, betas=(0.9, BETA2))
     loss_of = compiled(model, job)
     for batch in batches(job, gate):

@@ -78,23 +78,22 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     ):
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
-    tune(accelerator, deterministic)
+    compiled = dynamo.backend == DynamoBackend.INDUCTOR
+    tune(accelerator.device, accelerator.mixed_precision, compiled, deterministic)
     return accelerator
 
 
-def tune(accelerator: Accelerator, deterministic: bool) -> None:
-    """Sets what torch and the kernels should use on the accelerator's device."""
-    device = accelerator.device
+def tune(device: torch.device, precision: str, compiled: bool, deterministic: bool) -> None:
+    """Sets what torch and the kernels should use on the device, in Accelerate's `precision`."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
-        memory = total_memory(device)
-        kernels.logits_at_once = logits_at_once(memory, accelerator.mixed_precision)
+        kernels.logits_at_once = logits_at_once(total_memory(device), precision)
     if device.type == "cpu" and torch.get_num_threads() > usable_cpus():
         # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
         torch.set_num_threads(usable_cpus())
     if device.type == "cpu" and kernels.enabled:
         tune_memory()
-    kernels.fuse = accelerator.state.dynamo_plugin.backend == DynamoBackend.INDUCTOR
+    kernels.fuse = compiled
     kernels.sdpa_order = attention_order(device, deterministic)
     kernels.block_masks = has_block_masks(device)
     # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by

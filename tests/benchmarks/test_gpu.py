@@ -122,6 +122,10 @@ def test_results_of_a_gpu_are_tables_of_the_page(tmp_path):
     }
     for name, figures in results.items():
         (tmp_path / "cuda" / f"{name}.json").write_text(json.dumps({"machine": machine, **figures}))
+    alone = json.loads((tmp_path / "cuda/training-alone.json").read_text())
+    assert table.gpu_speed(alone)[2:] == ("2 (1 to 3)", "")
+    alone["machine"]["device"] = "NVIDIA H100 80GB HBM3"
+    assert table.gpu_speed(alone)[3] == "no"
     text = table.gpu(tmp_path)
     for row in (
         "| tests | train | ok | 10 |",
