@@ -8,9 +8,8 @@ import os
 
 # What `build_accelerator` chooses for the device, with the values of a CPU here.
 logits_at_once: int | None = None  # of the loss; None: `cross_entropy.LOGITS_AT_ONCE`
-sdpa_order: tuple[
-    str, ...
-] = ()  # torch's attention kernels, the preferred first; empty: torch's own order
+# Torch's attention kernels, the preferred first; empty: torch's own order.
+sdpa_order: tuple[str, ...] = ()
 block_masks = False  # for documents, in place of dense masks
 # Whether kernels compile their elementwise parts also outside compiled modules: with compilation by block the loss is
 # outside.
