@@ -43,7 +43,8 @@ def run(main: Callable[[], object]) -> None:
         wait_for_turn()
         if not is_mistake(error):
             raise
-        end(f"{script().name}: {sentence(error)}")
+        name = script().name.replace("__main__.py", "gpt2-accel")  # of `python -m gpt2_accel`
+        end(f"{name}: {sentence(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 

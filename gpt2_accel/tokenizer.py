@@ -230,7 +230,8 @@ def _auto_tokenizer(
         raise FileNotFoundError(
             f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
         ) from error
-    if not tokenizer.vocab_size:  # what the library makes of a model without one
+    # For a model without a tokenizer the library makes one without tokens, or with special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise FileNotFoundError(
             f"{name} holds no tokenizer: put the files of the one that the model was trained with there"
         )

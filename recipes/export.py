@@ -36,6 +36,12 @@ class Export:
             raise ValueError(
                 f"dtype must be {' or '.join(FORMATS[self.format])} for {self.format}, got {self.dtype!r}"
             )
+        suffix = Path(self.output).suffix.lower()[1:]
+        if suffix in FORMATS and suffix != self.format:
+            raise ValueError(
+                f"format is {self.format}, but {self.output} ends in .{suffix}: give --format {suffix}, or choose "
+                "another --output"
+            )
         for path in self.files():
             if path.exists():
                 raise FileExistsError(

@@ -83,6 +83,13 @@ def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, star
     assert "\n" not in str(error.value)
 
 
+def test_an_error_of_python_m_begins_with_the_commands_name():
+    words = [sys.executable, "-m", "gpt2_accel", "config"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "gpt2-accel: config needs one name: gpt2-accel config cpu\n"
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [

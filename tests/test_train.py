@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.device import peak_flops
+from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import JsonLines, read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
 
@@ -157,6 +159,18 @@ def test_init_from_an_hf_gpt2(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf"))
     assert losses(run(config))[0] == pytest.approx(math.log(257), abs=0.1)
     assert from_pretrained(tmp_path / "run").config.n_positions == 64
+    for changes, message in (
+        ({"architecture": "qwen3"}, "hf is no qwen3: leave out --architecture"),
+        (
+            {"sequence_length": 128, "total_batch_size": 256},
+            "sequence_length or choose another --i",
+        ),
+    ):
+        config = tiny_config(data_dir, tmp_path / "new", init_from=str(tmp_path / "hf"), **changes)
+        with pytest.raises(ValueError, match=message):
+            run(config)
+        with pytest.raises(ValueError, match="hf is no qwen3"):
+            model_shape(replace(config, architecture="qwen3"), 257)
 
 
 def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(

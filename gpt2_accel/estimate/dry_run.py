@@ -11,7 +11,7 @@ from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.models.architectures import configured_shape
+from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # if `device` is not set
@@ -97,6 +97,8 @@ def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
     if config.init_from is None:
         return configured_shape(config, vocab_size)
     local = Path(config.init_from)
-    return read_config(
+    shape = read_config(
         local if local.is_dir() else hub.download(config.init_from, ("config.json",))
     )
+    check_loaded(config, shape)
+    return shape

@@ -11,3 +11,20 @@ def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
     """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings that the architecture does not
     have."""
     return CONFIGS[settings.architecture].from_settings(settings, vocab_size)
+
+
+def check_loaded(settings: object, shape: ModelConfig) -> None:
+    """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has.
+
+    The default architecture, GPT-2, may not have been asked for: it allows each."""
+    named, depth = CONFIGS[settings.architecture], settings.depth
+    if named is not GPTConfig and not isinstance(shape, named):
+        raise ValueError(
+            f"{settings.init_from} is no {settings.architecture}: leave out --architecture, or choose another "
+            "--init_from"
+        )
+    if depth and (shape.n_layer, shape.n_embd) != (depth, 64 * depth):
+        raise ValueError(
+            f"--depth {depth} is for a new model, and {settings.init_from} has {shape.n_layer} layers of width "
+            f"{shape.n_embd}: leave out --depth or --init_from"
+        )

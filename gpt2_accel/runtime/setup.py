@@ -29,7 +29,7 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.convert import from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.models.architectures import configured_shape
+from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import BatchSchedule, build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.anomalies import AnomalyGuard
@@ -193,8 +193,7 @@ def check_data(config: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
 def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`.
 
-    Raises `ValueError` if the model does not fit the data's tokenizer, the sequence length or, without `init_from`, the
-    configured shape.
+    Raises `ValueError` if the model does not fit the data's tokenizer, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
     if source is not None:
@@ -210,6 +209,8 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
                 f"{source} holds {model.config}, but the settings say {shape}: resume with the "
                 "settings of the first run, which are in its config.yaml, or with --ignore_changes"
             )
+    else:
+        check_loaded(config, model.config)
     if model.config.vocab_size != vocab_size:
         raise ValueError(
             f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
@@ -224,9 +225,10 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
                 "with the model's tokenizer, in another --data_dir"
             )
     if config.sequence_length > model.config.n_positions:
+        other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(
             f"sequence_length ({config.sequence_length}) exceeds n_positions "
-            f"({model.config.n_positions}): lower --sequence_length or raise --n_positions"
+            f"({model.config.n_positions}): lower --sequence_length or {other}"
         )
     return model
 

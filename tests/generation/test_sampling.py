@@ -21,6 +21,7 @@ from gpt2_accel.generation.sampling import (
     stream,
     tokens,
 )
+from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
@@ -242,6 +243,12 @@ def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):
         FileNotFoundError, match="none holds no tokenizer: put the files of the one"
     ):
         load(str(tmp_path / "none"))
+    shape = Qwen3Config(257, 8, 1, 2, 1, 8, 16, 16)
+    save_pretrained(
+        shape.build(), tmp_path / "qwen3"
+    )  # transformers makes one of <|endoftext|> only
+    with pytest.raises(FileNotFoundError, match="qwen3 holds no tokenizer: put the files of the"):
+        load(str(tmp_path / "qwen3"))
     save_pretrained(GPT(GPTConfig(100, 8, 1, 1, 8)), tmp_path / "small")
     byte_tokenizer().save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="has a tokenizer of 257 tokens, but a vocabulary of 100"):

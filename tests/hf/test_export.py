@@ -255,6 +255,10 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
         (("--format", "pt"), "format must be 'gguf' or 'onnx', got 'pt'"),
         (("--format", "onnx", "--dtype", "f16"), "dtype must be f32 for onnx, got 'f16'"),
         (("--dtype", "q4_0"), "dtype must be f32 or f16 or bf16 or q8_0 for gguf, got 'q4_0'"),
+        (
+            ("--output", "runs/a.onnx"),
+            "format is gguf, but runs/a.onnx ends in .onnx: give --format onnx, or choose another --output",
+        ),
     ],
 )
 def test_the_recipe_names_a_wrong_setting(flags, message, saved, tmp_path):

@@ -9,6 +9,7 @@ from transformers import Qwen3ForCausalLM
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf import qwen3
 from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.models.architectures import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
 from gpt2_accel.optim import hidden_matrices
@@ -119,6 +120,21 @@ def test_shape_of_a_depth_and_of_single_settings():
     shape = Qwen3Config.from_settings(settings, 100)
     assert (shape.n_layer, shape.n_head, shape.n_kv_head, shape.n_embd) == (12, 12, 6, 768)
     assert (shape.head_dim, shape.n_inner) == (64, 2304)
+
+
+def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused():
+    settings, gpt2 = Settings(), GPTConfig(100, 8, 2, 1, 64)
+    settings.init_from, settings.architecture = "mine", "gpt2"
+    for shape in (gpt2, tiny()):  # the default architecture
+        check_loaded(settings, shape)
+    settings.architecture = "qwen3"
+    check_loaded(settings, tiny())
+    with pytest.raises(ValueError, match="mine is no qwen3: leave out --architecture, or choose"):
+        check_loaded(settings, gpt2)
+    settings.depth = 2
+    check_loaded(settings, tiny(n_layer=2, n_embd=128))
+    with pytest.raises(ValueError, match="--depth 2 is for a new model, and mine has 3 layers of"):
+        check_loaded(settings, tiny(n_layer=3, n_embd=128))
 
 
 def test_settings_that_an_architecture_does_not_have_are_refused():
