@@ -104,6 +104,12 @@ def test_config_prints_a_shipped_file(name, file, capsys):
     assert capsys.readouterr().out == file.read_text()
 
 
+def test_the_table_of_commands_in_the_documentation_is_complete():
+    text = (ROOT / "docs/install.md").read_text()
+    table = text.partition("| in this documentation |")[2].partition("\n\n")[0]
+    assert [name for name in shipped.COMMANDS if name not in table] == []
+
+
 def test_help_names_everything_and_imports_no_library():
     code = (
         "import sys; sys.argv = ['gpt2-accel']; from gpt2_accel.command import main; main()\n"
