@@ -81,6 +81,7 @@ def launch(*args: str) -> None:
             "launch needs a launch config and a recipe: gpt2-accel launch cpu quickstart"
         )
     config = file_or_shipped("launch config", args[0], launch_configs())
+    check_launch_config(config)
     at = 1
     if args[1].startswith("-"):
         found = (i for i, word in enumerate(args) if i and is_recipe(word))
@@ -97,9 +98,24 @@ def is_recipe(word: str) -> bool:
 
 
 def file_or_shipped(what: str, name: str, shipped: dict[str, Path]) -> Path:
-    """Returns the user's file of this name, which has a suffix, or else the shipped one."""
+    """Returns the user's file of this name, which has a suffix or a folder, or else the shipped one."""
     path = Path(name)
-    return path if path.suffix and path.is_file() else find(what, name, shipped)
+    named_as_file = path.suffix or os.sep in name
+    return path if named_as_file and path.is_file() else find(what, name, shipped)
+
+
+def check_launch_config(path: Path) -> None:
+    """Raises `ValueError` if a file cannot be a config of Accelerate's launcher, which would print a traceback."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path} is no launch config: give a YAML file that accelerate config wrote"
+        )
 
 
 def print_config(*args: str) -> None:

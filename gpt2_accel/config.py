@@ -101,7 +101,9 @@ class TrainConfig:
     )
     verify_data: bool = setting(False, "check all data against its checksums first")
 
-    architecture: str = setting("gpt2", "'gpt2' or 'qwen3'")
+    architecture: str | None = setting(
+        None, "'gpt2' or 'qwen3'; default that of init_from, or gpt2 without it"
+    )
     depth: int | None = setting(
         None, "Qwen3 with this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd"
     )
@@ -222,7 +224,7 @@ class TrainConfig:
                 "accelerate_config and device are for --dry_run: a run takes what accelerate launch gives it"
             )
         choice_of = {
-            "architecture": ARCHITECTURES,
+            "architecture": (*ARCHITECTURES, None),
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
             "hub_strategy": HUB_STRATEGIES,
@@ -230,7 +232,7 @@ class TrainConfig:
         for name, choices in choice_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
                 )
 
     def fit_micro_batch(self, processes: int) -> str | None:

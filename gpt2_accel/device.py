@@ -131,9 +131,9 @@ def precision_problem(device: torch.device, precision: str) -> str | None:
             return (
                 f"{device_name(device)} emulates bf16, slowly: launch with --mixed_precision fp16"
             )
-        return "this CPU emulates bf16, slowly: take the launch config cpu.yaml"
+        return "this CPU emulates bf16, slowly: use the launch config cpu.yaml"
     if precision == "fp16" and device.type == "cpu":
-        return "CPUs have no fast fp16: take the launch config cpu.yaml"
+        return "CPUs have no fast fp16: use the launch config cpu.yaml"
     return None
 
 

@@ -42,6 +42,11 @@ class Export:
                 f"format is {self.format}, but {self.output} ends in .{suffix}: give --format {suffix}, or choose "
                 "another --output"
             )
+        output = Path(self.output)
+        if not output.name or self.output.endswith("/"):
+            raise ValueError(f"output is the path of a file to write, got {self.output!r}")
+        if file := next((parent for parent in output.parents if parent.is_file()), None):
+            raise ValueError(f"{file} is a file, not a folder: choose another --output")
         for path in self.files():
             if path.exists():
                 raise FileExistsError(

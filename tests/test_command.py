@@ -73,6 +73,7 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': choose one of 8xa100, "),
         ("launch cpu", "needs a launch config and a recipe"),
+        ("launch README.md quickstart", "README.md is no launch config: give a YAML file"),
         ("config", "config needs one name"),
         ("config nanogpt_openwebtxt", "no config .*: choose one of nanogpt-openwebtext, "),
     ],

@@ -187,7 +187,7 @@ def reason(error: Exception) -> str:
     hint = f"it can be pushed later with {recipe_command('push_to_hub')}"
     if getattr(response, "status_code", None) in (401, 403):
         hint = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
-    return f"{first_line(error)}: {hint}"
+    return f"{first_line(error).removesuffix('.')}: {hint}"
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -4,7 +4,7 @@ from gpt2_accel.models import ModelConfig
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 
-CONFIGS = {"gpt2": GPTConfig, "qwen3": Qwen3Config}
+CONFIGS = {None: GPTConfig, "gpt2": GPTConfig, "qwen3": Qwen3Config}
 
 
 def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
@@ -14,11 +14,9 @@ def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
 
 
 def check_loaded(settings: object, shape: ModelConfig) -> None:
-    """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has.
-
-    The default architecture, GPT-2, may not have been asked for: it allows each."""
-    named, depth = CONFIGS[settings.architecture], settings.depth
-    if named is not GPTConfig and not isinstance(shape, named):
+    """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
+    depth = settings.depth
+    if settings.architecture and not isinstance(shape, CONFIGS[settings.architecture]):
         raise ValueError(
             f"{settings.init_from} is no {settings.architecture}: leave out --architecture, or choose another "
             "--init_from"

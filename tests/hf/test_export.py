@@ -255,6 +255,11 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
         (("--format", "pt"), "format must be 'gguf' or 'onnx', got 'pt'"),
         (("--format", "onnx", "--dtype", "f16"), "dtype must be f32 for onnx, got 'f16'"),
         (("--dtype", "q4_0"), "dtype must be f32 or f16 or bf16 or q8_0 for gguf, got 'q4_0'"),
+        (("--output", "runs/"), "output is the path of a file to write, got 'runs/'"),
+        (
+            ("--output", "README.md/a.gguf"),
+            "README.md is a file, not a folder: choose another --output",
+        ),
         (
             ("--output", "runs/a.onnx"),
             "format is gguf, but runs/a.onnx ends in .onnx: give --format onnx, or choose another --output",

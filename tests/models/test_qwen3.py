@@ -124,9 +124,12 @@ def test_shape_of_a_depth_and_of_single_settings():
 
 def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused():
     settings, gpt2 = Settings(), GPTConfig(100, 8, 2, 1, 64)
-    settings.init_from, settings.architecture = "mine", "gpt2"
-    for shape in (gpt2, tiny()):  # the default architecture
+    settings.init_from, settings.architecture = "mine", None
+    for shape in (gpt2, tiny()):
         check_loaded(settings, shape)
+    settings.architecture = "gpt2"
+    with pytest.raises(ValueError, match="mine is no gpt2: leave out --architecture"):
+        check_loaded(settings, tiny())
     settings.architecture = "qwen3"
     check_loaded(settings, tiny())
     with pytest.raises(ValueError, match="mine is no qwen3: leave out --architecture, or choose"):
