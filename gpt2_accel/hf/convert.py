@@ -223,7 +223,7 @@ def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if model_type not in CONVERSIONS:
+    if not (isinstance(model_type, str) and model_type in CONVERSIONS):
         names = " and ".join(CONVERSIONS)
         raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")
     converted = CONVERSIONS[model_type]

@@ -203,7 +203,7 @@ def test_the_stop_button_stops_generation(visitor):
 
 def test_examples_settings_copies_and_messages(visitor):
     page = visitor.page
-    assert page.get_by_role("heading", name="Talk to a GPT-2").is_visible()
+    assert page.get_by_role("heading", name="Talk to a language model").is_visible()
     assert not page.get_by_text("Top-k").is_visible()
     page.get_by_text("Once upon a time").click()
     visitor.wait_for(lambda: visitor.prompt.input_value() == "Once upon a time")
