@@ -34,7 +34,7 @@ PINNED = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 NOTEBOOK = ("ipykernel", "nbclient")
 QUIET = "--eval_every 0 --sample_every 0 --save_every 5 --log_every 1 --lr_schedule constant"
 
-# Runs every recipe up to its `main`; some import their neighbours or the benchmarks.
+# Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
 import runpy, sys, gpt2_accel
 from gpt2_accel.shipped import recipes

@@ -24,7 +24,14 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, block_attention, gelu
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import Embedding, Mask, document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import (
+    Embedding,
+    Mask,
+    document_mask,
+    head_logits,
+    head_loss,
+    sequence_positions,
+)
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -286,14 +293,8 @@ class GPT(nn.Module):
         """Returns the output of the last block, (B, T, C), before the final LayerNorm.
 
         Arguments as in `forward`; with a `cache`, one per block, the tokens follow the cached ones."""
-        T = input_ids.shape[1]
         if position_ids is None:
-            if T > self.config.n_positions:
-                raise ValueError(
-                    f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
-                    "shorten it, or use a model with more positions"
-                )
-            position_ids = torch.arange(T, device=input_ids.device)
+            position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16

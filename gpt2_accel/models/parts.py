@@ -1,4 +1,4 @@
-"""What the architectures share: embeddings, the document mask, the logits and the loss.
+"""What the architectures share: embeddings, positions, the document mask, the logits and the loss.
 
 Shape letters: B batch, T sequence, C width, V vocabulary (padded).
 """
@@ -23,6 +23,18 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tensor:
+    """Returns the positions of a sequence's tokens: input_ids (B, T) -> (T,) int64. Raises `ValueError` if T exceeds
+    `n_positions`."""
+    T = input_ids.shape[1]
+    if T > n_positions:
+        raise ValueError(
+            f"a sequence of {T} tokens is longer than n_positions ({n_positions}): "
+            "shorten it, or use a model with more positions"
+        )
+    return torch.arange(T, device=input_ids.device)
 
 
 def document_mask(input_ids: torch.Tensor, separator: int, blocks: bool = False) -> Mask:

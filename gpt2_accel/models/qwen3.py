@@ -23,7 +23,14 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, block_attention
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import Embedding, Mask, document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import (
+    Embedding,
+    Mask,
+    document_mask,
+    head_logits,
+    head_loss,
+    sequence_positions,
+)
 
 
 @dataclass
@@ -317,14 +324,8 @@ class Qwen3(nn.Module):
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         """Returns the output of the last block, (B, T, C), before the final RMSNorm. Arguments as in `forward`."""
-        T = input_ids.shape[1]
         if position_ids is None:
-            if T > self.config.n_positions:
-                raise ValueError(
-                    f"a sequence of {T} tokens is longer than n_positions ({self.config.n_positions}): "
-                    "shorten it, or use a model with more positions"
-                )
-            position_ids = torch.arange(T, device=input_ids.device)
+            position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.embed_tokens(input_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
