@@ -213,6 +213,21 @@ def is_running(holder: str) -> bool:
 # Checks
 
 
+def check_unused(folder: str | Path) -> None:
+    """Raises `FileExistsError` if an output folder holds something or is a file, `ValueError` if its path is empty.
+
+    Removes what killed processes left there.
+    """
+    if folder == "":
+        raise ValueError("output_dir is '', which is no folder: give the path of one")
+    folder = Path(folder)
+    remove_leftovers(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(
+            f"{folder} exists already and is not overwritten: choose another --output_dir"
+        )
+
+
 def digest(path: Path) -> str:
     """Returns the SHA-256 of a file, hex."""
     with open(path, "rb") as file:

@@ -8,10 +8,10 @@ The directory must be new or empty. transformers, `sample.py` and `--init_from` 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.config import parse_config, required, setting
+from gpt2_accel.files import check_unused
 from gpt2_accel.hf.importers import read_checkpoint
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
 
@@ -23,11 +23,7 @@ class ImportCheckpoint:
     tokenizer: str = setting("gpt2", "gpt2, none, or an HF directory")
 
     def __post_init__(self) -> None:
-        output = Path(self.output_dir)
-        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            raise FileExistsError(
-                f"{output} exists already, and an import does not overwrite it: choose another --output_dir"
-            )
+        check_unused(self.output_dir)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -206,6 +208,28 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("\n| fault | tried | survived | work lost |\n|---|---|---|---|")
         for row in FAULTS:
             terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))
+
+
+def peak_of(action, *arguments) -> int:
+    """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
+
+    def anonymous():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    def watch():
+        while not done:
+            peaks.append(anonymous())
+            time.sleep(0.002)
+
+    done, peaks, before = False, [], anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = action(*arguments)  # kept alive until the watcher has measured it
+    done = True
+    watcher.join()
+    del result
+    return max(peaks) - before
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import pytest
 
 from gpt2_accel.checkpoint.find import point_to
 from gpt2_accel.files import (
+    check_unused,
     lock_folder,
     parse_json,
     remove_leftovers,
@@ -52,6 +53,23 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     theirs.mkdir()
     remove_leftovers(tmp_path)
     assert {*tmp_path.iterdir()} == {mine, elsewhere}
+
+
+def test_an_output_folder_must_be_new_or_empty(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    check_unused(tmp_path / "new")
+    mine = scratch_path(tmp_path / "files")
+    (tmp_path / mine.name.replace(f".{os.getpid()}.", f".{ended.pid}.")).mkdir()
+    check_unused(tmp_path)  # a killed process left it
+    assert not any(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    for used in (tmp_path, file):
+        with pytest.raises(FileExistsError, match=f"{used} exists already"):
+            check_unused(used)
+    with pytest.raises(ValueError, match="output_dir is ''"):
+        check_unused("")
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

@@ -51,6 +51,22 @@ def from_hf(
 ) -> dict[str, torch.Tensor]:
     """Converts HF's weights to the fp32 state dict of a model of this config, on CPU, in its own memory.
 
+    The arguments and errors are those of `own_tensors`.
+    """
+    found = own_tensors(tensors, config, source, own_tensor=own_tensor)
+    return padded(found.items(), config, torch.float32)
+
+
+def own_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: ModelConfig,
+    source: str = "the state dict",
+    *,
+    own_tensor: Callable | None = None,
+) -> dict[str, torch.Tensor]:
+    """Returns HF's weights under the names and in the shapes of a model of this config, without vocabulary padding, as
+    views.
+
     `source` names the file in errors. `own_tensor` replaces the function of that name of the architecture's conversion.
     Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
     should be tied to, or a nonzero bias if the model has none.
@@ -61,7 +77,7 @@ def from_hf(
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
     for name in expected.keys() & set(converted.PADDED):
         expected[name] = torch.Size([config.vocab_size, config.n_embd])
-    state, head = {}, None
+    found, head = {}, None
     for key, tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -82,20 +98,32 @@ def from_hf(
                 f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
                 f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
             )
-        rows = config.padded_vocab_size if name in converted.PADDED else len(tensor)
-        state[name] = torch.zeros(rows, *tensor.shape[1:])
-        state[name][: len(tensor)] = tensor
-    if missing := [name for name in expected if name not in state]:
+        found[name] = tensor
+    if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{source} lacks {len(missing)} tensors, the first is {converted.PREFIX}{missing[0]}"
         )
     embedding = converted.PADDED[0]
     if head is not None and not torch.equal(
-        head.to(torch.float32), state[embedding][: config.vocab_size]
+        head.to(torch.float32), found[embedding].to(torch.float32)
     ):
         raise ValueError(
             f"{source} has an lm_head that is not tied to {embedding.removesuffix('.weight')}; only tied heads can load"
         )
+    return found
+
+
+def padded(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: ModelConfig,
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """Copies a model's tensors, in `dtype` or their own, and adds the vocabulary padding, rows of zeros."""
+    state = {}
+    for name, tensor in tensors:
+        rows = config.padded_vocab_size if name in conversion(config).PADDED else len(tensor)
+        state[name] = torch.zeros(rows, *tensor.shape[1:], dtype=dtype or tensor.dtype)
+        state[name][: len(tensor)] = tensor
     return state
 
 

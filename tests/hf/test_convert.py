@@ -1,11 +1,9 @@
 import json
 import os
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import peak_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config, pipeline
 
@@ -186,28 +184,6 @@ def test_saving_and_loading_make_no_second_copy_of_the_weights(tmp_path):
     del model
     loading = peak_of(from_pretrained, tmp_path)
     assert saving < 0.3 * size and loading < 1.3 * size, (saving / size, loading / size)
-
-
-def peak_of(action, *arguments) -> int:
-    """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
-
-    def anonymous():
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
-
-    def watch():
-        while not done:
-            peaks.append(anonymous())
-            time.sleep(0.002)
-
-    done, peaks, before = False, [], anonymous()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    result = action(*arguments)  # kept alive until the watcher has measured it
-    done = True
-    watcher.join()
-    del result
-    return max(peaks) - before
 
 
 def test_the_saved_config_has_the_fields_that_other_programs_read(tmp_path):
