@@ -474,10 +474,11 @@ def averaging() -> Iterator[Row]:
         "{run} {model} --output_dir m --weights 1 2": "--weights",
     }.items():
         yield Row("average_checkpoints", arguments, words)
-    sizes = {"vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_embd": 32, "n_head": 4}
+    other = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_embd": 32}
+    other |= {"n_head": 4, "bos_token_id": 256, "eos_token_id": 256}
     for name, content, words in (
         ("config.json", None, "config.json is missing"),
-        ("config.json", json.dumps(sizes | {"model_type": "gpt2"}), "(n_head 4, not 2)"),
+        ("config.json", json.dumps(other), "(n_head 4, not 2)"),
         ("model.safetensors", None, "model.safetensors"),
         ("model.safetensors", BINARY, "model.safetensors"),
         ("tokenizer.json", None, "tokenizer"),
