@@ -107,10 +107,11 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
     def next_tokens(self, prompt: str) -> dict[str, float]:
-        """The likeliest next tokens, made visible, with their probabilities."""
+        """The likeliest next tokens, made visible, with their probabilities. An id without a token is shown itself."""
         visible = str.maketrans({"Ġ": "␣", " ": "␣", "Ċ": "↵", "\n": "↵"})
+        name = self.tokenizer.convert_ids_to_tokens
         return {
-            self.tokenizer.convert_ids_to_tokens(token).translate(visible): probability
+            (name(token) or f"[{token}]").translate(visible): probability
             for token, probability in likeliest(self.model, self.tokenizer, prompt)
         }
 

@@ -150,12 +150,12 @@ def save_pretrained(
     directory. The files have the dtype of the weights. Weights above `max_shard_size` (bytes, or such as "5GB") go into
     several files with an index. Each file is replaced whole, so a directory that is in use never holds half a file. It
     takes no second copy of the weights in memory.
-    Raises `ValueError` if the tokenizer's vocabulary is not the model's, and that of `save_tokenizer`.
+    Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that of `save_tokenizer`.
     """
     from transformers import GenerationConfig
 
     config, converted = model.config, conversion(model.config)
-    if tokenizer is not None and len(tokenizer) != config.vocab_size:
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {config.vocab_size}: "
             "save the model with the tokenizer it was trained with"

@@ -42,12 +42,17 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         torch.use_deterministic_algorithms(True)
     try:
         accelerator = Accelerator()
-    except ValueError as error:  # for example fp16 on a CPU
+    except ValueError as error:  # for example an unknown compile backend
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision not in PrecisionType.list():
         raise ValueError(
             f"the Accelerate config asks for the precision {accelerator.mixed_precision!r}: choose one of "
             f"{', '.join(PrecisionType.list())}"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise ValueError(
+            f"Accelerate has no fp16 for the device {accelerator.device.type!r}, and would train in fp32 instead: "
+            "use the launch config cpu.yaml"
         )
     started = os.environ.get("WORLD_SIZE", "1")
     if started != str(accelerator.num_processes):

@@ -211,19 +211,22 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             )
     else:
         check_loaded(config, model.config)
-    if model.config.vocab_size != vocab_size:
+    own = None  # the fingerprint of the model's tokenizer
+    if source and (source / "tokenizer.json").exists():
+        own = fingerprint(load_tokenizer(source))
+    same = own == read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
+    # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
+    if model.config.vocab_size < vocab_size or (model.config.vocab_size > vocab_size and not same):
         raise ValueError(
             f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
             f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
             "another --data_dir"
         )
-    if source and (source / "tokenizer.json").exists() and not config.ignore_changes:
-        expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
-        if fingerprint(load_tokenizer(source)) != expected:
-            raise ValueError(
-                f"{config.data_dir} was tokenized with another tokenizer than {source} has: prepare the text "
-                "with the model's tokenizer, in another --data_dir"
-            )
+    if own and not same and not config.ignore_changes:
+        raise ValueError(
+            f"{config.data_dir} was tokenized with another tokenizer than {source} has: prepare the text "
+            "with the model's tokenizer, in another --data_dir"
+        )
     if config.sequence_length > model.config.n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(

@@ -294,8 +294,8 @@ def test_other_architectures_and_missing_directories_are_refused(tmp_path):
         from_pretrained("nobody/nothing")
 
 
-def test_a_tokenizer_of_another_size_is_refused_before_anything_is_written(tmp_path):
-    model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 300}))
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_written(tmp_path):
+    model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 256}))
     with pytest.raises(ValueError, match="257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())
     assert not (tmp_path / "out").exists()

@@ -189,11 +189,16 @@ def test_a_hub_that_is_gone_never_ends_the_run(here, data_dir, tmp_path, capsys)
     assert "could not upload to user/name" in "".join(capsys.readouterr())
 
 
-def test_a_push_to_an_existing_repository_removes_old_weights_only(here, data_dir, tmp_path):
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_a_push_to_an_existing_repository_removes_old_weights_only(
+    here, data_dir, tmp_path, architecture
+):
     old = {"model-00001-of-00002.safetensors": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
-    run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO))
+    run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, architecture=architecture))
     files = here.files(REPO)
+    assert json.loads(files["config.json"])["model_type"] == architecture
+    assert f"- {architecture}\n".encode() in files["README.md"]
     assert "model.safetensors" in files and "model-00001-of-00002.safetensors" not in files
     assert files["notes.md"] == b"mine"
 

@@ -1,15 +1,20 @@
 """Qwen3 directories: from transformers to here and back."""
 
 import json
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from conftest import load_recipe, losses, make_text, run, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer, Qwen3ForCausalLM
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.hf import qwen3
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
 
@@ -116,3 +121,71 @@ def test_configs_that_the_model_cannot_be_are_refused_by_name(changes, message, 
         read_config(write(tmp_path, **changes))
     with pytest.raises(ValueError, match="no dropout"):
         read_config(write(tmp_path), dropout=0.1)
+
+
+# Published Qwen3s have more rows than their tokenizer has tokens: 151,936 and 151,669.
+
+
+@pytest.fixture
+def more_rows(tmp_path):
+    """A directory that transformers wrote: 300 rows, and a tokenizer of 280 tokens."""
+    bpe = json.loads(train_bpe([make_text(200, 0)], 278).backend_tokenizer.to_str())["model"]
+    ends = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    merges = [tuple(merge) for merge in bpe["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=bpe["vocab"], merges=merges, model_max_length=64, **ends)
+    assert len(tokenizer) == 280
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    config = qwen3.hf_config(Qwen3Config(300, 64, **SHAPE), tokenizer.eos_token_id)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def test_a_vocabulary_with_more_rows_than_tokens_goes_there_and_back(more_rows, tmp_path):
+    save_pretrained(from_pretrained(more_rows), tmp_path / "ours", load_tokenizer(more_rows))
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (more_rows / name).read_bytes(), name
+
+
+def test_a_vocabulary_with_more_rows_than_tokens_is_finetuned_sampled_and_evaluated(
+    more_rows, tmp_path, monkeypatch
+):
+    splits = {"train": [make_text(150, i) for i in range(4)], "val": [make_text(100, 9)]}
+    prepare(splits, load_tokenizer(more_rows), tmp_path / "data", source="made up")
+    settings = {"init_from": str(more_rows), "eval_every": 2, "sample_every": 4, "save_every": 2}
+    settings |= {"max_steps": 4, "sample_tokens": 5, "sequence_length": 64, "micro_batch_size": 2}
+    whole = run(tiny_config(tmp_path / "data", tmp_path / "run", **settings))
+    settings["resume_from"] = str(tmp_path / "run/checkpoint-2")
+    resumed = run(tiny_config(tmp_path / "data", tmp_path / "resumed", **settings))
+    assert losses(resumed) == losses(whole)[2:] and losses(whole)[3] < losses(whole)[0]
+
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert reference.config.vocab_size == 300
+    flags = ["--model", tmp_path / "run", "--data_dir", tmp_path / "data"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, flags)])
+    load_recipe("evaluate").main()
+    [found] = json.loads((tmp_path / "run/evaluation.json").read_text()).values()
+    assert found["results"]["val/loss"] == pytest.approx(whole[-1]["val/loss"], abs=1e-5)
+
+
+def test_an_id_without_a_token_is_generated_as_by_transformers(more_rows):
+    reference = AutoModelForCausalLM.from_pretrained(more_rows)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0 if parameter.ndim > 1 else 1, 0.5)
+    reference.save_pretrained(more_rows)
+    model, tokenizer = load(str(more_rows))
+    prompt = "the cat sat on"
+    inputs = AutoTokenizer.from_pretrained(more_rows)(prompt, return_tensors="pt")
+    expected = reference.generate(**inputs, max_new_tokens=40, do_sample=False)[0]
+    [found] = complete(model, tokenizer, [prompt], Sampling(40, temperature=0.0))
+    assert found.ids == expected[inputs["input_ids"].shape[1] :].tolist()
+    assert max(found.ids) >= len(tokenizer)
+    assert found.text == tokenizer.decode([token for token in found.ids if token < len(tokenizer)])
+
+
+def test_data_of_another_smaller_vocabulary_is_refused(more_rows, data_dir, tmp_path):
+    assert len(byte_tokenizer()) == 257
+    for changes in ({}, {"ignore_changes": True}):
+        config = tiny_config(data_dir, tmp_path / "run", init_from=str(more_rows), **changes)
+        with pytest.raises(ValueError, match="vocabulary of 300, but .* with one of 257"):
+            run(config)

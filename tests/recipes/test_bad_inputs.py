@@ -146,6 +146,7 @@ def environment() -> Iterator[Row]:
         ({"GPT2_ACCEL_DEVICE": "[]"}, "GPT2_ACCEL_DEVICE has to be a JSON object"),
         ({"GPT2_ACCEL_DEVICE": '{"speed": 1}'}, "GPT2_ACCEL_DEVICE has to be a JSON object"),
         ({"ACCELERATE_MIXED_PRECISION": "fp7"}, "asks for the precision 'fp7'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "Accelerate has no fp16 for the device 'cpu'"),
         ({"ACCELERATE_DYNAMO_BACKEND": "faster"}, "the Accelerate config cannot be used here"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
         ({"ACCELERATE_USE_CPU": "perhaps"}, "invalid truth value perhaps"),

@@ -16,6 +16,7 @@ from launching import ROOT, free_port, python
 from test_recipes import one_sentence
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
 gradio = pytest.importorskip("gradio", reason="needs Gradio")
@@ -23,15 +24,15 @@ gradio = pytest.importorskip("gradio", reason="needs Gradio")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two small models with different samples, with 64 and 2000 positions."""
+    """Two small models with different samples: a GPT-2 with 64 positions, a Qwen3 with 2000."""
     path = tmp_path_factory.mktemp("models")
-    for seed, positions in ((1, 64), (2, 2000)):
+    gpt2 = GPTConfig(257, 64, n_layer=2, n_head=2, n_embd=32)
+    qwen3 = Qwen3Config(257, 2000, 2, n_head=2, n_kv_head=1, head_dim=16, n_embd=32, n_inner=96)
+    for seed, shape in ((1, gpt2), (2, qwen3)):
         torch.manual_seed(seed)
-        model = GPT(
-            GPTConfig(vocab_size=257, n_positions=positions, n_layer=2, n_head=2, n_embd=32)
-        )
+        model = shape.build()
         with torch.no_grad():
-            model.wte.weight[127:] = 0  # generates ASCII
+            model.head_weight[127:] = 0  # generates ASCII
             for parameter in model.parameters():
                 parameter.mul_(5)
         save_pretrained(model, path / f"model{seed}", byte_tokenizer())
@@ -287,6 +288,16 @@ def test_weights_that_are_not_finite_show_a_message(models, monkeypatch):
     [talk] = [f.fn for f in page.fns.values() if getattr(f.fn, "__name__", "") == "talk"]
     assert len(list(talk("x", 1.0, 50, 1.0, 5, 1, 1))) == 2
     assert "not finite" in said[0]
+
+
+def test_an_id_without_a_token_is_shown_by_its_number(tmp_path):
+    model = GPT(GPTConfig(vocab_size=260, n_positions=8, n_layer=1, n_head=2, n_embd=32))
+    save_pretrained(model, tmp_path, byte_tokenizer())
+    demo = load_recipe("demo")
+    loaded = demo.LoadedModel("", *demo.load(str(tmp_path)))
+    loaded.model.wte.weight.data[:257] = 0  # the ids without a token are the likeliest and the least likely
+    labels = loaded.next_tokens("a").keys()
+    assert {"[257]", "[258]", "[259]"} & labels
 
 
 def test_a_prompt_that_is_too_long_shows_a_message_at_once(models, monkeypatch):
