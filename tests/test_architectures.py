@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import as_flags, losses, run, tiny_config
+from conftest import as_flags, hellaswag_items, losses, run, tiny_config
 from launching import launch
 from safetensors.torch import load_file
 from transformers import pipeline
@@ -64,6 +64,27 @@ def test_dry_run_of_a_depth(data_dir, tmp_path):
     vocab_size, width = 257, 128
     block = 2 * width * 64 * 3 + 2 * 64 + 3 * width * 3 * width + 2 * width
     assert f"model         {vocab_size * width + 2 * block + width:,} parameters" in found
+
+
+def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(data_dir, tmp_path, monkeypatch):
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(9)))
+    changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
+    changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
+    changes |= {"sample_tokens": 5}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    eager = run(tiny_config(data_dir, tmp_path / "eager", **QWEN3, **changes))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = run(tiny_config(data_dir, tmp_path / "compiled", **QWEN3, **changes))
+    # One graph for training, one for the validation loss, none for HellaSwag and samples.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert losses(compiled) == pytest.approx(losses(eager), abs=1e-2)
+    assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-2)
+    assert 0 < compiled[-1]["hellaswag/acc"] < 1
+    tensors = load_file(tmp_path / "compiled/model.safetensors").values()
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 def test_sharded_training_equals_training_on_one_process(data_dir, tmp_path):

@@ -19,7 +19,7 @@ from gpt2_accel.evals.perplexity import (
     load_pages,
     page_perplexity,
 )
-from gpt2_accel.evals.scoring import LOGIT_VALUES
+from gpt2_accel.evals.scoring import BATCH_TOKENS, LOGIT_VALUES
 from gpt2_accel.evals.sources import texts
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.models import ModelConfig
@@ -116,12 +116,12 @@ def prepare_loss(
             "model's tokenizer, in another --data_dir"
         )
     evaluations, notes = [], []
-    windows = min(LOGIT_VALUES // config.vocab_size, max_tokens) // config.n_positions
+    tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
     for split in ("train", "val"):
         loader = EvalLoader(
             open_split(data_dir, split),
             sequence_length=config.n_positions,
-            batch_size=max(1, windows),
+            batch_size=max(1, tokens // config.n_positions),
             max_tokens=max_tokens,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,

@@ -20,9 +20,9 @@ from gpt2_accel.evals.detokenize import count_words, detokenize
 from gpt2_accel.evals.hellaswag import HellaSwag, hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
 from gpt2_accel.evals.perplexity import corpus_perplexity, load_corpus, load_pages, page_perplexity
-from gpt2_accel.evals.scoring import Score, encode_question, score
+from gpt2_accel.evals.scoring import BATCH_TOKENS, Score, encode_question, score
 from gpt2_accel.evals.sources import read_items
-from gpt2_accel.evals.tasks import prepare_task
+from gpt2_accel.evals.tasks import prepare_loss, prepare_task
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
@@ -218,6 +218,14 @@ def test_the_host_waits_for_the_device_only_after_the_last_batch(
         evaluate()
         first = events.index("w")
         assert first > 1 and "f" not in events[first:]
+
+
+def test_batches_of_the_loss_stay_small_for_a_small_vocabulary(accelerator, data_dir):
+    for vocab_size in (257, 10**6):
+        shape = GPTConfig(vocab_size, n_positions=POSITIONS)
+        prepared = prepare_loss(accelerator, byte_tokenizer(), shape, data_dir, 10**7)
+        for evaluate in prepared.evaluations:
+            assert evaluate.keywords["loader"].batch_size * POSITIONS <= BATCH_TOKENS
 
 
 def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):

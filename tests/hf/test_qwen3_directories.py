@@ -130,7 +130,10 @@ def test_configs_that_the_model_cannot_be_are_refused_by_name(changes, message, 
 def more_rows(tmp_path):
     """A directory that transformers wrote: 300 rows, and a tokenizer of 280 tokens."""
     bpe = json.loads(train_bpe([make_text(200, 0)], 278).backend_tokenizer.to_str())["model"]
-    ends = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    ends = {
+        "eos_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+    }
     merges = [tuple(merge) for merge in bpe["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=bpe["vocab"], merges=merges, model_max_length=64, **ends)
     assert len(tokenizer) == 280

@@ -6,13 +6,16 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from gpt2_accel.evals.scoring import batch_scores, encode_question, fit_rows, score_batch
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf import qwen3
 from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.architectures import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
-from gpt2_accel.optim import hidden_matrices
+from gpt2_accel.optim import build_optimizer, hidden_matrices
+from gpt2_accel.tokenizer import byte_tokenizer
 
 
 def tiny(**changes):
@@ -100,6 +103,69 @@ def test_recomputed_activations_give_the_same_gradients():
     model(input_ids, input_ids).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_chunked_loss_gives_the_same_gradients(tied, monkeypatch):
+    _, model = pair(tiny(tied=tied))
+    input_ids = torch.randint(100, (2, 33))
+    whole = model(input_ids, input_ids)
+    whole.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 10 * 128)
+    chunked = model(input_ids, input_ids)
+    assert cross_entropy.applies(torch.zeros(66, 48), model.head_weight)
+    chunked.backward()
+    torch.testing.assert_close(chunked, whole)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 0), (torch.float16, 2.0**30)])
+def test_mixed_precision_trains_as_fp32_does(dtype, scale):
+    """In fp16 with a gradient scaler, which first skips updates until the scaled gradients are finite."""
+    input_ids = torch.randint(100, (4, 33))
+
+    def train(dtype, scale):
+        torch.manual_seed(1)
+        model = tiny().build()
+        optimizer = build_optimizer(model, "muon", lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
+        losses = []
+        for _ in range(30):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = model(input_ids[:, :-1], input_ids[:, 1:])
+            assert loss.dtype == torch.float32
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    exact, found = train(None, 0), train(dtype, scale)
+    skipped = found.count(found[0]) - 1
+    assert (2 < skipped < 20) if scale else skipped == 0
+    assert exact[9] < exact[0] - 0.3
+    assert found[skipped:] == pytest.approx(exact[: 30 - skipped], abs=0.02)
+
+
+def test_scores_of_continuations_equal_those_of_transformers():
+    reference, model = pair(tiny(vocab_size=257))
+    cases = [("the cat", (" sat", " was old", " ran")), ("a", (" dog", " house with a red hat"))]
+    questions = [encode_question(byte_tokenizer(), *case, "") for case in cases]
+    rows, _ = fit_rows(questions, 64)  # a row holds all continuations of a question
+    scores = batch_scores(rows, score_batch(model, rows))
+    expected = []
+    for context, continuations in cases:
+        for text in continuations:
+            ids = torch.tensor([list((context + text).encode())])
+            logits = reference(ids[:, :-1]).logits.log_softmax(-1)
+            each = logits.gather(-1, ids[:, 1:, None])[0, -len(text) :, 0]
+            expected.append(-each.sum().item())
+    assert [score.nats for _, _, score in scores] == pytest.approx(expected, abs=1e-3)
 
 
 def test_muon_updates_neither_embedding_nor_head():

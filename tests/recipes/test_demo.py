@@ -295,7 +295,7 @@ def test_an_id_without_a_token_is_shown_by_its_number(tmp_path):
     save_pretrained(model, tmp_path, byte_tokenizer())
     demo = load_recipe("demo")
     loaded = demo.LoadedModel("", *demo.load(str(tmp_path)))
-    loaded.model.wte.weight.data[:257] = 0  # the ids without a token are the likeliest and the least likely
+    loaded.model.wte.weight.data[:257] = 0
     labels = loaded.next_tokens("a").keys()
     assert {"[257]", "[258]", "[259]"} & labels
 

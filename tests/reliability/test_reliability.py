@@ -700,6 +700,25 @@ def test_a_run_resumes_on_any_number_of_processes(data_dir, tmp_path, times):
         assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
 
 
+def test_a_qwen3_resumes_on_one_and_again_on_two_processes(data_dir, tmp_path, times):
+    times(0, 1) or pytest.skip("in make test-reliability")
+    settings = {"architecture": "qwen3", "optimizer": "muon", "document_mask": True}
+    settings |= {"total_batch_size": 8 * 32, "save_every": 4, "max_steps": 12, "keep_last": 9}
+
+    def complete(folder, processes, **changes):
+        config = tiny_config(data_dir, tmp_path / folder, **settings, **changes)
+        finish(config, processes=processes)
+        return losses(read_json_lines(tmp_path / folder / "metrics.jsonl"))
+
+    whole = complete("two", 2)
+    again = complete("again", 2, resume_from=str(tmp_path / "two/checkpoint-4"))
+    assert again == whole[4:] and weights(tmp_path / "again") == weights(tmp_path / "two")
+    on_one = complete("one", 1, resume_from=str(tmp_path / "two/checkpoint-4"))
+    assert on_one == pytest.approx(whole[4:], abs=1e-5)
+    on_two = complete("third", 2, resume_from=str(tmp_path / "one/checkpoint-8"))
+    assert on_two == pytest.approx(whole[8:], abs=1e-5)
+
+
 def test_an_eager_run_resumes_compiled_and_vice_versa(data_dir, tmp_path, monkeypatch, times):
     backend = times("aot_eager", "inductor")
     settings = {"max_steps": 12, "save_every": 6, "keep_last": 9, "n_layer": 1}
