@@ -2,8 +2,8 @@
 
     python benchmarks/table.py
 
-Reads `benchmarks/results`; missing results are marked as not measured. Copies the picture of the speed ladder to
-`images/` beside the page.
+Reads `benchmarks/results`; missing results are marked as not measured. Copies the pictures of the results to `images/`
+beside the page.
 """
 
 import argparse
@@ -11,7 +11,15 @@ import shutil
 from pathlib import Path
 
 from results import RESULTS, read_result
-from token_table import HEAD, studies, to_nanogpts_loss, token_rows
+from token_table import (
+    architecture_rows,
+    cases,
+    final_rows,
+    lever_rows,
+    share_rows,
+    token_share,
+    width_rows,
+)
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 NOT_MEASURED, NO_GPU = "not measured", "no GPU available"
@@ -32,6 +40,7 @@ def main() -> None:
             )
         ),
         "bench tokens": tokens(options.results),
+        "bench architectures": architectures(options.results),
         "bench generation": generation(options.results),
         "bench ladder": ladder(options.results),
         "bench gpu": gpu(options.results),
@@ -42,10 +51,11 @@ def main() -> None:
         print(f"\n{section}")
         text = fill(text, name, section)
     page.write_text(text, encoding="utf-8")
-    picture = Path(options.results) / "cpu" / "ladder" / "speed_ladder.png"
-    if picture.exists():
-        (page.parent / "images").mkdir(exist_ok=True)
-        shutil.copyfile(picture, page.parent / "images" / picture.name)
+    for name in ("ladder/speed_ladder.png", "learning_rates.png"):
+        picture = Path(options.results) / "cpu" / name
+        if picture.exists():
+            (page.parent / "images").mkdir(exist_ok=True)
+            shutil.copyfile(picture, page.parent / "images" / picture.name)
 
 
 def fill(text: str, name: str, section: str) -> str:
@@ -80,7 +90,7 @@ def targets(folder: str | Path) -> str:
         *against(gpt2, "124M on a CPU against a plain loop in fp32", "plain loop", 4.5, 0.55),
         share("124M on a CPU: share of the bf16 matmul ceiling", gpt2, 0.4),
         shakespeare_row(shakespeare),
-        tokens_row(folder),
+        *token_targets(folder),
         overhead("124M", gpt2, 0.02),
         overhead("the baby's size", baby, 0.05),
         speedup(
@@ -160,17 +170,20 @@ def shakespeare_row(result: dict | None) -> Row:
     return row(what, f"≥ {aim:g} x", f"{spread(result['speed'], ' x')}, loss {loss:.3f}", reached)
 
 
-def tokens_row(folder: str | Path) -> Row:
-    """Returns the row of the share of tokens that Muon needs: the largest share of all studies."""
-    what, aim = "the loss of nanoGPT's CPU settings: share of their tokens that Muon needs", 0.5
-    found = {study["title"]: to_nanogpts_loss(study) for study in studies(folder)}
-    if not found:
-        return row(what, f"≤ {aim:.0%}", None, None)
-    missed = [title for title, shares in found.items() if shares is None]
-    if missed:
-        return row(what, f"≤ {aim:.0%}", f"not reached: {', '.join(missed)}", False)
-    share, time = max(found.values())
-    return row(what, f"≤ {aim:.0%}", f"{share:.0%}, in {time:.0%} of their time", share <= aim)
+def token_targets(folder: str | Path) -> list[Row]:
+    """Returns the rows of the shares of tokens that Muon needs: the largest share of all cases."""
+    result = read_result("token_value", "cpu", folder)
+    rows = []
+    for baseline, what, aim in (
+        ("nanoGPT", "Muon's tokens to the loss of nanoGPT's CPU settings", 0.36),
+        ("AdamW", "Muon's tokens to the loss of AdamW, tuned with as many trials", 0.75),
+    ):
+        measured, reached = None, None
+        if result:
+            largest, half = max(token_share(found, baseline) for found in cases(result).values())
+            measured, reached = f"{largest:.0%} ± {half:.0%} of its tokens", largest <= aim
+        rows.append(row(what, f"≤ {aim:.0%}", measured, reached))
+    return rows
 
 
 def best_generation(result: dict | None) -> Summary | None:
@@ -260,15 +273,43 @@ def parts_table(result: dict) -> str:
 
 
 def tokens(folder: str | Path) -> str:
-    """Returns the table of losses by optimizer, schedule, batch and number of tokens."""
-    found = studies(folder)
-    if not found:
-        return f"Optimizers and schedules: {NOT_MEASURED}."
-    head = (*HEAD, *(study["title"] for study in found))
-    return (
-        f"The loss on the validation split at the best learning rate tried, and that rate. "
-        f"{describe_machine(found[0])}\n\n{markdown(head, token_rows(folder))}"
+    """Returns the tables of the token study."""
+    result = read_result("token_value", "cpu", folder)
+    if not result:
+        return f"What a token buys: {NOT_MEASURED}."
+    tables = (
+        (
+            "The loss in nats per token at the end, mean of five seeds ± half of the 95% interval.",
+            ("case", "", "tokens", "loss", "settings"),
+            final_rows(result),
+        ),
+        (
+            "Muon's tokens to a contestant's loss, as a share of that contestant's tokens.",
+            ("case", "nanoGPT's settings", "AdamW"),
+            share_rows(result),
+        ),
+        (
+            "One setting of Muon changed, at the smaller size: what the loss gains (+) or loses (-).",
+            ("setting", "corpus", "used", "other", "other's loss - used one's"),
+            lever_rows(result),
+        ),
+        (
+            "The loss by width and peak learning rate, one seed.",
+            *width_rows(result),
+        ),
     )
+    text = "\n\n".join(f"{title}\n\n{markdown(head, rows)}" for title, head, rows in tables)
+    return f"{describe_machine(result)}\n\n{text}"
+
+
+def architectures(folder: str | Path) -> str:
+    """Returns the table of the models from GPT-2 to Qwen3."""
+    result = read_result("architectures", "cpu", folder)
+    if not result:
+        return f"From GPT-2 to Qwen3: {NOT_MEASURED}."
+    head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
+    head += ("change to the row above", "ms an update", "loss, equal time")
+    return f"{describe_machine(result)}\n\n{markdown(head, architecture_rows(result))}"
 
 
 def ladder(folder: str | Path) -> str:

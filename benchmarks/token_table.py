@@ -1,89 +1,203 @@
-"""The results of `token_value.py`: the table of losses, and the share of tokens that Muon needs."""
+"""The results of `token_value.py` and `architectures.py` as tables."""
 
-import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
+
+from gpt2_accel.report.figures import COLOURS, INK, new_figure, set_title
 
 CORPORA = {"python_stdlib": "Python's library", "shakespeare_char": "tiny Shakespeare"}
-NAMES = {"adamw": "AdamW", "muon": "Muon"}
-HEAD = ("optimizer", "schedule", "batch", "tokens")
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+T95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+}  # 97.5% quantiles of Student's t, by the number of runs
+Row = tuple[str, ...]
 
 
-def studies(folder: str | Path) -> list[dict]:
-    """Returns the finished study of each model size on each corpus.
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean and half the width of its 95% interval, by Student's t."""
+    return mean(values), T95[len(values)] * stdev(values) / math.sqrt(len(values))
 
-    A study has a `title`, the `length` of its sequences, its `runs` and the milliseconds of its `updates`.
-    """
-    found = []
-    for path in sorted(Path(folder).glob("cpu/token_value-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if "updates" not in result:  # unfinished
-            continue
-        corpus = path.stem.partition("-")[2]
-        for size in dict.fromkeys(run["trial"]["size"] for run in result["runs"]):
-            runs = [run for run in result["runs"] if run["trial"]["size"] == size]
-            title = f"{CORPORA.get(corpus, corpus)}, {size}"
-            found.append({**result, "title": title, "runs": runs})
+
+def tokens_to(loss: float, tokens: Sequence[int], losses: Sequence[float]) -> float:
+    """Returns the tokens at which a contestant has `loss`: on the line through its two runs, over the logarithm of tokens."""
+    (x1, x2), (y1, y2) = map(math.log, tokens), losses
+    return math.exp(x1 + (loss - y1) * (x2 - x1) / (y2 - y1))
+
+
+def cases(result: dict) -> dict[str, dict[str, list[dict]]]:
+    """Returns the finals by case and contestant: title -> name -> its entries, one for each number of tokens."""
+    found: dict[str, dict[str, list[dict]]] = {}
+    for entry in result["finals"]:
+        title = f"{corpus_title(entry['trial']['corpus'])}, {entry['trial']['size']}"
+        found.setdefault(title, {}).setdefault(entry["name"], []).append(entry)
     return found
 
 
-def token_rows(folder: str | Path) -> list[tuple[str, ...]]:
-    """Returns the rows below `HEAD` and the studies' titles: the loss at the best learning rate, and that rate."""
-    found = studies(folder)
-    best = [best_of_each(study["runs"], study["length"]) for study in found]
-    kinds = sorted({kind for each in best for kind in each}, key=lambda kind: (-kind[-1], kind))
+def corpus_title(folder: str) -> str:
+    """Returns a corpus as the tables name it."""
+    name = folder.rpartition("/")[2]
+    return CORPORA.get(name, name)
+
+
+def token_share(contestants: dict[str, list[dict]], baseline: str) -> tuple[float, float]:
+    """Returns the share of the baseline's tokens at which Muon has its loss: the mean over the seeds, and half the width
+    of the 95% interval."""
+    [base], muon = contestants[baseline], contestants["Muon"]
+    tokens = [entry["trial"]["tokens"] for entry in muon]
+    return interval(
+        [
+            tokens_to(loss, tokens, losses) / base["trial"]["tokens"]
+            for loss, *losses in zip(base["losses"], *(m["losses"] for m in muon), strict=True)
+        ]
+    )
+
+
+def final_rows(result: dict) -> list[Row]:
+    """Returns the rows of the finals: case, contestant, tokens, loss, settings."""
     rows = []
-    for kind in kinds:
-        optimizer, schedule, batch, tokens = kind
-        cells = (
-            f"{each[kind]['loss']:.3f} at {each[kind]['trial']['rate']:.2g}" if kind in each else ""
-            for each in best
-        )
-        rows.append((NAMES[optimizer], schedule, str(batch), f"{tokens / 1e6:.2f}M", *cells))
+    for title, contestants in cases(result).items():
+        for name, entries in contestants.items():
+            for entry in entries:
+                trial = entry["trial"]
+                loss, half = interval(entry["losses"])
+                tokens = f"{trial['tokens'] / 1e6:.2f}M"
+                rows.append((title, name, tokens, f"{loss:.3f} ± {half:.3f}", settings(trial)))
     return rows
 
 
-def best_of_each(runs: list[dict], length: int) -> dict[tuple[str, str, int, int], dict]:
-    """Returns the run with the lowest loss for each optimizer, schedule, batch and number of tokens."""
-    best: dict[tuple[str, str, int, int], dict] = {}
-    for run in runs:
-        trial = run["trial"]
-        schedule = trial["schedule"] + (" to a tenth" if trial["min_ratio"] else "")
-        kind = (trial["optimizer"], schedule, trial["sequences"], tokens_of(run, length))
-        if kind not in best or run["loss"] < best[kind]["loss"]:
-            best[kind] = run
-    return best
-
-
-def tokens_of(run: dict, length: int) -> int:
-    """Returns the number of training tokens of a run."""
-    return run["trial"]["updates"] * run["trial"]["sequences"] * length
-
-
-def to_nanogpts_loss(study: dict) -> tuple[float, float] | None:
-    """Returns the shares of tokens and time that Muon needs to reach the loss of nanoGPT's settings.
-
-    The study's first run has nanoGPT's settings. The Muon run with the fewest tokens counts; None if no run reaches it.
-    """
-    first, *rest = study["runs"]
-    reached = [
-        run for run in rest if run["trial"]["optimizer"] == "muon" and run["loss"] <= first["loss"]
+def settings(trial: dict) -> str:
+    """Describes the settings of a trial, without those that equal the defaults."""
+    schedule = trial["schedule"] + (" to a tenth" if trial["min_ratio"] else "")
+    parts = [
+        f"{trial['rate']:.2g}, {schedule}, {trial['sequences']} sequences",
+        f"warmup {trial['warmup']:.0%}, decay {trial['weight_decay']:g}, β2 {trial['beta2']:g}",
     ]
-    if not reached:
-        return None
-    least = min(reached, key=lambda run: tokens_of(run, study["length"]))
-    shares = (
-        quantity(least) / quantity(first)
-        for quantity in (lambda run: tokens_of(run, 1), lambda run: seconds(run, study))
-    )
-    return tuple(shares)
-
-
-def seconds(run: dict, study: dict) -> float:
-    """Returns the time of a run's updates in seconds."""
-    trial = run["trial"]
-    [update] = [
-        update
-        for update in study["updates"]
-        if all(update[name] == trial[name] for name in ("size", "optimizer", "sequences"))
+    others = {"embedding_rate": 1.0, "vector_rate": 1.0, "cautious": False, "momentum": 0.95}
+    others |= {"momentum_warmup": 0.0, "average": 0.0}
+    parts += [
+        f"{name.replace('_', ' ')} {text(trial[name])}"
+        for name, value in others.items()
+        if trial[name] != value
     ]
-    return update["milliseconds"]["median"] * trial["updates"] / 1000
+    return ", ".join(parts)
+
+
+def text(value: object) -> str:
+    """Formats the value of a setting."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def share_rows(result: dict) -> list[Row]:
+    """Returns the rows of the shares of tokens: case, share of nanoGPT's, share of AdamW's. A share outside of Muon's
+    two numbers of tokens is not extrapolated."""
+    rows = []
+    for title, found in cases(result).items():
+        cells = []
+        for name in ("nanoGPT", "AdamW"):
+            mean_share, half = token_share(found, name)
+            base = found[name][0]["trial"]["tokens"]
+            least, most = (entry["trial"]["tokens"] / base for entry in found["Muon"])
+            if mean_share < least:
+                cells.append(f"< {least:.0%}")
+            elif mean_share > most:
+                cells.append(f"> {most:.0%}")
+            else:
+                cells.append(f"{mean_share:.1%} ± {half:.1%}")
+        rows.append((title, *cells))
+    return rows
+
+
+def lever_rows(result: dict) -> list[Row]:
+    """Returns the rows of the levers: setting, corpus, value found, other value, difference of the loss."""
+    return [
+        (
+            lever["name"].replace("_", " "),
+            corpus_title(lever["corpus"]),
+            text(lever["found"]),
+            text(lever["other"]),
+            "{:+.3f} ± {:.3f}".format(
+                *interval(
+                    [
+                        b - a
+                        for a, b in zip(lever["found_losses"], lever["other_losses"], strict=True)
+                    ]
+                )
+            ),
+        )
+        for lever in sorted(result["levers"], key=lambda lever: lever["name"])
+    ]
+
+
+def width_rows(result: dict) -> tuple[Row, list[Row]]:
+    """Returns head and rows of the losses by optimizer, width and learning rate. The best of each width is bold."""
+    runs = result["widths"]
+    rates = sorted({run["rate"] for run in runs})
+    kinds = dict.fromkeys((run["optimizer"], run["size"]) for run in runs)
+    rows = []
+    for kind in kinds:
+        losses = {
+            run["rate"]: run["loss"] for run in runs if (run["optimizer"], run["size"]) == kind
+        }
+        best = min(losses.values())
+        cells = (
+            ""
+            if rate not in losses
+            else f"**{best:.3f}**"
+            if losses[rate] == best
+            else f"{losses[rate]:.3f}"
+            for rate in rates
+        )
+        rows.append((OPTIMIZERS[kind[0]], kind[1], *cells))
+    return ("optimizer", "size", *(f"{rate:.2g}" for rate in rates)), rows
+
+
+def draw_widths(result: dict, path: str | Path) -> None:
+    """Draws the loss over the peak learning rate, one panel for each optimizer and one line for each width, as PNG."""
+    figure, [panels] = new_figure(9, 3.4, columns=2)
+    for panel, (optimizer, name) in zip(panels, OPTIMIZERS.items(), strict=True):
+        runs = [run for run in result["widths"] if run["optimizer"] == optimizer]
+        sizes = dict.fromkeys(run["size"] for run in runs)
+        for size, colour in zip(sizes, COLOURS, strict=False):
+            points = sorted((run["rate"], run["loss"]) for run in runs if run["size"] == size)
+            panel.plot(*zip(*points, strict=True), "o-", color=colour, label=size, markersize=4)
+            panel.plot(*min(points, key=lambda point: point[1]), "o", color=colour, markersize=9)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.2g}")
+        panel.set_xlabel("peak learning rate")
+        set_title(panel, f"{name}: loss by learning rate")
+        panel.legend(frameon=False, labelcolor=INK, fontsize=8)
+    figure.savefig(path, facecolor="white")
+
+
+def architecture_rows(result: dict) -> list[Row]:
+    """Returns the rows of the architectures: corpus, model, parameters, rate, loss with equal tokens, its difference to
+    the model before, milliseconds of an update, and the loss in equal time."""
+    rows, before = [], None
+    for entry in result["entries"]:
+        trial = entry["trial"]
+        if trial["model"] == "GPT-2":
+            difference = ""
+        else:
+            paired = [b - a for a, b in zip(before["losses"], entry["losses"], strict=True)]
+            difference = "{:+.3f} ± {:.3f}".format(*interval(paired))
+        rows.append(
+            (
+                corpus_title(trial["corpus"]),
+                trial["model"],
+                f"{entry['parameters']:,}",
+                f"{trial['rate']:.2g}",
+                "{:.3f} ± {:.3f}".format(*interval(entry["losses"])),
+                difference,
+                f"{entry['milliseconds']:.1f}",
+                "{:.3f} ± {:.3f}".format(*interval(entry["losses_in_time"])),
+            )
+        )
+        before = entry
+    return rows

@@ -1,225 +1,314 @@
-"""Token efficiency: the loss of AdamW, and of Muon with a half, a third and a quarter of AdamW's tokens.
+"""What each token buys: AdamW and Muon, both tuned with the same number of trials, on two corpora and two model sizes.
 
-    python benchmarks/token_value.py --corpus data/python_stdlib
+    python benchmarks/token_value.py --corpora data/python_stdlib data/shakespeare_char
 
-The corpus is the data of `quickstart.py` (Python's standard library, a BPE of 4,096 tokens) or `shakespeare_char.py`
-(tiny Shakespeare, characters). Two model sizes are trained, in updates of 12 x 64 tokens:
+The corpora are the data of `quickstart.py` (Python's standard library, a BPE of 4,096 tokens) and `shakespeare_char.py`
+(tiny Shakespeare, characters). Sequences have 64 tokens. NanoGPT's settings for a CPU see 1.54M tokens, AdamW half of
+these, Muon three quarters of AdamW's.
 
-- nanoGPT's settings for a CPU;
-- AdamW: the best learning rate with a linear schedule, to a factor of two, and the other schedules at that rate;
-- Muon: the same search with half of the updates, then half and twice the batch size with the same tokens, then the best
-  of these with fewer tokens.
+1. *Screening*, on each corpus at the smaller size with seed 0: each optimizer tries `--trials` settings, by coordinate
+   descent over `AXES`.
+2. *Rates*: the peak learning rate at the larger size, to a factor of two, with seed 0.
+3. *Finals*, in all four cases with `--seeds` other seeds: nanoGPT's settings, AdamW, and Muon with two numbers of tokens.
+4. *Widths*, with seed 0: the loss at several learning rates for three widths, on the last corpus.
+5. *Levers*, at the smaller size with the same seeds and the smaller number of tokens: Muon with one setting changed.
 
-The result is the loss in nats per token on the validation split, at most its first 131,072 tokens. Runs that the
-results already contain are skipped. At the end the updates of each kind are timed, in turns.
+A run's loss is that of the validation split, at most its first 131,072 tokens, in nats per token. The runs are in
+`token_value.csv` in the results. Runs that it contains are skipped, so the study can be stopped and started again.
 """
 
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+import csv
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import (
+    Executor,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from results import RESULTS, read_result, summary, write_result
-from timing import synchronize, this_device
+from results import RESULTS, write_result
+from token_table import draw_widths
+from token_training import LENGTH, Trial, train
 
-from gpt2_accel import GPT, GPTConfig, cli
+from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
 
-LENGTH = 64
-SIZES = {"4 layers of 128": (4, 4, 128), "2 layers of 64": (2, 2, 64)}
-FIRST_RATE = {
-    "adamw": 2e-3,
-    "muon": 8e-3,
-}  # the search doubles or halves it while the loss improves
-WARMUP = 0.05  # share of the updates
-WARM_UP, TIMED = 3, 50  # updates before and during timing
+SMALL, LARGE = "2 layers of 64", "4 layers of 128"
+WIDTHS = (SMALL, "2 layers of 128", "2 layers of 256")
+ADAMW_SHARE = 0.5  # of nanoGPT's tokens
+MUON_SHARES = (0.25, 0.375)  # of nanoGPT's tokens
+LEVER_SHARE, WIDTHS_SHARE = 0.25, 0.2  # of nanoGPT's tokens
+RATES = [1e-3 * 2 ** (k / 2) for k in range(-4, 17)]
+RELATIVE_RATES = [2.0 ** (k / 2) for k in range(-6, 9)]
+# The values of each setting, in the order in which the descent tries neighbours; settings in the order of their turn.
+COMMON = {
+    "rate": RATES,
+    "sequences": [3, 6, 12, 24, 48],
+    "schedule": ["constant", "linear", "wsd", "cosine"],
+    "weight_decay": [0.0, 0.03, 0.1, 0.3, 1.0],
+    "beta2": [0.9, 0.95, 0.98, 0.99, 0.999],
+    "warmup": [0.01, 0.02, 0.05, 0.1, 0.2],
+}
+AXES = {
+    "adamw": COMMON | {"min_ratio": [0.0, 0.1]},
+    "muon": COMMON
+    | {
+        "embedding_rate": RELATIVE_RATES,
+        "vector_rate": RELATIVE_RATES,
+        "cautious": [False, True],
+        "momentum": [0.85, 0.9, 0.95, 0.98],
+        "momentum_warmup": [0.0, 0.15, 0.4],
+        "average": [0.0, 0.05, 0.2],
+    },
+}
+LEVERS = AXES["muon"].keys() - COMMON.keys()
+LONG_AXIS = 8  # values; the first pass takes two steps at once along longer axes
 
 
 @dataclass
 class Study:
-    corpus: str = setting("data/python_stdlib", "folder of token shards that a recipe prepared")
-    updates: int = setting(2000, "updates of AdamW; Muon has at most half of them")
+    corpora: list[str] = setting(
+        ["data/python_stdlib", "data/shakespeare_char"], "folders of token shards"
+    )
+    tokens: int = setting(2000 * 12 * LENGTH, "training tokens of nanoGPT's settings")
+    trials: int = setting(20, "settings that each optimizer may try on each corpus")
+    seeds: int = setting(5, "runs at each of the settings found, with seeds 1, 2, …")
+    processes: int = setting(os.cpu_count() or 1, "runs at a time, each on one thread")
     results: str = setting(str(RESULTS), "folder of the results")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The settings of one run."""
-
-    size: str
-    optimizer: str
-    rate: float
-    updates: int
-    schedule: str = "linear"
-    sequences: int = 12
-    min_ratio: float = 0.0
-    beta2: float = 0.95
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A run, and its validation loss in nats per token."""
-
-    trial: Trial
-    loss: float
-
-
 class Runs:
-    """The runs on one corpus. Earlier runs are read from the results; new ones are added to them."""
+    """The runs in a CSV file: trial -> loss. `workers` train new ones, which are added."""
 
-    def __init__(self, config: Study):
-        self.config = config
-        self.name = f"token_value-{Path(config.corpus).name}"
-        found = read_result(self.name, this_device().type, config.results) or {"runs": []}
-        outcomes = [Outcome(Trial(**run["trial"]), run["loss"]) for run in found["runs"]]
-        self.done = {outcome.trial: outcome for outcome in outcomes}
+    def __init__(self, path: Path, workers: Executor):
+        self.path, self.workers, self.lock = path, workers, threading.Lock()
+        self.losses: dict[Trial, float] = {}
+        if path.exists():
+            with open(path, newline="", encoding="utf-8") as file:
+                self.losses = {as_trial(row): float(row["loss"]) for row in csv.DictReader(file)}
 
-    def run(self, trial: Trial) -> Outcome:
-        """Returns the outcome of `trial`; trains it unless the results contain it."""
-        if trial not in self.done:
-            self.done[trial] = train(self.config.corpus, trial)
-            print(*asdict(self.done[trial]).values(), flush=True)
-            self.write()
-        return self.done[trial]
+    def run(self, trials: Iterable[Trial]) -> list[float]:
+        """Returns the losses of `trials`; trains those that the file does not contain."""
+        trials = list(trials)
+        missing = [trial for trial in dict.fromkeys(trials) if trial not in self.losses]
+        waiting = {self.workers.submit(train, trial): trial for trial in missing}
+        for done in as_completed(waiting):
+            with self.lock:
+                self.add(waiting[done], done.result())
+        return [self.losses[trial] for trial in trials]
 
-    def loss(self, trial: Trial) -> float:
-        """Returns the validation loss of `trial` in nats per token."""
-        return self.run(trial).loss
+    def add(self, trial: Trial, loss: float) -> None:
+        """Appends a run to the file."""
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*(f.name for f in fields(Trial)), "loss"])
+            if new:
+                writer.writeheader()
+            writer.writerow(asdict(trial) | {"loss": loss})
+        self.losses[trial] = loss
+        print(f"{loss:.4f} {trial}", flush=True)
 
-    def write(self, **figures: object) -> None:
-        """Writes all runs so far, and further `figures`."""
-        runs = [asdict(outcome) for outcome in self.done.values()]
-        write_result(self.name, {"length": LENGTH, "runs": runs, **figures}, self.config.results)
+
+def as_trial(row: dict[str, str]) -> Trial:
+    """Returns the trial of a row of the CSV file."""
+    kinds = {str: str, int: int, float: float, bool: lambda text: text == "True"}
+    return Trial(**{f.name: kinds[f.type](row[f.name]) for f in fields(Trial)})
+
+
+class Descent:
+    """Coordinate descent over `axes`: walks along one setting at a time, as long as the loss falls.
+
+    The first pass takes two steps of a long axis at once, later ones single steps. It ends after `budget` settings, or
+    when a pass of single steps changes nothing.
+    """
+
+    def __init__(self, runs: Runs, best: Trial, axes: dict[str, list], budget: int):
+        self.runs, self.best, self.axes, self.budget = runs, best, axes, budget
+        [loss] = runs.run([best])
+        self.losses = {best: loss}
+
+    def run(self) -> Trial:
+        """Returns the best trial."""
+        stride = 2
+        while len(self.losses) < self.budget:
+            before = self.best
+            for name, values in self.axes.items():
+                self.walk(name, values, stride if len(values) > LONG_AXIS else 1)
+            if stride == 1 and self.best == before:
+                break
+            stride = 1
+        return self.best
+
+    def walk(self, name: str, values: Sequence, stride: int) -> None:
+        """Tries the neighbours of the current value, then continues in the direction that lowers the loss."""
+        steps = (-stride, stride)
+        while steps:
+            at = values.index(getattr(self.best, name))
+            near = {s: values[at + s] for s in steps if 0 <= at + s < len(values)}
+            found = {s: changed(self.best, name, value) for s, value in near.items()}
+            found = {s: trial for s, trial in found.items() if trial not in self.losses}
+            found = dict(list(found.items())[: self.budget - len(self.losses)])
+            losses = dict(zip(found, self.runs.run(found.values()), strict=True))
+            self.losses |= {found[s]: loss for s, loss in losses.items()}
+            steps = ()
+            if losses and min(losses.values()) < self.losses[self.best]:
+                step = min(losses, key=losses.get)
+                self.best, steps = found[step], (step,)
+
+
+def changed(trial: Trial, name: str, value: object) -> Trial:
+    """Returns `trial` with another setting. The learning rate follows the square root of the batch size."""
+    other = replace(trial, **{name: value})
+    if name != "sequences":
+        return other
+    return replace(other, rate=nearest(trial.rate * math.sqrt(value / trial.sequences)))
+
+
+def nearest(rate: float) -> float:
+    """Returns the nearest of `RATES`."""
+    return min(RATES, key=lambda other: abs(math.log(other / rate)))
+
+
+def start(optimizer: str, corpus: str, tokens: int) -> Trial:
+    """Returns the settings at which the screening of an optimizer begins."""
+    rate, share = {"adamw": (5.7e-3, ADAMW_SHARE), "muon": (1.1e-2, MUON_SHARES[-1])}[optimizer]
+    return Trial(corpus, SMALL, optimizer, int(share * tokens), nearest(rate))
+
+
+def screen(runs: Runs, config: Study) -> dict[tuple[str, str], Trial]:
+    """Tunes each optimizer on each corpus at the smaller size: (corpus, optimizer) -> the best trial."""
+    kinds = [(corpus, optimizer) for corpus in config.corpora for optimizer in AXES]
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        found = threads.map(
+            lambda kind: Descent(
+                runs, start(kind[1], kind[0], config.tokens), AXES[kind[1]], config.trials
+            ).run(),
+            kinds,
+        )
+        return dict(zip(kinds, found, strict=True))
+
+
+def best_rate(runs: Runs, trial: Trial) -> Trial:
+    """Returns `trial` with the best learning rate, to a factor of two."""
+    descent = Descent(runs, trial, {}, len(RATES))
+    descent.walk("rate", RATES, 2)
+    return descent.best
+
+
+def nanogpt(corpus: str, size: str, tokens: int) -> Trial:
+    """Returns nanoGPT's settings for a CPU (its README, "i only have a macbook")."""
+    return Trial(corpus, size, "adamw", tokens, 1e-3, schedule="cosine", min_ratio=0.1, beta2=0.99)
+
+
+def contestants(
+    runs: Runs, config: Study, found: dict[tuple[str, str], Trial]
+) -> Iterator[tuple[str, Trial]]:
+    """Yields the name and the settings, with seed 0, of each contestant of the finals in each case."""
+    larger = [replace(trial, size=LARGE) for trial in found.values()]
+    with ThreadPoolExecutor(len(larger)) as threads:
+        larger = list(threads.map(lambda trial: best_rate(runs, trial), larger))
+    for size in (SMALL, LARGE):
+        for corpus in config.corpora:
+            yield "nanoGPT", nanogpt(corpus, size, config.tokens)
+    for trial in (*found.values(), *larger):
+        if trial.optimizer == "adamw":
+            yield "AdamW", trial
+            continue
+        for share in MUON_SHARES:
+            yield "Muon", replace(trial, tokens=int(share * config.tokens))
+
+
+def levers(runs: Runs, trial: Trial) -> Iterator[tuple[str, Trial]]:
+    """Yields the name of each of `LEVERS`, and `trial` with another value of it.
+
+    It is the value at the start of the screening if the screening changed it. Otherwise it is the best of the other
+    values that were tried, or the next one on the axis.
+    """
+    first = start(trial.optimizer, trial.corpus, trial.tokens)
+    for name in sorted(LEVERS):
+        value = getattr(first, name)
+        if value == getattr(trial, name):
+            axis = AXES[trial.optimizer][name]
+            tried = {axis[(axis.index(value) + 1) % len(axis)]: math.inf}
+            for other, loss in runs.losses.items():
+                kind = other.corpus, other.size, other.optimizer, other.seed
+                if kind == (trial.corpus, trial.size, trial.optimizer, 0):
+                    found = getattr(other, name)
+                    tried[found] = min(loss, tried.get(found, math.inf))
+            del tried[value]
+            value = min(tried, key=tried.get)
+        yield name, changed(trial, name, value)
+
+
+def widths(config: Study, found: dict[tuple[str, str], Trial]) -> Iterator[Trial]:
+    """Yields the trials that show the best learning rate at each of `WIDTHS`, on the last corpus."""
+    for optimizer in AXES:
+        best = changed(found[config.corpora[-1], optimizer], "sequences", 12)
+        at = RATES.index(best.rate)
+        for size in WIDTHS:
+            for rate in RATES[max(at - 4, 0) : at + 5 : 2]:
+                yield replace(best, size=size, rate=rate, tokens=int(WIDTHS_SHARE * config.tokens))
+
+
+def study(config: Study, runs: Runs) -> dict:
+    """Trains what the study needs; returns its figures."""
+
+    def with_seeds(*trials: Trial) -> list[Trial]:
+        """Returns `trials` with each seed, all trials of one seed first."""
+        seeds = range(1, config.seeds + 1)
+        return [replace(trial, seed=seed) for seed in seeds for trial in trials]
+
+    found = screen(runs, config)
+    finals = list(contestants(runs, config, found))
+    runs.run(with_seeds(*(trial for _, trial in finals)))
+    bases = [
+        trial
+        for _, trial in finals
+        if (trial.optimizer, trial.size) == ("muon", SMALL)
+        and trial.tokens == int(LEVER_SHARE * config.tokens)
+    ]
+    by_width = list(widths(config, found))
+    runs.run(by_width)
+    changes = [(base, name, other) for base in bases for name, other in levers(runs, base)]
+    runs.run(with_seeds(*(other for *_, other in changes)))
+    return {
+        "trials": config.trials,
+        "finals": [
+            {"name": name, "trial": asdict(trial), "losses": runs.run(with_seeds(trial))}
+            for name, trial in finals
+        ],
+        "levers": [
+            {
+                "corpus": base.corpus,
+                "name": name,
+                "found": getattr(base, name),
+                "other": getattr(other, name),
+                "found_losses": runs.run(with_seeds(base)),
+                "other_losses": runs.run(with_seeds(other)),
+            }
+            for base, name, other in changes
+        ],
+        "widths": [
+            {"optimizer": t.optimizer, "size": t.size, "rate": t.rate, "loss": runs.losses[t]}
+            for t in by_width
+        ],
+    }
 
 
 def main() -> None:
     config = parse_config(Study)
-    runs = Runs(config)
-    for size in SIZES:
-        runs.run(nanogpt(size, config.updates))
-        for optimizer, updates in (("adamw", config.updates), ("muon", config.updates // 2)):
-            best = search(runs, size, optimizer, updates)
-        best = min((best, *other_batches(best)), key=runs.loss)
-        for trial in fewer_tokens(best):
-            runs.run(trial)
-    runs.write(updates=update_times(config.corpus, list(runs.done)))
-
-
-def nanogpt(size: str, updates: int) -> Trial:
-    """Returns nanoGPT's settings for a CPU."""
-    return Trial(size, "adamw", 1e-3, updates, "cosine", min_ratio=0.1, beta2=0.99)
-
-
-def search(runs: Runs, size: str, optimizer: str, updates: int) -> Trial:
-    """Returns the best learning rate with a linear schedule, and the best schedule at that rate."""
-    best = Trial(size, optimizer, FIRST_RATE[optimizer], updates)
-    for factor in (2, 0.5):
-        while runs.loss(other := replace(best, rate=best.rate * factor)) < runs.loss(best):
-            best = other
-    return min(
-        (replace(best, schedule=name) for name in ("linear", "cosine", "wsd")), key=runs.loss
-    )
-
-
-def other_batches(trial: Trial) -> Iterator[Trial]:
-    """Yields half and twice the batch size with the same tokens; the rate scales with its square root."""
-    for factor in (0.5, 2):
-        yield replace(
-            trial,
-            sequences=int(trial.sequences * factor),
-            updates=int(trial.updates / factor),
-            rate=trial.rate * factor**0.5,
-        )
-
-
-def fewer_tokens(trial: Trial) -> Iterator[Trial]:
-    """Yields `trial` with two thirds and a half of its tokens: a third and a quarter of AdamW's."""
-    return (replace(trial, updates=2 * trial.updates // part) for part in (3, 4))
-
-
-class Training:
-    """A new model, trained with the settings of `trial`; each call makes one update."""
-
-    def __init__(self, corpus: str, trial: Trial):
-        self.trial, device = trial, this_device()
-        torch.manual_seed(0)
-        n_layer, n_head, n_embd = SIZES[trial.size]
-        vocab_size = read_manifest(corpus)["tokenizer"]["vocab_size"]
-        self.model = GPT(GPTConfig(vocab_size, LENGTH, n_layer, n_head, n_embd)).to(device)
-        betas = (0.9, trial.beta2)
-        self.optimizer = build_optimizer(self.model, trial.optimizer, lr=trial.rate, betas=betas)
-        self.loader = TrainLoader(
-            open_split(corpus, "train"),
-            sequence_length=LENGTH,
-            micro_batch_size=trial.sequences,
-            seed=0,
-            device=device,
-        )
-
-    def __call__(self, step: int) -> None:
-        """Makes update `step`; the first update is 0."""
-        trial = self.trial
-        lr = learning_rate(
-            step,
-            peak=trial.rate,
-            schedule=trial.schedule,
-            warmup_steps=int(WARMUP * trial.updates),
-            max_steps=trial.updates,
-            min_ratio=trial.min_ratio,
-        )
-        set_learning_rate(self.optimizer, lr)
-        for input_ids, targets in self.loader.update(step * trial.sequences, trial.sequences):
-            self.model(input_ids, targets).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def train(corpus: str, trial: Trial) -> Outcome:
-    """Trains a new model with the settings of `trial`."""
-    training = Training(corpus, trial)
-    for step in range(trial.updates):
-        training(step)
-    windows = EvalLoader(
-        open_split(corpus, "val"),
-        sequence_length=LENGTH,
-        batch_size=64,
-        max_tokens=2**17,
-        device=this_device(),
-    )
-    return Outcome(trial, evaluate(training.model, windows))
-
-
-def update_times(corpus: str, trials: list[Trial]) -> list[dict]:
-    """Measures the milliseconds of an update for each size, optimizer and batch size in `trials`."""
-    kinds = {(trial.size, trial.optimizer, trial.sequences): trial for trial in trials}
-    trainings = [Training(corpus, trial) for trial in kinds.values()]
-    milliseconds: list[list[float]] = [[] for _ in trainings]
-    for step in range(WARM_UP + TIMED):
-        for training, found in zip(trainings, milliseconds, strict=True):
-            begun = time.perf_counter()
-            training(step)
-            synchronize(this_device())
-            found.append((time.perf_counter() - begun) * 1000)
-    return [
-        {"size": size, "optimizer": optimizer, "sequences": sequences}
-        | {"milliseconds": summary(found[WARM_UP:])}
-        for (size, optimizer, sequences), found in zip(kinds, milliseconds, strict=True)
-    ]
-
-
-@torch.no_grad()
-def evaluate(model: GPT, loader: EvalLoader) -> float:
-    """Returns the mean loss on the windows of `loader`, in nats per token."""
-    nats = count = 0.0
-    for input_ids, targets in loader:
-        nats += float(model(input_ids, targets, reduction="none").sum())
-        count += int((targets != -100).sum())
-    return nats / count
+    path = Path(config.results) / "cpu" / "token_value.csv"
+    with ProcessPoolExecutor(config.processes, get_context("spawn")) as workers:
+        figures = study(config, Runs(path, workers))
+    draw_widths(figures, path.with_name("learning_rates.png"))
+    write_result("token_value", figures, config.results)
 
 
 if __name__ == "__main__":

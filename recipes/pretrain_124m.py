@@ -15,6 +15,11 @@ the peak of eight A100s. `--dry_run` computes that for any launch config and GPU
 
     python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml --device A100
 
+With Muon instead of AdamW, settings found at smaller sizes and extrapolated:
+
+    accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py \\
+        --config recipes/pretrain_124m_muon.yaml
+
 nanoGPT's settings for OpenWebText (`bias=False`, 600,000 updates of 491,520 tokens; 2.85 reported):
 
     python recipes/prepare_data.py openwebtext --data_dir data/openwebtext

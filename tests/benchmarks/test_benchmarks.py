@@ -4,9 +4,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from launching import ROOT, python
+
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
 
 CONTESTANTS = {"gpt2_accel", "HF Trainer", "plain loop", "bare loop"}
 MACHINE = {"type": "cpu", "device": "a CPU", "threads": 2, "torch": "2", "date": "2026-01-01"}
@@ -19,7 +24,14 @@ def benchmark(name, *args):
 def page(folder):
     """Writes a page with outdated text between the markers."""
     path = folder / "performance.md"
-    marks = ("bench", "bench tokens", "bench generation", "bench ladder", "bench gpu")
+    marks = (
+        "bench",
+        "bench tokens",
+        "bench architectures",
+        "bench generation",
+        "bench ladder",
+        "bench gpu",
+    )
     path.write_text(
         "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
     )
@@ -139,64 +151,150 @@ def test_the_page_has_the_tables_of_the_results_that_are_there(tmp_path):
     assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes()
 
 
-def trial(optimizer, updates, loss, rate=4e-3, **others):
-    own = {"size": "4 layers of 128", "optimizer": optimizer, "rate": rate, "updates": updates}
-    common = {"schedule": "linear", "sequences": 12, "min_ratio": 0.0, "beta2": 0.95}
-    return {"trial": common | own | others, "loss": loss}
+def final(name, tokens, losses, size="4 layers of 128", **others):
+    trial = {"corpus": "data/shakespeare_char", "size": size, "tokens": tokens, "rate": 4e-3}
+    trial |= {"sequences": 12, "schedule": "linear", "min_ratio": 0.0, "warmup": 0.05}
+    trial |= {"weight_decay": 0.1, "beta2": 0.95, "embedding_rate": 1.0, "vector_rate": 1.0}
+    trial |= {"cautious": False, "momentum": 0.95, "momentum_warmup": 0.0, "average": 0.0}
+    return {"name": name, "trial": trial | others, "losses": losses}
 
 
-def test_token_table_has_best_learning_rates_and_muons_share(tmp_path):
-    runs = [
-        trial("adamw", 2000, 1.9, 1e-3, schedule="cosine", min_ratio=0.1),
-        trial("adamw", 2000, 1.8, 2e-3),
-        trial("adamw", 2000, 1.7),
-        trial("muon", 1000, 1.6),
-        trial("muon", 500, 1.85),
-        trial("muon", 400, 1.95),
-    ]
-    kinds = [(name, 12, milliseconds) for name, milliseconds in (("adamw", 10.0), ("muon", 20.0))]
-    updates = [
-        {"size": "4 layers of 128", "optimizer": name, "sequences": sequences}
-        | {"milliseconds": spread(milliseconds)}
-        for name, sequences, milliseconds in kinds
-    ]
-    study = {"length": 64, "runs": runs, "updates": updates}
-    write(tmp_path, "token_value-shakespeare_char", study)
-    write(tmp_path, "token_value-unfinished", {"length": 64, "runs": runs})
+def test_token_table_has_intervals_and_muons_share(tmp_path):
+    lever = {"corpus": "data/python_stdlib", "name": "cautious", "found": False, "other": True}
+    width = {"optimizer": "muon", "size": "2 layers of 64"}
+    study = {
+        "trials": 4,
+        "finals": [
+            final("nanoGPT", 1_600_000, [1.8, 1.9], schedule="cosine", min_ratio=0.1),
+            final("AdamW", 800_000, [1.7, 1.8]),
+            final("Muon", 400_000, [1.8, 1.9], embedding_rate=2.0),
+            final("Muon", 600_000, [1.6, 1.7], embedding_rate=2.0),
+        ],
+        "levers": [lever | {"found_losses": [1.0, 2.0], "other_losses": [1.1, 2.1]}],
+        "widths": [width | {"rate": rate, "loss": rate * 100} for rate in (0.01, 0.02)],
+    }
+    write(tmp_path, "token_value", study)
     path = page(tmp_path)
     done = benchmark("table", "--results", tmp_path, "--page", path)
     assert done.returncode == 0, done.stderr
     text = path.read_text()
-    assert "| ≤ 50% | 25%, in 50% of their time | yes |" in text
-    assert "| AdamW | linear | 12 | 1.54M | 1.700 at 0.004 |" in text
-    assert "| AdamW | cosine to a tenth | 12 | 1.54M | 1.900 at 0.001 |" in text
-    assert "| Muon | linear | 12 | 0.38M | 1.850 at 0.004 |" in text
-    assert "unfinished" not in text
-    write(tmp_path, "token_value-shakespeare_char", study | {"runs": [*runs[:3], runs[-1]]})
-    benchmark("table", "--results", tmp_path, "--page", path)
-    assert "not reached: tiny Shakespeare, 4 layers of 128 | no |" in path.read_text()
+    # Halfway between the losses at 0.4M and 0.6M tokens: 0.49M, the geometric mean, is 61% of 0.8M.
+    assert "| ≤ 36% | 25% ± 0% of its tokens | yes |" in text
+    assert "| ≤ 75% | 61% ± 0% of its tokens | yes |" in text
+    title = "tiny Shakespeare, 4 layers of 128"
+    assert f"| {title} | nanoGPT | 1.60M | 1.850 ± 0.635 | 0.004, cosine to a tenth, " in text
+    assert "embedding rate 2 |" in text
+    assert "| cautious | Python's library | no | yes | +0.100 ± 0.000 |" in text
+    assert "| Muon | 2 layers of 64 | **1.000** | 2.000 |" in text
 
 
-def test_token_study_skips_finished_runs(data_dir, tmp_path, monkeypatch, capsys):
+def test_token_study_skips_finished_runs(data_dir, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import token_table
+    import token_training
+    import token_value
+
+    sizes = {name: (1, 1, 8) for name in token_training.SIZES}
+    monkeypatch.setattr(token_training, "SIZES", sizes)
+    monkeypatch.setattr(token_training, "LENGTH", 16)
+    monkeypatch.setattr(token_training, "EVAL_TOKENS", 64)
+    config = token_value.Study(corpora=[str(data_dir)], tokens=4 * 12 * 16, trials=4, seeds=2)
+    path = tmp_path / "token_value.csv"
+
+    def study():
+        with ThreadPoolExecutor(1) as workers:
+            runs = token_value.Runs(path, workers)
+            return runs, token_value.study(config, runs)
+
+    first, figures = study()
+    names = [entry["name"] for entry in figures["finals"]]
+    assert sorted(names) == ["AdamW"] * 2 + ["Muon"] * 4 + ["nanoGPT"] * 2
+    assert {len(entry["losses"]) for entry in figures["finals"]} == {2}
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + len(first.losses)
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    _, again = study()
+    assert again == figures
+    token_table.draw_widths(figures, tmp_path / "learning_rates.png")
+    assert (tmp_path / "learning_rates.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.read_text().splitlines()) == sorted(lines)
+
+
+def test_architecture_study_has_all_models_at_equal_tokens_and_time(
+    data_dir, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import architectures
+    import token_table
+    import token_training
+    import token_value
+
+    monkeypatch.setattr(token_training, "SIZES", {token_value.SMALL: (1, 2, 16)})
+    monkeypatch.setattr(token_training, "LENGTH", 16)
+    monkeypatch.setattr(token_training, "EVAL_TOKENS", 64)
+    monkeypatch.setattr(architectures, "TIMED", 2)
+    base = token_value.start("muon", str(data_dir), 8 * 12 * 16)
+    with ThreadPoolExecutor(1) as workers:
+        runs = token_value.Runs(tmp_path / "architectures.csv", workers)
+        entries = architectures.study(architectures.Study(seeds=2), runs, [base])
+    assert [entry["trial"]["model"] for entry in entries] == list(token_training.MODELS)
+    assert entries[0]["losses"] == entries[0]["losses_in_time"]
+    rows = token_table.architecture_rows({"entries": entries})
+    assert [row[1] for row in rows] == list(token_training.MODELS)
+    assert rows[0][4] == rows[0][7] and rows[0][5] == ""
+
+
+def test_coordinate_descent_finds_the_best_settings_within_its_trials(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import token_value
 
-    monkeypatch.setattr(token_value, "SIZES", {"tiny": (1, 2, 16)})
-    monkeypatch.setattr(token_value, "TIMED", 2)
-    monkeypatch.setattr(token_value, "LENGTH", 16)
-    flags = ["--corpus", str(data_dir), "--updates", "8", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["token_value.py", *flags])
-    token_value.main()
-    [path] = tmp_path.rglob("token_value-*.json")
-    found = json.loads(path.read_text())
-    assert {run["trial"]["optimizer"] for run in found["runs"]} == {"adamw", "muon"}
-    assert {run["trial"]["schedule"] for run in found["runs"]} == {"linear", "cosine", "wsd"}
-    assert {update["sequences"] for update in found["updates"]} == {6, 12, 24}
-    path.write_text(json.dumps(found | {"runs": found["runs"][:-1]}))
-    capsys.readouterr()
-    token_value.main()
-    assert capsys.readouterr().out.count("wrote") == 2  # the missing run, and the times
-    assert json.loads(path.read_text())["runs"] == found["runs"]
+    class Runs:
+        def run(self, trials):
+            return [abs(t.rate - 8e-3) + abs(t.beta2 - 0.98) for t in trials]
+
+    first = token_value.start("adamw", "a corpus", 100_000)
+    axes = {name: token_value.AXES["adamw"][name] for name in ("rate", "beta2")}
+    descent = token_value.Descent(Runs(), first, axes, 30)
+    best = descent.run()
+    assert (best.rate, best.beta2) == (8e-3, 0.98)
+    few = token_value.Descent(Runs(), first, axes, 3)
+    few.run()
+    assert len(few.losses) == 3
+
+
+def renamed(weights, names):
+    """Renames the tensors of a state dict; each name's parts that are in `names` are replaced."""
+    for old, new in names.items():
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def test_the_models_between_are_gpt2_at_one_end_and_qwen3_at_the_other(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from between import CHANGES, ROPE_THETA, Between, BetweenConfig
+
+    shape = 256, 32, 2, 2, 48
+    last = BetweenConfig(*shape, len(CHANGES))
+    gpt2 = GPT(GPTConfig(*shape))
+    qwen3 = Qwen3(Qwen3Config(256, 32, 2, 2, 2, 24, 48, last.n_inner, rope_theta=ROPE_THETA))
+    names = {"attn.c_": "c_", "mlp.c_fc": "up", "mlp.c_proj": "down"}
+    others = {"embed_tokens": "wte", "layers": "h", "post_attention_layernorm": "ln_2"}
+    others |= {"input_layernorm": "ln_1", "self_attn.o_proj": "c_proj", "self_attn.": ""}
+    others |= {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
+    input_ids, targets = torch.randint(256, (2, 2, 32))
+    for reference, config, mapping in ((gpt2, BetweenConfig(*shape), names), (qwen3, last, others)):
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        weights = renamed(reference.state_dict(), mapping)
+        if reference is qwen3:
+            weights["ln_f.weight"] = weights.pop("norm.weight")
+            for i in range(2):
+                parts = [weights.pop(f"h.{i}.{part}_proj.weight") for part in "qkv"]
+                weights[f"h.{i}.c_attn.weight"] = torch.cat(parts)
+        model = Between(config)
+        model.load_state_dict(weights)
+        torch.testing.assert_close(model(input_ids, targets), reference(input_ids, targets))
 
 
 def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from conftest import (
 from launching import ROOT, launch, launched, python
 from transformers import AutoModelForCausalLM, pipeline
 
+from gpt2_accel.config import parse_config
 from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.files import read_json_lines
@@ -184,6 +185,16 @@ def test_nanogpts_settings_are_read(data_dir, tmp_path):
     )
     assert "600,000 updates, 294,912,000,000 tokens" in done.stdout
     assert "124,337,664 parameters" in done.stdout  # without biases
+
+
+def test_the_settings_of_muon_change_only_the_optimizer():
+    config_class = load_recipe("pretrain_124m").Pretrain124M
+    path = ROOT / "recipes/pretrain_124m_muon.yaml"
+    found = asdict(parse_config(config_class, ["--config", str(path)]))
+    default = asdict(config_class())
+    changed = {name for name, value in found.items() if value != default[name]}
+    assert changed == {"optimizer", "output_dir", "learning_rate", "lr_schedule", "min_lr_ratio"}
+    assert found["optimizer"] == "muon"
 
 
 def test_the_cluster_scripts_parse():
