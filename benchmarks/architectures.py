@@ -1,4 +1,4 @@
-"""What Qwen3's architecture buys beside GPT-2's, and which of its changes does it.
+"""Qwen3's architecture beside GPT-2's: the loss after each of the changes between them.
 
     python benchmarks/architectures.py
 
@@ -7,7 +7,7 @@ GPT-2, GPT-2 with one more of Qwen3's changes at a time (`between.py`), and Qwen
 MLP of three times the width. All have as many parameters, to 2%, and so as many FLOPs for each token. For each model and
 corpus:
 
-1. the peak learning rate, to a factor of two, with seed 0;
+1. the peak learning rate, to a factor of two, with seed 0; the other settings are those that were tuned for GPT-2;
 2. `--seeds` other seeds at that rate;
 3. the milliseconds of an update, all models in turns, and the same seeds with the tokens that a model trains on in the
    time of GPT-2, to 5%.
@@ -18,19 +18,19 @@ The runs are in `architectures.csv` in the results. Runs that it contains are sk
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import torch
 from results import RESULTS, read_result, write_result
 from token_training import MODELS, Training, Trial
-from token_value import SMALL, Runs, best_rate
+from token_value import SMALL, Runs, best_rate, worker_processes
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
+from gpt2_accel.kernels.cpu import tune_memory
 
 WARM_UP, TIMED = 5, 40  # updates before and during timing
 
@@ -60,6 +60,7 @@ def settings_found(folder: str) -> list[Trial]:
 def milliseconds(trials: Sequence[Trial]) -> list[float]:
     """Measures the median milliseconds of an update of each trial, in turns, on one thread."""
     torch.set_num_threads(1)
+    tune_memory()
     trainings = [Training(trial) for trial in trials]
     times: list[list[float]] = [[] for _ in trainings]
     for step in range(WARM_UP + TIMED):
@@ -80,7 +81,7 @@ def study(config: Study, runs: Runs, bases: Sequence[Trial]) -> list[dict]:
             tuned = list(threads.map(lambda trial: best_rate(runs, trial), kinds))
         times = milliseconds(tuned)
         for trial, own in zip(tuned, times, strict=True):
-            # To 5%, so that a study that is started again finds its runs.
+            # To 5%, so that most runs are found again if the study is started again and times differ.
             timed = replace(trial, tokens=int(round(20 * times[0] / own) / 20 * trial.tokens))
             runs.run(replace(t, seed=seed) for seed in seeds for t in (trial, timed))
             entries.append(
@@ -99,7 +100,7 @@ def study(config: Study, runs: Runs, bases: Sequence[Trial]) -> list[dict]:
 def main() -> None:
     config = parse_config(Study)
     path = Path(config.results) / "cpu" / "architectures.csv"
-    with ProcessPoolExecutor(config.processes, get_context("spawn")) as workers:
+    with worker_processes(config.processes) as workers:
         entries = study(config, Runs(path, workers), settings_found(config.results))
     write_result("architectures", {"entries": entries}, config.results)
 

@@ -9,12 +9,8 @@ from gpt2_accel.report.figures import COLOURS, INK, new_figure, set_title
 
 CORPORA = {"python_stdlib": "Python's library", "shakespeare_char": "tiny Shakespeare"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
-T95 = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-}  # 97.5% quantiles of Student's t, by the number of runs
+# 97.5% quantiles of Student's t, by the number of runs
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 Row = tuple[str, ...]
 
 
@@ -94,24 +90,22 @@ def text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def share_text(contestants: dict[str, list[dict]], baseline: str) -> str:
+    """Formats `token_share`; a share outside of Muon's two numbers of tokens is not extrapolated."""
+    share, half = token_share(contestants, baseline)
+    base = contestants[baseline][0]["trial"]["tokens"]
+    least, most = (entry["trial"]["tokens"] / base for entry in contestants["Muon"])
+    if share < least:
+        return f"< {least:.0%}"
+    return f"> {most:.0%}" if share > most else f"{share:.1%} ± {half:.1%}"
+
+
 def share_rows(result: dict) -> list[Row]:
-    """Returns the rows of the shares of tokens: case, share of nanoGPT's, share of AdamW's. A share outside of Muon's
-    two numbers of tokens is not extrapolated."""
-    rows = []
-    for title, found in cases(result).items():
-        cells = []
-        for name in ("nanoGPT", "AdamW"):
-            mean_share, half = token_share(found, name)
-            base = found[name][0]["trial"]["tokens"]
-            least, most = (entry["trial"]["tokens"] / base for entry in found["Muon"])
-            if mean_share < least:
-                cells.append(f"< {least:.0%}")
-            elif mean_share > most:
-                cells.append(f"> {most:.0%}")
-            else:
-                cells.append(f"{mean_share:.1%} ± {half:.1%}")
-        rows.append((title, *cells))
-    return rows
+    """Returns the rows of the shares of tokens: case, share of nanoGPT's, share of AdamW's."""
+    return [
+        (title, *(share_text(found, name) for name in ("nanoGPT", "AdamW")))
+        for title, found in cases(result).items()
+    ]
 
 
 def lever_rows(result: dict) -> list[Row]:

@@ -5,6 +5,7 @@ weights. `token_value.py` finds out which of them deserve a place in the package
 """
 
 import contextlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -188,10 +189,11 @@ def products() -> contextlib.AbstractContextManager:
 
 
 def train(trial: Trial) -> float:
-    """Trains a new model on one thread; returns its loss."""
+    """Trains a new model on one thread; returns its loss, infinite if the run diverged."""
     torch.set_num_threads(1)
     tune_memory()
     training = Training(trial)
     for step in range(trial.updates):
         training(step)
-    return training.loss()
+    loss = training.loss()
+    return loss if math.isfinite(loss) else math.inf

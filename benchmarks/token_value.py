@@ -1,4 +1,4 @@
-"""What each token buys: AdamW and Muon, both tuned with the same number of trials, on two corpora and two model sizes.
+"""Token efficiency of AdamW and Muon, tuned with equal budgets of trials, on two corpora and at two model sizes.
 
     python benchmarks/token_value.py --corpora data/python_stdlib data/shakespeare_char
 
@@ -33,11 +33,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from results import RESULTS, write_result
-from token_table import draw_widths
+from token_table import T95, draw_widths
 from token_training import LENGTH, Trial, train
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
+from gpt2_accel.data.tokenizing import end_with_parent
 
 SMALL, LARGE = "2 layers of 64", "4 layers of 128"
 WIDTHS = (SMALL, "2 layers of 128", "2 layers of 256")
@@ -81,6 +82,13 @@ class Study:
     seeds: int = setting(5, "runs at each of the settings found, with seeds 1, 2, …")
     processes: int = setting(os.cpu_count() or 1, "runs at a time, each on one thread")
     results: str = setting(str(RESULTS), "folder of the results")
+
+    def __post_init__(self) -> None:
+        self.corpora = [str(Path(corpus)) for corpus in self.corpora]
+        if self.seeds not in T95:
+            raise ValueError(
+                f"--seeds must be from {min(T95)} to {max(T95)} for an interval, got {self.seeds}"
+            )
 
 
 class Runs:
@@ -182,17 +190,18 @@ def start(optimizer: str, corpus: str, tokens: int) -> Trial:
     return Trial(corpus, SMALL, optimizer, int(share * tokens), nearest(rate))
 
 
-def screen(runs: Runs, config: Study) -> dict[tuple[str, str], Trial]:
-    """Tunes each optimizer on each corpus at the smaller size: (corpus, optimizer) -> the best trial."""
+def screen(runs: Runs, config: Study) -> list[Descent]:
+    """Tunes each optimizer on each corpus at the smaller size."""
+
+    def descend(corpus: str, optimizer: str) -> Descent:
+        first = start(optimizer, corpus, config.tokens)
+        descent = Descent(runs, first, AXES[optimizer], config.trials)
+        descent.run()
+        return descent
+
     kinds = [(corpus, optimizer) for corpus in config.corpora for optimizer in AXES]
     with ThreadPoolExecutor(len(kinds)) as threads:
-        found = threads.map(
-            lambda kind: Descent(
-                runs, start(kind[1], kind[0], config.tokens), AXES[kind[1]], config.trials
-            ).run(),
-            kinds,
-        )
-        return dict(zip(kinds, found, strict=True))
+        return list(threads.map(descend, *zip(*kinds, strict=True)))
 
 
 def best_rate(runs: Runs, trial: Trial) -> Trial:
@@ -207,17 +216,15 @@ def nanogpt(corpus: str, size: str, tokens: int) -> Trial:
     return Trial(corpus, size, "adamw", tokens, 1e-3, schedule="cosine", min_ratio=0.1, beta2=0.99)
 
 
-def contestants(
-    runs: Runs, config: Study, found: dict[tuple[str, str], Trial]
-) -> Iterator[tuple[str, Trial]]:
+def contestants(runs: Runs, config: Study, found: Sequence[Trial]) -> Iterator[tuple[str, Trial]]:
     """Yields the name and the settings, with seed 0, of each contestant of the finals in each case."""
-    larger = [replace(trial, size=LARGE) for trial in found.values()]
+    larger = [replace(trial, size=LARGE) for trial in found]
     with ThreadPoolExecutor(len(larger)) as threads:
         larger = list(threads.map(lambda trial: best_rate(runs, trial), larger))
     for size in (SMALL, LARGE):
         for corpus in config.corpora:
             yield "nanoGPT", nanogpt(corpus, size, config.tokens)
-    for trial in (*found.values(), *larger):
+    for trial in (*found, *larger):
         if trial.optimizer == "adamw":
             yield "AdamW", trial
             continue
@@ -225,36 +232,41 @@ def contestants(
             yield "Muon", replace(trial, tokens=int(share * config.tokens))
 
 
-def levers(runs: Runs, trial: Trial) -> Iterator[tuple[str, Trial]]:
+def levers(tried: Iterable[Trial], trial: Trial) -> Iterator[tuple[str, Trial]]:
     """Yields the name of each of `LEVERS`, and `trial` with another value of it.
 
-    It is the value at the start of the screening if the screening changed it. Otherwise it is the best of the other
-    values that were tried, or the next one on the axis.
+    It is the value at the start of the screening if the screening changed it. Otherwise it is the first other value of
+    `tried`, the trials of the screening from the best on, or the next one on the axis.
     """
     first = start(trial.optimizer, trial.corpus, trial.tokens)
     for name in sorted(LEVERS):
         value = getattr(first, name)
         if value == getattr(trial, name):
             axis = AXES[trial.optimizer][name]
-            tried = {axis[(axis.index(value) + 1) % len(axis)]: math.inf}
-            for other, loss in runs.losses.items():
-                kind = other.corpus, other.size, other.optimizer, other.seed
-                if kind == (trial.corpus, trial.size, trial.optimizer, 0):
-                    found = getattr(other, name)
-                    tried[found] = min(loss, tried.get(found, math.inf))
-            del tried[value]
-            value = min(tried, key=tried.get)
+            others = (getattr(other, name) for other in tried)
+            following = axis[(axis.index(value) + 1) % len(axis)]
+            value = next((other for other in others if other != value), following)
         yield name, changed(trial, name, value)
 
 
-def widths(config: Study, found: dict[tuple[str, str], Trial]) -> Iterator[Trial]:
+def widths(config: Study, found: Sequence[Trial]) -> Iterator[Trial]:
     """Yields the trials that show the best learning rate at each of `WIDTHS`, on the last corpus."""
-    for optimizer in AXES:
-        best = changed(found[config.corpora[-1], optimizer], "sequences", 12)
+    for trial in found[-len(AXES) :]:
+        best = changed(trial, "sequences", 12)
         at = RATES.index(best.rate)
         for size in WIDTHS:
-            for rate in RATES[max(at - 4, 0) : at + 5 : 2]:
+            for rate in RATES[max(at - 6, at % 2) : at + 5 : 2]:
                 yield replace(best, size=size, rate=rate, tokens=int(WIDTHS_SHARE * config.tokens))
+
+
+def worker_processes(count: int) -> Executor:
+    """Starts processes that train; they end with this one, also after a kill."""
+    return ProcessPoolExecutor(count, get_context("spawn"), follow_parent)
+
+
+def follow_parent() -> None:
+    """Makes this worker process end when its parent has ended."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def study(config: Study, runs: Runs) -> dict:
@@ -265,21 +277,23 @@ def study(config: Study, runs: Runs) -> dict:
         seeds = range(1, config.seeds + 1)
         return [replace(trial, seed=seed) for seed in seeds for trial in trials]
 
-    found = screen(runs, config)
+    descents = screen(runs, config)
+    found = [descent.best for descent in descents]
     finals = list(contestants(runs, config, found))
     runs.run(with_seeds(*(trial for _, trial in finals)))
-    bases = [
-        trial
-        for _, trial in finals
-        if (trial.optimizer, trial.size) == ("muon", SMALL)
-        and trial.tokens == int(LEVER_SHARE * config.tokens)
-    ]
     by_width = list(widths(config, found))
     runs.run(by_width)
-    changes = [(base, name, other) for base in bases for name, other in levers(runs, base)]
+    changes = []
+    for descent in descents:
+        if descent.best.optimizer == "muon":
+            base = replace(descent.best, tokens=int(LEVER_SHARE * config.tokens))
+            tried = sorted(descent.losses, key=descent.losses.get)
+            changes += [(base, name, other) for name, other in levers(tried, base)]
     runs.run(with_seeds(*(other for *_, other in changes)))
     return {
-        "trials": config.trials,
+        "screening": [
+            {"trial": asdict(descent.best), "trials": len(descent.losses)} for descent in descents
+        ],
         "finals": [
             {"name": name, "trial": asdict(trial), "losses": runs.run(with_seeds(trial))}
             for name, trial in finals
@@ -305,7 +319,7 @@ def study(config: Study, runs: Runs) -> dict:
 def main() -> None:
     config = parse_config(Study)
     path = Path(config.results) / "cpu" / "token_value.csv"
-    with ProcessPoolExecutor(config.processes, get_context("spawn")) as workers:
+    with worker_processes(config.processes) as workers:
         figures = study(config, Runs(path, workers))
     draw_widths(figures, path.with_name("learning_rates.png"))
     write_result("token_value", figures, config.results)
