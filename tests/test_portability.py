@@ -9,7 +9,7 @@ SOURCES = [path for room in ("gpt2_accel", "recipes") for path in (ROOT / room).
 # Calls that macOS lacks, and types that Apple's GPUs lack.
 RULES = {
     "os.sched_getaffinity": r"sched_getaffinity",
-    "fp64 tensors outside the CPU": r"(?<!\.cpu\(\))\.double\(\)|dtype=torch\.float64",
+    "fp64 tensors outside the CPU": r"(?<!\.cpu\(\))\.double\(\)|(?<!device=\"cpu\", )dtype=torch\.float64",
     "questions to torch about the CPU": r"torch\.cpu\._is",
 }
 

@@ -73,7 +73,7 @@ def means(
     """
     for name, first in weights[0][1].items():
         # -0.0 + x is x, also if x is -0.0.
-        total = torch.full(first.shape, -0.0, dtype=torch.float64)
+        total = torch.full(first.shape, -0.0, device="cpu", dtype=torch.float64)
         for directory, tensors in weights:
             total += tensors[name]
             if not total.sum().isfinite():

@@ -50,7 +50,7 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     said = capsys.readouterr().out
     assert "val/bits_per_byte" in said and "sample" in said
     history = read_json_lines(output / "metrics.jsonl")
-    assert history[-1]["val/loss"] < history[0]["train/loss"] - 1
+    assert history[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
     assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
