@@ -9,7 +9,7 @@ With so few tokens two layers reach a lower loss than four, in less time. Muon's
 are those that the study in docs/performance.md chose for this text at half this width. The learning rate is the best of
 0.012, 0.018 and 0.025 here.
 `--init_from DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
-Expected: about 1.47 bits per byte on the held-out files, after about two minutes on 2 CPU cores.
+Expected: about 1.47 bits per byte on the held-out files, after two to three minutes on 2 CPU cores.
 """
 
 import sys
