@@ -4,8 +4,8 @@
 
 Continues `token_value.py`: the same corpora, sequences and losses, its smaller size, its settings of Muon. The models are
 GPT-2, GPT-2 with one more of Qwen3's changes at a time (`between.py`), and Qwen3 with half as many key-value heads and an
-MLP of three times the width. All have as many parameters, to 2%, and so as many FLOPs for each token. For each model and
-corpus:
+MLP of three times the width. All have as many FLOPs for each token, to 3%, and as many parameters, to 6%: position
+embeddings are parameters without FLOPs. For each model and corpus:
 
 1. the peak learning rate, to a factor of two, with seed 0; the other settings are those that were tuned for GPT-2;
 2. `--seeds` other seeds at that rate;
@@ -25,11 +25,12 @@ from statistics import median
 
 import torch
 from results import RESULTS, read_result, write_result
-from token_training import MODELS, Training, Trial
+from token_training import MODELS, Training, Trial, build
 from token_value import SMALL, Runs, best_rate, worker_processes
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
+from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.kernels.cpu import tune_memory
 
 WARM_UP, TIMED = 5, 40  # updates before and during timing
@@ -55,6 +56,13 @@ def settings_found(folder: str) -> list[Trial]:
     trials = [Trial(**entry["trial"]) for entry in found["finals"] if entry["name"] == "Muon"]
     least = min(trial.tokens for trial in trials)
     return [trial for trial in trials if (trial.size, trial.tokens) == (SMALL, least)]
+
+
+def parameter_count(trial: Trial) -> int:
+    """Returns the parameters of a trial's model, without vocabulary padding."""
+    model, vocab_size = build(trial), read_manifest(trial.corpus)["tokenizer"]["vocab_size"]
+    padding = model.head_weight[vocab_size:].numel()
+    return sum(p.numel() for p in model.parameters()) - padding
 
 
 def milliseconds(trials: Sequence[Trial]) -> list[float]:
@@ -87,7 +95,7 @@ def study(config: Study, runs: Runs, bases: Sequence[Trial]) -> list[dict]:
             entries.append(
                 {
                     "trial": asdict(trial),
-                    "parameters": sum(p.numel() for p in Training(trial).model.parameters()),
+                    "parameters": parameter_count(trial),
                     "milliseconds": own,
                     "losses": runs.run(replace(trial, seed=seed) for seed in seeds),
                     "tokens_in_time": timed.tokens,

@@ -1,7 +1,7 @@
 """One run of the studies of tokens and of architectures: a small model, trained with any of their settings.
 
 Some settings exist only here: relative learning rates, cautious weight decay, momentum warmup, the average of the last
-weights. `token_value.py` finds out which of them deserve a place in the package.
+weights. `token_value.py` measures what they bring.
 """
 
 import contextlib

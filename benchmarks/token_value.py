@@ -47,7 +47,7 @@ MUON_SHARES = (0.25, 0.375)  # of nanoGPT's tokens
 LEVER_SHARE, WIDTHS_SHARE = 0.25, 0.2  # of nanoGPT's tokens
 RATES = [1e-3 * 2 ** (k / 2) for k in range(-4, 17)]
 RELATIVE_RATES = [2.0 ** (k / 2) for k in range(-6, 9)]
-# The values of each setting, in the order in which the descent tries neighbours; settings in the order of their turn.
+# The values of each setting. The descent walks along the settings in this order.
 COMMON = {
     "rate": RATES,
     "sequences": [3, 6, 12, 24, 48],
@@ -155,7 +155,7 @@ class Descent:
         return self.best
 
     def walk(self, name: str, values: Sequence, stride: int) -> None:
-        """Tries the neighbours of the current value, then continues in the direction that lowers the loss."""
+        """Tries both neighbours of the current value and continues in the direction that lowers the loss."""
         steps = (-stride, stride)
         while steps:
             at = values.index(getattr(self.best, name))
