@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from timing import peak_memory, synchronize, this_device
-from training import HF_DEFAULTS, SWITCHES
+from training import HF_DEFAULTS, HF_QWEN3, OUR_QWEN3, SWITCHES
 
 from gpt2_accel.device import matmul_flops
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.runtime.signals import end_with_parent
+
+if TYPE_CHECKING:
+    from gpt2_accel.config import TrainConfig
 
 # Each contestant imports what it needs inside its function, so that its imports do not use the memory of others.
 
@@ -33,9 +36,10 @@ LEARNING_RATE, BETA2 = 6e-4, 0.95
 
 @dataclass
 class Job:
-    """The training job of a contestant; `shape` are fields of a `GPTConfig`."""
+    """The training job of a contestant; `shape` are fields of a `GPTConfig`, and settings of a `TrainConfig`."""
 
     contestant: str
+    architecture: str
     shape: dict
     batch_size: int
     bf16: bool
@@ -73,7 +77,6 @@ class Gate:
 def toolkit(job: Job, gate: Gate) -> None:
     """The toolkit's `train`; precision and compilation come from the environment, as in a launched run."""
     import gpt2_accel.runtime.context as context
-    from gpt2_accel.config import TrainConfig
     from gpt2_accel.train import train
 
     class GatedLog(context.RunLog):
@@ -82,20 +85,26 @@ def toolkit(job: Job, gate: Gate) -> None:
             gate()
 
     context.RunLog = GatedLog
-    train(
-        TrainConfig(
-            data_dir=job.data_dir,
-            output_dir=job.output_dir,
-            micro_batch_size=job.batch_size,
-            total_batch_size=job.batch_size * job.sequence_length,
-            max_steps=ENDLESS,
-            learning_rate=LEARNING_RATE,
-            beta2=BETA2,
-            eval_every=0,
-            sample_every=0,
-            save_every=0,
-            **{name: value for name, value in job.shape.items() if name != "vocab_size"},
-        )
+    train(settings(job))
+
+
+def settings(job: Job) -> "TrainConfig":
+    """Returns the settings of the toolkit's run."""
+    from gpt2_accel.config import TrainConfig
+
+    return TrainConfig(
+        data_dir=job.data_dir,
+        output_dir=job.output_dir,
+        architecture=job.architecture,
+        micro_batch_size=job.batch_size,
+        total_batch_size=job.batch_size * job.sequence_length,
+        max_steps=ENDLESS,
+        learning_rate=LEARNING_RATE,
+        beta2=BETA2,
+        eval_every=0,
+        sample_every=0,
+        save_every=0,
+        **{name: value for name, value in job.shape.items() if name != "vocab_size"},
     )
 
 
@@ -105,21 +114,23 @@ def hf_trainer(job: Job, gate: Gate) -> None:
     Only the contestant `HF_DEFAULTS` has dropout: the default of `GPT2Config`.
     """
     from transformers import (
+        AutoModelForCausalLM,
         GPT2Config,
-        GPT2LMHeadModel,
         Trainer,
         TrainerCallback,
         TrainingArguments,
     )
 
-    from gpt2_accel.hf.gpt2 import hf_config
+    from gpt2_accel.hf.convert import conversion
+    from gpt2_accel.models.architectures import configured_shape
 
     class GateCallback(TrainerCallback):
         def on_step_end(self, *_, **__) -> None:
             gate()
 
     on_cpu = gate.device.type == "cpu"
-    config = hf_config(GPTConfig(**job.shape), end_of_text=None)
+    shape = configured_shape(settings(job), job.shape["vocab_size"])
+    config = conversion(shape).hf_config(shape, end_of_text=None)
     config.use_cache = False
     if job.contestant == HF_DEFAULTS:
         config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = GPT2Config().attn_pdrop
@@ -141,7 +152,7 @@ def hf_trainer(job: Job, gate: Gate) -> None:
         disable_tqdm=True,
         dataloader_pin_memory=not on_cpu,
     )
-    model = GPT2LMHeadModel(config)
+    model = AutoModelForCausalLM.from_config(config)
     Trainer(model, arguments, train_dataset=Windows(job), callbacks=[GateCallback()]).train()
 
 
@@ -222,9 +233,8 @@ def batches(job: Job, gate: Gate) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 CONTESTANTS: dict[str, Callable[[Job, Gate], None]] = {
-    **dict.fromkeys(("gpt2_accel", *SWITCHES), toolkit),
-    "HF Trainer": hf_trainer,
-    HF_DEFAULTS: hf_trainer,
+    **dict.fromkeys(("gpt2_accel", *SWITCHES, OUR_QWEN3), toolkit),
+    **dict.fromkeys(("HF Trainer", HF_DEFAULTS, HF_QWEN3), hf_trainer),
     "plain loop": plain_loop,
     "bare loop": bare_loop,
     "matmul": matmul,

@@ -229,7 +229,8 @@ def training(size: str, result: dict) -> str:
         if "ceiling" in result
         else ""
     )
-    title = "nanoGPT's CPU model" if size == "baby" else "GPT-2 124M"
+    titles = {"baby": "nanoGPT's CPU model", "qwen3": "GPT-2 124M and a Qwen3 of its size"}
+    title = titles.get(size, "GPT-2 124M")
     head = ("training", "", "tokens/s", "peak memory, GiB")
     return (
         f"{title}, {result['batch_size']} x {shape['n_positions']:,} tokens an update{ceiling}. "
@@ -308,13 +309,28 @@ def tokens(folder: str | Path) -> str:
 
 
 def architectures(folder: str | Path) -> str:
-    """Returns the table of the models from GPT-2 to Qwen3."""
-    result = read_result("architectures", "cpu", folder)
-    if not result:
-        return f"From GPT-2 to Qwen3: {NOT_MEASURED}."
-    head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
-    head += ("change to the row above", "ms an update", "loss, equal time")
-    return f"{describe_machine(result)}\n\n{markdown(head, architecture_rows(result))}"
+    """Returns the tables of Qwen3: its speed and memory, and the models from GPT-2 to it."""
+    study, speed = (
+        read_result(name, "cpu", folder) for name in ("architectures", "training-qwen3")
+    )
+    sections = []
+    if study:
+        head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
+        head += ("change to the row above", "ms an update", "loss, equal time")
+        rows = architecture_rows(study)
+        sections.append(f"{describe_machine(study)}\n\n{markdown(head, rows)}")
+    else:
+        sections.append(f"From GPT-2 to Qwen3: {NOT_MEASURED}.")
+    if speed:
+        rows = [
+            (name, spread(speed["speed"][name], " x"), f"{speed['memory'][name]:.2f} x")
+            for name in ("HF Trainer, Qwen3", "gpt2_accel")
+        ]
+        head = ("gpt2_accel, Qwen3, against", "tokens/s", "peak memory")
+        sections += [training("qwen3", speed), markdown(head, rows)]
+    else:
+        sections.append(f"The speed of Qwen3: {NOT_MEASURED}.")
+    return "\n\n".join(sections)
 
 
 def ladder(folder: str | Path) -> str:

@@ -92,14 +92,18 @@ class Study:
 
 
 class Runs:
-    """The runs in a CSV file: trial -> loss. `workers` train new ones, which are added."""
+    """The runs in a CSV file: trial -> loss. `workers` train new ones, which are added.
+
+    Raises `ValueError` if the last row is not complete, as after a full disk.
+    """
 
     def __init__(self, path: Path, workers: Executor):
         self.path, self.workers, self.lock = path, workers, threading.Lock()
-        self.losses: dict[Trial, float] = {}
-        if path.exists():
-            with open(path, newline="", encoding="utf-8") as file:
-                self.losses = {as_trial(row): float(row["loss"]) for row in csv.DictReader(file)}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text and not text.endswith("\n"):
+            raise ValueError(f"{path} ends in the middle of a row: remove its last line")
+        rows = csv.DictReader(text.splitlines())
+        self.losses = {as_trial(row): float(row["loss"]) for row in rows}
 
     def run(self, trials: Iterable[Trial]) -> list[float]:
         """Returns the losses of `trials`; trains those that the file does not contain."""

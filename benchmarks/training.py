@@ -11,6 +11,7 @@ The time excludes building, warmup and compilation. A ratio is the median of the
   compares the toolkit with HF's Trainer with the default dropout of `GPT2Config`, and with the bare loop, which has
   the toolkit's kernels but no Accelerate.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
+- qwen3: a Qwen3 of the same layers, heads and width as 124M, beside `Qwen3ForCausalLM` in HF's Trainer and GPT-2 here.
 - alone: 124M on a GPU, the toolkit with a micro-batch of 64 x 1,024 tokens.
 - switches: 124M on a GPU, the toolkit with the options of `SWITCHES`.
 - tiny: to try this script.
@@ -43,6 +44,15 @@ SWITCHES = {
     "gpt2_accel, coordinate descent": {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"},
 }
 HF_DEFAULTS = "HF Trainer, its dropout"
+OUR_QWEN3, HF_QWEN3 = "gpt2_accel, Qwen3", "HF Trainer, Qwen3"
+# Contestant -> the one that it is compared with.
+PAIRS = {
+    "HF Trainer": "gpt2_accel",
+    HF_DEFAULTS: "gpt2_accel",
+    "plain loop": "gpt2_accel",
+    HF_QWEN3: OUR_QWEN3,
+    "gpt2_accel": OUR_QWEN3,
+}
 TOKENS = 2**20  # tokens of the data, more than any contestant reads
 
 
@@ -70,6 +80,9 @@ SIZES = {
         fast=True,
         groups=(ALL, (*OVERHEAD, HF_DEFAULTS)),
     ),
+    "qwen3": Size(
+        SMALL, (4, 16), (1, 20), fast=True, groups=(("gpt2_accel", OUR_QWEN3, HF_QWEN3),)
+    ),
     "alone": Size(SMALL, (4, 64), (1, 20), fast=True, groups=(("gpt2_accel", "matmul"),)),
     "switches": Size(SMALL, (4, 16), (1, 20), fast=True, groups=(("gpt2_accel", *SWITCHES),)),
     "baby": Size(
@@ -84,7 +97,7 @@ SIZES = {
         batch_size=(4, 4),
         updates=(5, 5),
         fast=False,
-        groups=((*ALL, "bare loop"),),
+        groups=((*ALL, "bare loop", OUR_QWEN3, HF_QWEN3),),
     ),
 }  # fmt: skip
 
@@ -169,9 +182,10 @@ def build_job(
 
     With `size.fast`, HF's Trainer and the plain loop are compiled on a GPU only; the plain loop is in fp32 on a CPU.
     """
-    own, cuda = contestant in (*OVERHEAD, *SWITCHES), facts["cuda"]
+    own, cuda = contestant in (*OVERHEAD, *SWITCHES, OUR_QWEN3), facts["cuda"]
     return {
         "contestant": contestant,
+        "architecture": "qwen3" if contestant in (OUR_QWEN3, HF_QWEN3) else "gpt2",
         "shape": shape,
         "batch_size": batch_size,
         "bf16": size.fast and facts["bf16"] and (cuda or contestant != "plain loop"),
@@ -198,10 +212,10 @@ def figures(runs: list[dict], jobs: dict[str, dict], tokens: int, flops_per_toke
             "seconds": found["seconds"],
         }
     rivals = {
-        name: (run[name], run["gpt2_accel"])
+        name: (run[name], run[other])
         for run in runs
-        for name in ("HF Trainer", HF_DEFAULTS, "plain loop")
-        if name in run
+        for name, other in PAIRS.items()
+        if name in run and other in run
     }
     result = {
         "contestants": contestants,

@@ -18,5 +18,6 @@ def tune_memory() -> None:
     """
     functorch.activation_memory_budget = 0.8
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        # An older glibc refuses more than 32 MiB.
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30) or libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

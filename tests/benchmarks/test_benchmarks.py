@@ -60,7 +60,9 @@ def test_training_measures_all_contestants(tmp_path):
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.rglob("training-tiny.json")
     found = json.loads(path.read_text())
-    assert found["contestants"].keys() == CONTESTANTS
+    qwen3 = {"gpt2_accel, Qwen3", "HF Trainer, Qwen3"}
+    assert found["contestants"].keys() == CONTESTANTS | qwen3
+    assert found["speed"].keys() == {"HF Trainer", "plain loop", "HF Trainer, Qwen3", "gpt2_accel"}
     assert all(len(own["seconds"]) == 2 for own in found["contestants"].values())
     assert all(own["tokens_per_second"]["low"] > 0 for own in found["contestants"].values())
     assert all(own["memory"] > 2**26 for own in found["contestants"].values())
@@ -220,6 +222,9 @@ def test_token_study_skips_finished_runs(data_dir, tmp_path, monkeypatch):
     token_table.draw_widths(figures, tmp_path / "learning_rates.png")
     assert (tmp_path / "learning_rates.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.read_text().splitlines()) == sorted(lines)
+    path.write_text(path.read_text()[:-3])
+    with pytest.raises(ValueError, match="ends in the middle of a row"):
+        study()
 
 
 def test_architecture_study_has_all_models_at_equal_tokens_and_time(
