@@ -259,7 +259,7 @@ def widths(config: Study, found: Sequence[Trial]) -> Iterator[Trial]:
         best = changed(trial, "sequences", 12)
         at = RATES.index(best.rate)
         for size in WIDTHS:
-            for rate in RATES[max(at - 6, at % 2) : at + 5 : 2]:
+            for rate in RATES[max(at - 8, at % 2) : at + 5 : 2]:
                 yield replace(best, size=size, rate=rate, tokens=int(WIDTHS_SHARE * config.tokens))
 
 

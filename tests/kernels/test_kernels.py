@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_accel import GPT, GPTConfig, kernels
+from gpt2_accel.device import has_cpp_compiler
 from gpt2_accel.kernels import cross_entropy, linear
 from gpt2_accel.models import LayerCache
 
@@ -56,9 +57,27 @@ def test_logits_of_a_single_token_are_equal_without_kernels(monkeypatch):
 def test_torch_mv_multiplies_single_rows_in_bf16_where_it_is_faster(monkeypatch, units, faster):
     monkeypatch.setattr(linear, "cpu_instructions", lambda: units)
     linear.has_dot_products.cache_clear()
+    mv, calls = torch.mv, []
+    monkeypatch.setattr(torch, "mv", lambda *args: calls.append(args[0].dtype) or mv(*args))
     x, weight = torch.randn(1, 1, 8), torch.randn(4, 8)
     with torch.no_grad():
-        assert linear.applies(x, weight)
-        assert linear.applies(x.bfloat16(), weight.bfloat16()) == faster
-        assert not linear.applies(torch.cat([x, x]), weight)
+        linear.linear(x, weight)
+        linear.linear(x.bfloat16(), weight.bfloat16())
+        linear.linear(torch.cat([x, x]), weight)
+    assert calls == [torch.float32, torch.bfloat16][: 1 + faster]
     linear.has_dot_products.cache_clear()
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_product_of_a_single_row_is_as_exact_as_torchs(dtype):
+    x, weight, bias = torch.randn(1, 1, 200), torch.randn(70, 200), torch.randn(70)
+    x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    compiled = torch.compile(linear.linear)
+    with torch.no_grad():
+        found, torchs = compiled(x, weight, bias), F.linear(x, weight, bias)
+        without_bias = compiled(x, weight)
+    assert found.dtype == dtype and found.shape == (1, 1, 70)
+    assert (found - exact).norm() <= 1.2 * (torchs - exact).norm() + 1e-7 * exact.norm()
+    torch.testing.assert_close(without_bias + bias, found, rtol=0.02, atol=0.05)
