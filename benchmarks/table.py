@@ -433,7 +433,8 @@ def profile_table(result: dict) -> str:
 def describe_machine(result: dict) -> str:
     """Describes the machine and the date of a result."""
     machine = result["machine"]
-    threads = f", {machine['threads']} threads" if machine["type"] == "cpu" else ""
+    count = machine["threads"]
+    threads = f", {count} thread{'s' * (count > 1)}" if machine["type"] == "cpu" else ""
     return f"{machine['device']}{threads}, torch {machine['torch']}, {machine['date']}:"
 
 
