@@ -433,8 +433,9 @@ def profile_table(result: dict) -> str:
 def describe_machine(result: dict) -> str:
     """Describes the machine and the date of a result."""
     machine = result["machine"]
-    count = machine["threads"]
-    threads = f", {count} thread{'s' * (count > 1)}" if machine["type"] == "cpu" else ""
+    threads = ""
+    if machine["type"] == "cpu":
+        threads = f", {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return f"{machine['device']}{threads}, torch {machine['torch']}, {machine['date']}:"
 
 
