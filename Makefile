@@ -1,5 +1,6 @@
 # Everything but `make gpu` runs in .venv; the first target that needs it makes it.
 PYTHON ?= python3
+PART ?= tests
 BIN := .venv/bin
 
 .PHONY: quickstart test test-avx2 test-reliability test-install test-serve test-versions bench gpu docs lint format clean
@@ -37,6 +38,9 @@ bench: .venv/installed-dev  ## speed and memory against other trainers, into doc
 	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/table.py
+
+gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench, ladder, generate or profile
+	$(PYTHON) benchmarks/gpu.py $(PART)
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails
 	$(BIN)/zensical build --clean --strict
