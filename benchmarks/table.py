@@ -447,8 +447,10 @@ def row(
 
 
 def spread(found: Summary, unit: str = "", digits: int = 2) -> str:
-    """Formats median and range, such as `2.31 x (2.25 to 2.40)`."""
+    """Formats median and range, such as `2.31 x (2.25 to 2.40)`; a single run has no range."""
     median, low, high = (f"{found[name]:,.{digits}f}" for name in ("median", "low", "high"))
+    if found["low"] == found["high"]:
+        return f"{median}{unit}, one run"
     return f"{median}{unit} ({low} to {high})"
 
 

@@ -117,7 +117,7 @@ class Runs:
 
     def add(self, trial: Trial, loss: float) -> None:
         """Appends a run to the file."""
-        new = not self.path.exists()
+        new = not self.path.exists() or not self.path.stat().st_size
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*(f.name for f in fields(Trial)), "loss"])

@@ -1,8 +1,6 @@
 """Runs a recipe's `main` from a shell, with one-sentence errors."""
 
 import argparse
-import atexit
-import gc
 import json
 import os
 import signal
@@ -39,8 +37,6 @@ def run(main: Callable[[], object]) -> None:
     the recipe. Other errors are bugs and keep their traceback. Only one of several processes prints. Ctrl-C ends with
     exit code 130.
     """
-    # Without it Python searches all objects of torch for cycles when it exits, which takes up to a second.
-    atexit.register(gc.freeze)
     try:
         main()
     except Exception as error:
