@@ -159,7 +159,7 @@ class Descent:
         return self.best
 
     def walk(self, name: str, values: Sequence, stride: int) -> None:
-        """Tries both neighbours of the current value and continues in the direction that lowers the loss."""
+        """Tries both neighbours of the current value. Continues in a direction as long as the loss falls."""
         steps = (-stride, stride)
         while steps:
             at = values.index(getattr(self.best, name))

@@ -28,7 +28,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     For a single row the time is that of reading the weight. `F.linear` packs the weight for a larger product first. In
     bf16 `torch.mv` takes 3/4 of its time on CPUs without AVX512-BF16 or with AMX. In a compiled model inductor fuses the
-    product and its sum in fp32 into one loop over the weight. This takes less than half of `F.linear`'s time.
+    product and its sum in fp32 into one loop over the weight. With AVX512 this takes less than half of `F.linear`'s time.
     """
     if not applies(x, weight):
         return F.linear(x, weight, bias)
