@@ -19,7 +19,7 @@ test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain 
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
-	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py tests/test_doctor.py
+	RELIABILITY=long $(BIN)/python -m pytest tests/reliability tests/runtime/test_signals.py tests/recipes/test_bad_inputs.py tests/cli/test_doctor.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
 	INSTALL=long $(BIN)/python -m pytest tests/test_install.py

@@ -154,7 +154,9 @@ def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
     optimizer.zero_grad()
     training = Training({}, "nothing", 0, 0.0, 0.0, "", {})
     tokenizer = many_characters(unwrap(accelerator, model).config.vocab_size)
-    writer = CheckpointWriter(folder, tokenizer, keep_last=1, saved=lambda path: None, say=print)
+    writer = CheckpointWriter(
+        folder, tokenizer, keep_last=1, saved=lambda path: None, print_line=print
+    )
     facts = {"guard": {}, "data": "", "position": {}, "val_loss": None, "run_id": ""}
     seconds = {"save": [], "copy": []}
     for step in range(config.rounds + 1):

@@ -15,8 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from gpt2_accel.errors import first_line
-from gpt2_accel.files import not_finite, write_file
+from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
 ARCHITECTURES = ("gpt2", "qwen3")  # see `models/architectures.py`

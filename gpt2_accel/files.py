@@ -1,10 +1,11 @@
-"""Atomic writes, folder locks, checksums, JSON lines. A reader sees the old content or the new, never a part.
+"""Atomic writes, folder locks, checksums, JSON lines, messages of errors. A reader sees the old content or the new, never a part.
 
 Files are written under a hidden temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and
 renamed. The name is unique, so two processes can write the same file. The process in the name identifies what a killed
 process left behind (`remove_leftovers`).
 """
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -301,3 +302,21 @@ def read_json_line(line: str) -> dict | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+# Errors
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if the message is empty."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def sentence(error: BaseException) -> str:
+    """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`, without `FILE` if it
+    names none."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
+        full = ": free disk space and start again" if error.errno == errno.ENOSPC else ""
+        return f"{place}{error.strerror}{full}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gpt2_accel.errors import first_line
+from gpt2_accel.files import first_line
 
 if TYPE_CHECKING:
     import tiktoken

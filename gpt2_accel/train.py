@@ -15,8 +15,8 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.device import is_sharded
-from gpt2_accel.errors import first_line
 from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.files import first_line
 from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE, check_repo_id
@@ -26,7 +26,7 @@ from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.log import read_status
-from gpt2_accel.runtime.metadata import closing
+from gpt2_accel.runtime.metadata import end_summary
 from gpt2_accel.runtime.processes import AnyRank, main_process_first, on_main_process
 from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
 from gpt2_accel.runtime.signals import StopRequest
@@ -125,9 +125,9 @@ def train(config: TrainConfig) -> bool:
         if diverged:
             save_before_divergence(run, state, problem)
         run.wait_for_checkpoint()
-        run.log.say(closing(run.log))
+        run.log.print_line(end_summary(run.log))
         if converged:
-            run.log.say(
+            run.log.print_line(
                 f"early stopping: no lower validation loss in {config.patience} evaluations"
             )
         finished = converged or state.step >= inputs.updates
@@ -235,7 +235,7 @@ def export_model(run: RunContext, state: TrainState) -> None:
         try:
             draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
         except OSError as error:
-            run.log.say(f"the loss is not plotted: {first_line(error)}")
+            run.log.print_line(f"the loss is not plotted: {first_line(error)}")
         push_final(config, run.uploads, run.inputs)
 
 

@@ -41,7 +41,7 @@ from gpt2_accel.generation.sampling import (
     stream,
 )
 from gpt2_accel.hf.convert import describe
-from gpt2_accel.shipped import FOLDERS
+from gpt2_accel.recipe_command import FOLDERS
 
 EXAMPLES = ("Hello, I'm a language model,", "Once upon a time", "The most important thing is")
 MAX_SAMPLES = 4

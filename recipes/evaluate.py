@@ -25,9 +25,9 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.harness import run_harness
-from gpt2_accel.evals.record import add_entry, read_record
+from gpt2_accel.evals.results_file import add_entry, read_record
+from gpt2_accel.evals.results_table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.sources import SOURCES, read_items
-from gpt2_accel.evals.table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
 from gpt2_accel.files import digest, write_json
 from gpt2_accel.generation.sampling import Sampling, complete

@@ -37,16 +37,16 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.data.documents import LARGEST_PIECE, Drawn, Piece
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
-from gpt2_accel.data.prepare import carry_out, mark_of
+from gpt2_accel.data.prepare import plan_hash, run_plan
 from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
     Texts,
     file_pieces,
-    persistently,
     split_text,
     text_files,
     text_source,
     tiny_shakespeare,
+    with_retries,
 )
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
@@ -181,7 +181,7 @@ def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
     if name == "bytes":
         return byte_tokenizer()
     if name == "bpe":
-        return persistently(
+        return with_retries(
             lambda: train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), vocab_size)
         )
     return load_tokenizer(name)
@@ -198,7 +198,7 @@ def prepare_corpus(options: argparse.Namespace) -> dict | None:
     plan = plan_of(options)
     plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
     if not options.executor:
-        return carry_out(plan, options.workers)
+        return run_plan(plan, options.workers)
     from gpt2_accel.data.cluster import run_on
 
     slurm = {"partition": options.slurm_partition, "time": options.slurm_time}
@@ -227,13 +227,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
         shard_tokens=options.shard_tokens,
         validation_shard=options.command == "fineweb-edu",
     )
-    begun = {mark_of(data_dir), mark_of(plan.work)}
-    if begun <= {None, plan.mark}:
+    begun = {plan_hash(data_dir), plan_hash(plan.work)}
+    if begun <= {None, plan.hash}:
         return plan
     # Release 0.2 had larger pieces: continue its work, recognize its data.
     pieces, *_ = pieces_of(options, min(LARGEST_PIECE, 4 * options.shard_tokens))
     former = replace(plan, pieces=pieces)
-    return former if former.mark in begun else plan
+    return former if former.hash in begun else plan
 
 
 def summarize(manifest: dict) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.shipped import recipe_command
+from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.train import train
 
 # The data sets that prepare_data.py knows by name, by their usual folder.

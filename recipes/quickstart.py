@@ -24,8 +24,8 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.hf.convert import model_tokenizer
+from gpt2_accel.recipe_command import program, recipe_command
 from gpt2_accel.runtime.processes import main_process_first, processes
-from gpt2_accel.shipped import recipe_command, typed
 from gpt2_accel.tokenizer import train_bpe
 from gpt2_accel.train import train
 
@@ -106,7 +106,7 @@ def main() -> None:
     processes().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
         f"  {recipe_command('sample')} --model {config.output_dir} --prompt 'def '\n"
-        f'  {typed(Path(sys.executable))} -c "from transformers import pipeline; '
+        f'  {program(Path(sys.executable))} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', model='{config.output_dir}')('def ')[0]['generated_text'])\""
     )
 

@@ -19,21 +19,23 @@ def test_each_question_names_the_file_that_defines_the_answer(question, file, na
         assert [p for p in sources if pattern.search(p.read_text())] == [ROOT / file]
 
 
-def test_the_table_of_rooms_names_exactly_the_existing_files():
+def test_the_table_of_packages_names_exactly_the_existing_files():
     named = set()
-    for room, files in PLACES:
-        folder = ROOT / "gpt2_accel" / (room if room.endswith("/") else "")
+    for package, files in PLACES:
+        folder = ROOT / "gpt2_accel" / (package if package.endswith("/") else "")
         listed = re.findall(
-            r"`([\w/]+\.py)`", files if room.endswith("/") or not room else f"`{room}`"
+            r"`([\w/]+\.py)`", files if package.endswith("/") or not package else f"`{package}`"
         )
         named |= {folder / name for name in listed}
     existing = {path for path in (ROOT / "gpt2_accel").rglob("*.py") if path.stat().st_size}
     faces = {path for path in existing if path.name == "__init__.py"}
-    others = {ROOT / "gpt2_accel" / name for name in ("__main__.py", "model.py", "generate.py")}
+    names = ("__main__.py", "model.py", "generate.py", "evals/scoring.py")
+    others = {ROOT / "gpt2_accel" / name for name in names}
     assert named - faces == existing - faces - others
 
 
 def test_former_names_are_importable():
+    import gpt2_accel.evals.scoring
     import gpt2_accel.generate
     import gpt2_accel.model
     from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
@@ -44,5 +46,6 @@ def test_former_names_are_importable():
     assert gpt2_accel.model.GPT is GPT and gpt2_accel.model.GPTConfig is GPTConfig
     names = "Completion DTYPES Sampling complete encode_prompt likeliest load stream tokens"
     assert all(hasattr(gpt2_accel.generate, name) for name in names.split())
+    assert callable(gpt2_accel.evals.scoring.score)
     found = (from_pretrained, save_pretrained, TrainConfig, parse_config, required, setting)
     assert all(map(callable, (*found, carry_out, prepare, accumulate_gradients, due, train)))

@@ -1,4 +1,4 @@
-"""The import rules of the package's rooms, as docs/architecture.md states them."""
+"""Which package may import which, as docs/architecture.md states it."""
 
 import ast
 import subprocess
@@ -11,11 +11,11 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.tokenizer import byte_tokenizer
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cli", "cores", "doctor", "errors", "files", "device", "optim", "shipped", "tokenizer")
-# From the bottom up: a room may import the leaves and the rooms before it, except pairs in `SIDE_BY_SIDE`.
-ROOMS = (
+LEAVES = ("cores", "files", "device", "optim", "recipe_command", "tokenizer")
+# From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
+PACKAGES = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
-    *("estimate", "runtime", "report", "train", "command"),
+    *("estimate", "runtime", "report", "train", "cli"),
 )
 SIDE_BY_SIDE = [
     ("config", "data"),
@@ -25,14 +25,12 @@ SIDE_BY_SIDE = [
 ]
 OF_LEAVES = {
     "optim": {"device"},
-    "tokenizer": {"errors"},
-    "cli": {"errors", "shipped"},
-    "doctor": {"cores", "device", "errors"},
+    "tokenizer": {"files"},
 }
 # The package's `__init__.py` and `__main__.py`, and former names of modules.
 ALIASES = {
     "__init__": {"hf", "models"},
-    "__main__": {"command"},
+    "__main__": {"cli"},
     "model": {"models"},
     "generate": {"generation"},
 }
@@ -43,8 +41,8 @@ def modules():
     return [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-def room(name):
-    """Returns the room of a module: the first part of its path or dotted name below the package."""
+def package(name):
+    """Returns the package of a module: the first part of its path or dotted name below the package."""
     return Path(str(name).replace(".py", "").replace(".", "/")).parts[0]
 
 
@@ -62,33 +60,35 @@ def imports(path):
 
 
 def allowed(name):
-    """Returns the rooms and leaves that a room may import."""
+    """Returns the packages and leaves that a package may import."""
     if name in ALIASES:
         return ALIASES[name]
     if name in LEAVES:
         return OF_LEAVES.get(name, set())
     beside = {other for pair in SIDE_BY_SIDE if name in pair for other in pair} - {name}
-    return {*LEAVES, *ROOMS[: ROOMS.index(name) + 1]} - beside
+    return {*LEAVES, *PACKAGES[: PACKAGES.index(name) + 1]} - beside
 
 
-def test_every_module_belongs_to_a_room():
-    assert {room(path) for path in modules()} == {*LEAVES, *ROOMS, *ALIASES}
+def test_every_module_belongs_to_a_package():
+    assert {package(path) for path in modules()} == {*LEAVES, *PACKAGES, *ALIASES}
 
 
-@pytest.mark.parametrize("name", [*LEAVES, *ROOMS, *ALIASES])
-def test_a_room_imports_only_allowed_rooms(name):
+@pytest.mark.parametrize("name", [*LEAVES, *PACKAGES, *ALIASES])
+def test_a_package_imports_only_allowed_rooms(name):
     for path in modules():
-        if room(path) == name:
+        if package(path) == name:
             own = {
                 n.removeprefix("gpt2_accel.") for n in imports(path) if n.startswith("gpt2_accel.")
             }
-            found = {room(n) for n in own}
+            found = {package(n) for n in own}
             assert found <= allowed(name), f"{path} imports {found - allowed(name)}"
 
 
-def test_rooms_that_import_accelerate():
+def test_packages_that_import_accelerate():
     found = {
-        room(path) for path in modules() if any(room(n) == "accelerate" for n in imports(path))
+        package(path)
+        for path in modules()
+        if any(package(n) == "accelerate" for n in imports(path))
     }
     assert found == USE_ACCELERATE
 

@@ -22,8 +22,8 @@ from conftest import make_text, small_notebook
 from launching import ROOT
 
 from gpt2_accel.files import read_json_lines
+from gpt2_accel.recipe_command import FOLDERS
 from gpt2_accel.runtime.trackers import TRACKERS
-from gpt2_accel.shipped import FOLDERS
 
 LONG = os.environ.get("INSTALL") == "long"
 SETUP = configparser.ConfigParser()
@@ -37,7 +37,7 @@ QUIET = "--eval_every 0 --sample_every 0 --save_every 5 --log_every 1 --lr_sched
 # Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
 import runpy, sys, gpt2_accel
-from gpt2_accel.shipped import recipes
+from gpt2_accel.cli.shipped import recipes
 sys.modules["gradio"] = None  # takes seconds to import
 sys.path.insert(0, str(recipes()["sample"].parent))
 for path in recipes().values():

@@ -21,11 +21,11 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(
-    resume_from: str | None, run_dir: str | Path, say: Callable[[str], None] = print
+    resume_from: str | None, run_dir: str | Path, print_line: Callable[[str], None] = print
 ) -> Path | None:
     """Returns the checkpoint that `resume_from` names; None for a new run.
 
-    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `say`. A Hub
+    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `print_line`. A Hub
     id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
     Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or if `latest` finds only
@@ -48,13 +48,13 @@ def find_checkpoint(
         for path in reversed(checkpoints):
             if (problem := find_corruption(path)) is None:
                 return path
-            say(f"{path} is skipped: {problem}")
+            print_line(f"{path} is skipped: {problem}")
         if checkpoints:
             raise ValueError(
                 f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
             )
         return None
-    path = fresh(Path(resume_from))
+    path = resolve_link(Path(resume_from))
     if not path.exists() and hub.is_repo_id(resume_from):
         path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
     if not (path / STATE / "state.json").is_file():
@@ -74,15 +74,15 @@ def find_checkpoint(
 
 def model_directory(name: str | Path) -> str | Path:
     """Returns the directory of a run's newest weights: the run's folder if it has the final model, else its last
-    checkpoint. `latest` and `best` are resolved by `fresh`. Any other name is returned unchanged."""
+    checkpoint. `latest` and `best` are resolved by `resolve_link`. Any other name is returned unchanged."""
     checkpoints = list_checkpoints(name)
     if checkpoints:
         return name if (Path(name) / "config.json").exists() else checkpoints[-1]
-    found = fresh(Path(name))
+    found = resolve_link(Path(name))
     return name if found == Path(name) else found
 
 
-def fresh(path: Path) -> Path:
+def resolve_link(path: Path) -> Path:
     """Resolves a run's `latest` or `best` to a checkpoint; returns any other path unchanged.
 
     They are links. In a copied run they may be folders, which later saves do not update.

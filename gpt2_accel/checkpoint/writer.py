@@ -30,8 +30,7 @@ from gpt2_accel.checkpoint.state_dict import (
     optimizer_tensors,
 )
 from gpt2_accel.device import is_sharded
-from gpt2_accel.errors import sentence
-from gpt2_accel.files import atomic_directory, discard, write_json
+from gpt2_accel.files import atomic_directory, discard, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel
@@ -57,7 +56,7 @@ class CheckpointWriter:
     It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0: none), and with
     `keep_best` the one with the lowest validation loss. The links `latest` and `best` point to the newest and the best.
 
-    `saved` is called with each new checkpoint, also in the background. A failed write is reported through `say` and
+    `saved` is called with each new checkpoint, also in the background. A failed write is reported through `print_line` and
     leaves the older checkpoints unchanged. A path that cannot be removed or replaced by a link is reported once.
     """
 
@@ -70,11 +69,11 @@ class CheckpointWriter:
         keep_every: int = 0,
         keep_best: bool = False,
         saved: Callable[[Path], None],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
         self.run_dir, self.tokenizer = Path(run_dir), tokenizer
         self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
-        self.saved, self.say = saved, say
+        self.saved, self.print_line = saved, print_line
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._reported: set[Path] = set()
@@ -164,7 +163,7 @@ class CheckpointWriter:
             self._error = None
         except Exception as error:  # the next write may succeed
             self._error = error
-            self.say(f"{path.name} could not be written, training continues: {error}")
+            self.print_line(f"{path.name} could not be written, training continues: {error}")
             return
         self.rotate(snapshot.step)
         self.saved(path)
@@ -191,20 +190,20 @@ class CheckpointWriter:
         try:
             discard(path)
         except OSError as error:
-            self._say_once(path, f"{path.name} could not be removed, training continues: {error}")
+            self._print_once(path, f"{path.name} could not be removed, training continues: {error}")
 
     def _point_to(self, name: str, target: Path) -> None:
         try:
             point_to(self.run_dir / name, target)
         except IsADirectoryError as error:
-            self._say_once(
+            self._print_once(
                 self.run_dir / name, f"{error}, and is not updated: remove it to get the link"
             )
 
-    def _say_once(self, path: Path, text: str) -> None:
+    def _print_once(self, path: Path, text: str) -> None:
         if path not in self._reported:
             self._reported.add(path)
-            self.say(text)
+            self.print_line(text)
 
 
 def load_training_state(

@@ -71,7 +71,7 @@ def assemble(plan: Plan) -> dict:
         "source": plan.source,
         "revision": plan.revision,
         "command": plan.command,
-        "plan": plan.mark,
+        "plan": plan.hash,
         "counts": total_counts(records),
         "first_not_utf8": next(filter(None, (r.get("first_not_utf8") for r in records)), None),
         "splits": write_shards(plan, records),

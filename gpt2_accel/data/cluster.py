@@ -86,7 +86,7 @@ class FinishShards(PipelineStep):
     def __init__(self, plan: Plan):
         super().__init__()
         self.plan = replace(plan, pieces=[None] * len(plan.pieces))
-        self.plan.mark = plan.mark
+        self.plan.hash = plan.hash
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         self.plan.tokenizer = load_tokenizer(self.plan.work / "tokenizer")
@@ -100,12 +100,12 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
     `kind` is the executor: `datatrove` (this machine), `slurm` or `ray`; the last two are not tested. `workers` tasks
     run at once. `slurm` holds the jobs' `partition` and `time`.
 
-    Raises `ValueError` for Slurm without a partition, and the errors of `carry_out`.
+    Raises `ValueError` for Slurm without a partition, and the errors of `run_plan`.
     """
     if plan.data_dir.exists():
         return finished_before(plan)
     # datatrove records finished tasks here, so each plan has its own folder.
-    logs = plan.work.with_name(f"{plan.work.name}.logs") / str(plan.mark)[:16]
+    logs = plan.work.with_name(f"{plan.work.name}.logs") / str(plan.hash)[:16]
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor
 

@@ -19,7 +19,7 @@ from gpt2_accel.data.documents import (
     split_document,
 )
 from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces, reading
-from gpt2_accel.errors import first_line
+from gpt2_accel.files import first_line
 
 SECONDS_TO_ANSWER = 8
 

@@ -60,14 +60,14 @@ class Plan:
         return token_dtype(len(self.tokenizer))
 
     @functools.cached_property
-    def mark(self) -> str | None:
+    def hash(self) -> str | None:
         """SHA-256 (hex) of everything that the result depends on, None if the plan is not restartable."""
         if not self.restartable:
             return None
         content = [*map(repr, self.pieces), fingerprint(self.tokenizer)]
         return digest(*content, str(self.shard_tokens), str(self.validation_shard))
 
-    def piece_marks(self) -> list[str]:
+    def piece_hashes(self) -> list[str]:
         """Returns for each piece the SHA-256 (hex) of everything that its tokens depend on."""
         tokenizer = fingerprint(self.tokenizer)
         return [digest(repr(piece), tokenizer) for piece in self.pieces]

@@ -35,11 +35,11 @@ def prepare(
 ) -> dict:
     """Tokenizes the given documents of each split into `data_dir`; returns the manifest.
 
-    `source` is the manifest's description of the text. Raises the errors of `carry_out`. An error or an interrupt
+    `source` is the manifest's description of the text. Raises the errors of `run_plan`. An error or an interrupt
     leaves no files.
     """
     pieces = [Texts(split, texts) for split, texts in splits.items()]
-    return carry_out(
+    return run_plan(
         Plan(
             pieces,
             tokenizer,
@@ -75,7 +75,7 @@ def prepare_text(
         )
 
 
-def carry_out(plan: Plan, workers: int = 1) -> dict:
+def run_plan(plan: Plan, workers: int = 1) -> dict:
     """Writes `plan.data_dir` in the format of `shards.py` with `workers` processes; returns the manifest.
 
     Resumes the work of a call that was killed. Leaves a complete folder unchanged.
@@ -98,11 +98,14 @@ def carry_out(plan: Plan, workers: int = 1) -> dict:
             raise
 
 
+carry_out = run_plan  # the former name
+
+
 def finished_before(plan: Plan) -> dict:
     """Returns the manifest of an existing folder of this plan. Raises `FileExistsError` for another plan's folder."""
-    if plan.mark is not None and (plan.data_dir / MANIFEST).exists():
+    if plan.hash is not None and (plan.data_dir / MANIFEST).exists():
         manifest = read_manifest(plan.data_dir)
-        if manifest.get("plan") == plan.mark:
+        if manifest.get("plan") == plan.hash:
             return manifest
     raise FileExistsError(f"{plan.data_dir} exists already: remove it or choose another folder")
 
@@ -115,7 +118,7 @@ def begin(plan: Plan) -> None:
     """
     work, plan_file = plan.work, plan.work / "plan.json"
     work.mkdir(parents=True, exist_ok=True)
-    if not plan.restartable or mark_of(work) != plan.mark:
+    if not plan.restartable or plan_hash(work) != plan.hash:
         keep = same_pieces(plan)
         if plan.restartable and holds_finished_work(work) and not keep:
             raise ValueError(
@@ -132,12 +135,12 @@ def begin(plan: Plan) -> None:
                 remove(path)
         (work / "pieces").mkdir(exist_ok=True)
         save_tokenizer(plan.tokenizer, work / "tokenizer", plan.data_dir / "tokenizer")
-        write_json(plan_file, {"plan": plan.mark, "pieces": plan.piece_marks()})
+        write_json(plan_file, {"plan": plan.hash, "pieces": plan.piece_hashes()})
     remove_leftovers(work / "pieces")
 
 
-def mark_of(work: Path) -> str | None:
-    """Returns the mark of the plan of a work folder or finished folder, None if it has none."""
+def plan_hash(work: Path) -> str | None:
+    """Returns the hash of the plan of a work folder or finished folder, None if it has none."""
     if (work / MANIFEST).exists():
         return read_manifest(work).get("plan")
     plan_file = work / "plan.json"
@@ -150,7 +153,7 @@ def same_pieces(plan: Plan) -> set[str]:
     if not plan.restartable or not plan_file.exists() or any(plan.work.glob("*.bin*")):
         return set()
     marks = zip(
-        json.loads(plan_file.read_text()).get("pieces", []), plan.piece_marks(), strict=False
+        json.loads(plan_file.read_text()).get("pieces", []), plan.piece_hashes(), strict=False
     )
     paths = (record_path(plan.work, i) for i, (before, now) in enumerate(marks) if before == now)
     return {path.stem for path in paths if path.exists()}

@@ -48,7 +48,7 @@ import numpy as np
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, parse_json, write_json
-from gpt2_accel.shipped import recipe_command
+from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

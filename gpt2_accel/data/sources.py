@@ -33,7 +33,7 @@ from gpt2_accel.data.documents import (
     split_document,
     split_of,
 )
-from gpt2_accel.errors import first_line
+from gpt2_accel.files import first_line
 
 ROW_SUFFIXES = (
     ".jsonl",
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 def reading(source: str) -> Iterator[None]:
     """Turns a library's error while reading `source` into one sentence.
 
-    Raises `ConnectionError` for a remote file, which `persistently` retries, else `ValueError`.
+    Raises `ConnectionError` for a remote file, which `with_retries` retries, else `ValueError`.
     """
     try:
         yield
@@ -71,7 +71,7 @@ def reading(source: str) -> Iterator[None]:
         ) from error
 
 
-def persistently(read: Callable[[], Result]) -> Result:
+def with_retries(read: Callable[[], Result]) -> Result:
     """Returns `read()`, and retries it a few times after a `ConnectionError`."""
     for pause in PAUSES:
         try:
@@ -308,7 +308,7 @@ def open_parquet(url: str):
             file_system, path = fsspec.core.url_to_fs(url)
             return pyarrow.parquet.ParquetFile(file_system.open(path, "rb"))
 
-    return persistently(open_it)
+    return with_retries(open_it)
 
 
 def parquet_pieces(
@@ -483,7 +483,7 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
                 f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): give the text by --input FILE"
             ) from error
 
-    return persistently(download)
+    return with_retries(download)
 
 
 def split_text(text: str) -> dict[str, list[str]]:

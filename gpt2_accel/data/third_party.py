@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2_accel.shipped import recipe_command
+from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, GPT2_VOCAB_SIZE
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.(?:bin|npy)")

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
-from gpt2_accel.data.sources import persistently
+from gpt2_accel.data.sources import with_retries
 from gpt2_accel.files import atomic_file, write_file
 from gpt2_accel.tokenizer import END_OF_TEXT, token_encoder
 
@@ -127,7 +127,7 @@ def tokenize_in_parallel(
 
 def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Progress) -> None:
     """Tokenizes one piece, and starts it again if the network fails."""
-    persistently(lambda: writer.write(number, piece.documents(), progress))
+    with_retries(lambda: writer.write(number, piece.documents(), progress))
 
 
 worker_writes: Callable[[int, Piece], None]  # set in a worker process

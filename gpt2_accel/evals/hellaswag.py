@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.evals.scores import choice_accuracy
-from gpt2_accel.evals.scoring import Question, encode_question, fit_rows, score
+from gpt2_accel.evals.formulas import choice_accuracy
+from gpt2_accel.evals.likelihood import Question, encode_question, fit_rows, score
 from gpt2_accel.evals.sources import field
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def load_hellaswag(
     return data
 
 
-def plain(item: dict, where: str) -> tuple[str, list[str]]:
+def plain_text(item: dict, where: str) -> tuple[str, list[str]]:
     """Returns context and endings as in the data set."""
     return field(item, "ctx", str, where), read_endings(item, where)
 
 
-def lm_eval(item: dict, where: str) -> tuple[str, list[str]]:
+def lm_eval_text(item: dict, where: str) -> tuple[str, list[str]]:
     """Returns context and endings as in lm-evaluation-harness."""
     if "ctx_a" in item and "ctx_b" in item:
         second = field(item, "ctx_b", str, where).capitalize()
@@ -96,7 +96,7 @@ def lm_eval(item: dict, where: str) -> tuple[str, list[str]]:
     return without_markup(context), [without_markup(text) for text in read_endings(item, where)]
 
 
-STYLE_OF = {"plain": plain, "lm_eval": lm_eval}
+STYLE_OF = {"plain": plain_text, "lm_eval": lm_eval_text}
 
 
 def without_markup(text: str) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.evals.scores import accuracy, perplexity
-from gpt2_accel.evals.scoring import Question, Score, encode_question, fit_rows, score
+from gpt2_accel.evals.formulas import accuracy, perplexity
+from gpt2_accel.evals.likelihood import Question, Score, encode_question, fit_rows, score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ import evaluate
 from datasets import Features, Value
 from datasets import Sequence as ListOf
 
-from gpt2_accel.evals.scores import bits_per_byte, choice_accuracy, mean_loss, perplexity
+from gpt2_accel.evals.formulas import bits_per_byte, choice_accuracy, mean_loss, perplexity
 
 NATS = "nats: the negative log-likelihood of each sample, summed over its tokens, in nats."
 TOKENS = "tokens: the number of tokens (or words, or bytes) of each sample."

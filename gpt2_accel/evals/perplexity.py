@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
 from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
-from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
-from gpt2_accel.evals.scoring import batched, fits, run_sharded
+from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
+from gpt2_accel.evals.likelihood import batched, fits, run_sharded
 from gpt2_accel.tokenizer import encode
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from types import UnionType
 from huggingface_hub import hf_hub_download
 
 from gpt2_accel.data.sources import LONGEST_LINE
-from gpt2_accel.errors import first_line
-from gpt2_accel.files import parse_json
+from gpt2_accel.files import first_line, parse_json
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
 LARGEST_FILE = 10**9  # bytes of a local file, which is read into memory

@@ -12,6 +12,7 @@ from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
+from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
 from gpt2_accel.evals.perplexity import (
     check_stride,
     corpus_perplexity,
@@ -19,7 +20,6 @@ from gpt2_accel.evals.perplexity import (
     load_pages,
     page_perplexity,
 )
-from gpt2_accel.evals.scoring import BATCH_TOKENS, LOGIT_VALUES
 from gpt2_accel.evals.sources import texts
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.models import ModelConfig

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader
 from gpt2_accel.data.prefetch import Prefetch
-from gpt2_accel.evals.scores import bits_per_byte, mean_loss, perplexity
+from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 
 
 @torch.no_grad()

@@ -15,10 +15,10 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from gpt2_accel.errors import first_line
+from gpt2_accel.files import first_line
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.hf.safetensors_files import weight_files
-from gpt2_accel.shipped import recipe_command
+from gpt2_accel.recipe_command import recipe_command
 
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # downloaded from a repository

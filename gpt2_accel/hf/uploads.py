@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
 
-from gpt2_accel.errors import first_line
+from gpt2_accel.files import first_line
 from gpt2_accel.hf.hub import (
     LAST_CHECKPOINT,
     check_repo_id,
@@ -20,7 +20,7 @@ from gpt2_accel.hf.hub import (
     stage,
     stage_checkpoint,
 )
-from gpt2_accel.shipped import recipe_command
+from gpt2_accel.recipe_command import recipe_command
 
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
@@ -32,7 +32,7 @@ class Uploads:
     `checkpoint` also the training state, in `last-checkpoint/`.
 
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
-    next one. A failed upload is retried, then reported through `say`; it never ends the run. Leaving the context waits
+    next one. A failed upload is retried, then reported through `print_line`; it never ends the run. Leaving the context waits
     for the last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0.
 
     Does nothing if `repo_id` is None. Raises `ValueError` for an invalid `repo_id`.
@@ -42,7 +42,7 @@ class Uploads:
         self,
         repo_id: str | None,
         run_dir: str | Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         strategy: str = "every_save",
         private: bool = True,
@@ -50,7 +50,7 @@ class Uploads:
     ):
         if repo_id is not None:
             check_repo_id(repo_id)
-        self.repo_id, self.run_dir, self.say = repo_id, Path(run_dir), say
+        self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
         self.strategy, self.private, self.seconds_left = strategy, private, seconds_left
         self.scratch = self.run_dir / ".uploads"
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Uploads:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _wait(self, worker: threading.Thread) -> None:
-        self.say(
+        self.print_line(
             f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
             f"all files are in {self.run_dir}"
         )
@@ -83,7 +83,7 @@ class Uploads:
             while worker.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
                 worker.join(0.1)
         if worker.is_alive():
-            self.say(
+            self.print_line(
                 f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
                 f"{recipe_command('push_to_hub')}"
             )
@@ -101,7 +101,7 @@ class Uploads:
             if self.strategy == "checkpoint":
                 stage_checkpoint(checkpoint, folder / LAST_CHECKPOINT)
         except (OSError, ValueError) as error:  # a full disk must not end the run
-            self.say(f"no upload to {self.repo_id}: {first_line(error)}")
+            self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
             return
         with self._lock:
             replaced, self._waiting = self._waiting, folder
@@ -124,9 +124,9 @@ class Uploads:
                     return
             try:
                 url = push_patiently(folder, self.repo_id, private=self.private)
-                self.say(f"uploaded to {url}")
+                self.print_line(f"uploaded to {url}")
             except Exception as error:
-                self.say(f"could not upload to {self.repo_id}: {reason(error)}")
+                self.print_line(f"could not upload to {self.repo_id}: {reason(error)}")
             shutil.rmtree(folder, ignore_errors=True)
 
 

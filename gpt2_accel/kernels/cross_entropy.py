@@ -93,7 +93,7 @@ def chunked_cross_entropy(
     x, (N, C), and the gradient of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the elementwise
     operations.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     softmax_, add_transposed_, transposed = (
@@ -103,9 +103,9 @@ def chunked_cross_entropy(
     # The CPU reads each row several times: few rows at once stay in its cache. Uncompiled, the softmax copies them.
     on_cpu = x.device.type == "cpu"
     at_once = ROWS_IN_CACHE if on_cpu else rows if compiled else LOGITS_AT_ONCE // len(weight) + 1
-    total = x.new_zeros((), dtype=wide)
-    grad_x = torch.empty_like(x, dtype=wide)
-    grad_w = torch.zeros_like(weight, dtype=wide)
+    total = x.new_zeros((), dtype=accumulate_dtype)
+    grad_x = torch.empty_like(x, dtype=accumulate_dtype)
+    grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
     buffer = x.new_empty(rows, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
@@ -115,7 +115,7 @@ def chunked_cross_entropy(
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
-            at_target = logits[row, t].to(wide)
+            at_target = logits[row, t].to(accumulate_dtype)
             log_sum = torch.cat([softmax_(part, scale) for part in logits.split(at_once)])
             gradient = logits  # by now
             log_probability = at_target - log_sum
@@ -123,7 +123,7 @@ def chunked_cross_entropy(
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
             gradient[row, t] = (log_probability.expm1() * scale).to(gradient.dtype)
             grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
-            if x.dtype == wide:
+            if x.dtype == accumulate_dtype:
                 grad_w.addmm_(gradient.t(), x_rows * counts)
             else:  # transposing the small factor is faster than a product along the rows of the large one
                 add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
@@ -132,9 +132,9 @@ def chunked_cross_entropy(
 
 @chunked_cross_entropy.register_fake
 def _(x, weight, targets, vocab_size, rows, compiled):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    like = functools.partial(torch.empty_like, dtype=wide)
-    return x.new_empty((), dtype=wide), like(x), like(weight)
+    accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
+    like = functools.partial(torch.empty_like, dtype=accumulate_dtype)
+    return x.new_empty((), dtype=accumulate_dtype), like(x), like(weight)
 
 
 def keep_gradients(ctx, inputs, output) -> None:
@@ -160,9 +160,9 @@ chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_grad
 def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """Replaces logits, (rows, V), by their softmax times `scale`. Returns each row's log-sum-exp, (rows, 1) in fp32 or
     fp64."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_sum = wide.logsumexp(dim=1, keepdim=True)
-    logits.copy_((wide - log_sum).exp() * scale)
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_sum = x.logsumexp(dim=1, keepdim=True)
+    logits.copy_((x - log_sum).exp() * scale)
     return log_sum
 
 

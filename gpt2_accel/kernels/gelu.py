@@ -19,6 +19,6 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     The approximation of Hendrycks and Gimpel (2016, arXiv:1606.08415) equals x · sigmoid(2u), since
     (1 + tanh(u)) / 2 = sigmoid(2u). The sigmoid's exponential takes a third of the time of the hyperbolic tangent.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    return (wide * torch.sigmoid(2 * u)).to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    u = math.sqrt(2 / math.pi) * (upcast + 0.044715 * upcast**3)
+    return (upcast * torch.sigmoid(2 * u)).to(x.dtype)

@@ -34,9 +34,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     vector = x.view(-1)
     if torch.compiler.is_compiling():
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = (weight.to(wide) * vector.to(wide)).sum(-1)
-        y = (y if bias is None else y + bias.to(wide)).to(x.dtype)
+        accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
+        y = (weight.to(accumulate_dtype) * vector.to(accumulate_dtype)).sum(-1)
+        y = (y if bias is None else y + bias.to(accumulate_dtype)).to(x.dtype)
     elif x.dtype == torch.bfloat16 and has_dot_products():
         return F.linear(x, weight, bias)
     else:

@@ -9,7 +9,7 @@ import yaml
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
-from gpt2_accel.evals.record import read_record
+from gpt2_accel.evals.results_file import read_record
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.runtime.log import read_status

@@ -165,9 +165,9 @@ def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5
 
 @contextmanager
 def profiler(
-    steps: int, run_dir: Path, accelerator: Accelerator, say: Callable[[str], None]
+    steps: int, run_dir: Path, accelerator: Accelerator, print_line: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Traces `steps` updates after the first five into `trace-<rank>.json` and reports its path through `say`.
+    """Traces `steps` updates after the first five into `trace-<rank>.json` and reports its path through `print_line`.
 
     Yields an object whose `step()` is to be called after each update. With 0 `steps` it traces nothing.
     """
@@ -184,7 +184,7 @@ def profiler(
         nonlocal written
         profile.export_chrome_trace(str(path))
         written = True
-        say(f"the trace is in {path}: open it at https://ui.perfetto.dev")
+        print_line(f"the trace is in {path}: open it at https://ui.perfetto.dev")
 
     schedule = torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(
@@ -192,7 +192,7 @@ def profiler(
     ) as profile:
         yield profile
     if not written:
-        say("there is no trace: the run ended before the first update that --profile traces")
+        print_line("there is no trace: the run ended before the first update that --profile traces")
 
 
 def close(accelerator: Accelerator) -> None:

@@ -19,7 +19,7 @@ from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.log import RunLog
-from gpt2_accel.runtime.metadata import describe_run, describe_training, opening
+from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
 from gpt2_accel.runtime.processes import all_or_none, main_process_first
 from gpt2_accel.runtime.setup import ORDER_SETTINGS, TrainInputs, TrainState
 from gpt2_accel.runtime.signals import StopRequest
@@ -65,10 +65,10 @@ class RunContext:
         self.log = stack.enter_context(self._open_log())
         stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
         self.uploads = stack.enter_context(
-            start_uploads(config, self.accelerator, self.log.say, self.stop)
+            start_uploads(config, self.accelerator, self.log.print_line, self.stop)
         )
         self.profile = stack.enter_context(
-            profiler(config.profile, run_dir, self.accelerator, self.log.say)
+            profiler(config.profile, run_dir, self.accelerator, self.log.print_line)
         )
         self.writer = stack.enter_context(self._start_writer())
         steps = range(self.first_step, self.inputs.updates)
@@ -120,7 +120,7 @@ class RunContext:
             run_dir = Path(config.output_dir)
             config.save(run_dir / "config.yaml")
             write_json(run_dir / "run.json", asdict(metadata))
-            print(opening(config, metadata, accelerator, self.first_step), flush=True)
+            print(start_summary(config, metadata, accelerator, self.first_step), flush=True)
         device = accelerator.device
         peak = peak_flops(device_name(device))
         return RunLog(
@@ -148,18 +148,21 @@ class RunContext:
             keep_every=config.keep_every,
             keep_best=config.keep_best,
             saved=self.uploads.push_checkpoint,
-            say=self.log.say,
+            print_line=self.log.print_line,
         )
 
 
 def start_uploads(
-    config: TrainConfig, accelerator: Accelerator, say: Callable[[str], None], stop: StopRequest
+    config: TrainConfig,
+    accelerator: Accelerator,
+    print_line: Callable[[str], None],
+    stop: StopRequest,
 ) -> Uploads:
     """Builds the uploads to the Hub, which only the main process makes."""
     return Uploads(
         config.push_to_hub if accelerator.is_main_process else None,
         config.output_dir,
-        say,
+        print_line,
         strategy=config.hub_strategy,
         private=config.hub_private_repo,
         seconds_left=lambda: stop.seconds_left,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2_accel.device import memory_gb
 from gpt2_accel.files import JsonLines, parse_json, read_json_lines, write_json
-from gpt2_accel.runtime.processes import lost_another
+from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.progress import Progress, duration
 from gpt2_accel.runtime.signals import StopRequest
 
@@ -83,7 +83,7 @@ class RunLog:
             if issubclass(kind, KeyboardInterrupt):
                 self._end("stopped", "SIGINT, twice", requeue=True)
             else:
-                lost = lost_another(error) and self.step > self._first_step
+                lost = peer_failed(error) and self.step > self._first_step
                 requeue = lost or self.stop.reason is not None
                 self._end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
@@ -124,7 +124,7 @@ class RunLog:
         """Logs that the last update was skipped because of `problem`, and the samples that it read."""
         self._entry |= {"skipped": problem, "samples": samples}
         shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
-        self.say(f"skipped because {problem}; samples {shown}")
+        self.print_line(f"skipped because {problem}; samples {shown}")
 
     def finished(self) -> None:
         """Writes to `status.json` that the run is complete and its final model is written."""
@@ -133,7 +133,7 @@ class RunLog:
     def stopped(self, reason: str) -> None:
         """Writes to `status.json` that the run ends before it is complete."""
         self._end("stopped", reason, requeue=True)
-        self.say(f"stopped ({reason}); continue with --resume_from latest")
+        self.print_line(f"stopped ({reason}); continue with --resume_from latest")
 
     def at_this_step(self, name: str) -> float | None:
         """Returns a figure of the last update; None if it was not logged."""
@@ -146,17 +146,17 @@ class RunLog:
         self._entry |= results
         self.results |= results
         self.evaluated |= dict.fromkeys(results, self.step)
-        self.say(in_words(results))
+        self.print_line(in_words(results))
 
     def sample(self, prompt: str, text: str) -> None:
         """Writes a sample to `samples.jsonl` and prints it."""
         if self.enabled:
             self._samples.write({"step": self.step, "prompt": prompt, "text": text})
-        self.say(f"sample\n{text}\n")
+        self.print_line(f"sample\n{text}\n")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints a line above the progress bar."""
-        self._progress.say(f"step {self.step}: {text}")
+        self._progress.print_line(f"step {self.step}: {text}")
 
     def end_step(self) -> None:
         """Writes one line of `metrics.jsonl` if anything was logged since the last call."""
@@ -189,7 +189,9 @@ class RunLog:
             tokens, before = self._timed_from
             speed = (self.tokens_at(self.step) - tokens) / (seconds - before)
             left = (self.tokens_at(self.max_steps) - self.tokens_at(self.step)) / speed
-            self.say(f"expected: about {duration(left)} of training, at {speed:,.0f} tokens/s")
+            self.print_line(
+                f"expected: about {duration(left)} of training, at {speed:,.0f} tokens/s"
+            )
 
     def _add_training_time(self) -> None:
         now = time.perf_counter()

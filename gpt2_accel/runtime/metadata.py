@@ -137,7 +137,9 @@ def git_commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int) -> str:
+def start_summary(
+    config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, step: int
+) -> str:
     """Returns the summary that the terminal shows before the first update; `step` updates are done already."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
     names = (name.removesuffix("_ATTENTION").lower() for name in kernels.sdpa_order)
@@ -153,7 +155,7 @@ def opening(config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator
     )
 
 
-def closing(log: RunLog) -> str:
+def end_summary(log: RunLog) -> str:
     """Returns the summary that the terminal shows after the last update."""
     tokens = log.tokens_at(log.step)
     results = "".join(

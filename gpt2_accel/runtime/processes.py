@@ -71,7 +71,7 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) ->
             try:
                 outcome[0] = function()
             except (ValueError, OSError) as error:
-                outcome[1] = plain(error)
+                outcome[1] = picklable(error)
     result, error = broadcast_object_list(outcome)
     if error is not None:
         raise error
@@ -89,7 +89,7 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         mine = error
-    found = gather_object([mine and plain(mine)])
+    found = gather_object([mine and picklable(mine)])
     if mine is not None:
         raise mine
     if error := next(filter(None, found), None):
@@ -116,12 +116,12 @@ class AnyRank:
         return previous is not None and previous.read().item() > 0
 
 
-def lost_another(error: BaseException) -> bool:
+def peer_failed(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone."""
     return isinstance(error, DistError) or GLOO in str(error)
 
 
-def plain(error: Exception) -> Exception:
+def picklable(error: Exception) -> Exception:
     """Converts the error to a built-in type that can be pickled and broadcast."""
     kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
     return next(kind for kind in kinds if isinstance(error, kind))(str(error))

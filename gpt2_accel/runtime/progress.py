@@ -44,7 +44,7 @@ class Progress:
             line = f"step {self.done}/{self.total} ({self.done / self.total:.0%}): {shown}, {left} left"
             print(line, file=sys.stderr, flush=True)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints a line above the bar."""
         if self.enabled:
             self._bar.write(text)

@@ -32,8 +32,7 @@ from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import BatchSchedule, build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
-from gpt2_accel.runtime.anomalies import AnomalyGuard
-from gpt2_accel.runtime.early_stopping import EarlyStopping
+from gpt2_accel.runtime.guard import AnomalyGuard, EarlyStopping
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.trackers import run_identity
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer

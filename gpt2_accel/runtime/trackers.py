@@ -24,8 +24,7 @@ from accelerate.tracking import (
 )
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.errors import first_line
-from gpt2_accel.files import read_json_lines
+from gpt2_accel.files import first_line, read_json_lines
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.metadata import RunMetadata
 
@@ -165,6 +164,6 @@ class Trackers:
                 tracker.log(values, step=step, **options)
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
-                self.log.say(
+                self.log.print_line(
                     f"{tracker.name} failed and gets no further steps: {first_line(error)}"
                 )

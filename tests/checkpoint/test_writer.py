@@ -19,7 +19,7 @@ from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.anomalies import WINDOW, AnomalyGuard
+from gpt2_accel.runtime.guard import WINDOW, AnomalyGuard
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.tokenizer import byte_tokenizer

@@ -29,7 +29,7 @@ from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import ByHash, Drawn, chunks, held_out, piece_size
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import Plan
-from gpt2_accel.data.prepare import carry_out, prepare
+from gpt2_accel.data.prepare import prepare, run_plan
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import Texts, file_pieces, one_text_pieces, pieces_of, text_files
 from gpt2_accel.files import lock_folder
@@ -135,7 +135,7 @@ def test_all_file_formats_give_the_same_documents_with_any_piece_size(corpus, tm
     for piece_bytes in (2**20, 900):
         pieces = file_pieces(names_of(folder), piece_bytes=piece_bytes)
         made.append(tmp_path / str(piece_bytes))
-        carry_out(plan(pieces, made[-1], shard_tokens=10_000))
+        run_plan(plan(pieces, made[-1], shard_tokens=10_000))
     assert len(pieces) > 30
     for split in ("train", "val"):
         one, other = (documents_in(data_dir, split) for data_dir in made)
@@ -167,7 +167,7 @@ def test_a_document_of_several_pieces_is_counted_once(tmp_path):
     made = []
     for piece_bytes in (2**20, 5000):
         pieces = pieces_of(names_of(tmp_path), ByHash(), "text", piece_bytes)
-        made.append(carry_out(plan(pieces, tmp_path / str(piece_bytes), splits=())))
+        made.append(run_plan(plan(pieces, tmp_path / str(piece_bytes), splits=())))
     assert len(pieces) == 22
     one, other = ({**manifest, "plan": None} for manifest in made)
     assert one == other
@@ -184,11 +184,11 @@ def test_data_and_work_of_release_0_2_are_recognized(tmp_path, monkeypatch, fini
     pieces = file_pieces(names_of(tmp_path), piece_bytes=2**27)
     former = plan(pieces, tmp_path / "d")
     if finished:
-        carry_out(former)
+        run_plan(former)
     else:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(tokenizing.PieceWriter, "write", stops_at(1, tokenizing.PieceWriter))
-            carry_out(former)
+            run_plan(former)
         record = tokenizing.record_path(former.work, 0)
         content = json.loads(record.read_text())
         del content["last"], content["rest"]
@@ -198,7 +198,7 @@ def test_data_and_work_of_release_0_2_are_recognized(tmp_path, monkeypatch, fini
         done = recipe(*args, target, "--workers", 1)
         assert done.returncode == 0, done.stderr
     resumed, afresh = (read_manifest(tmp_path / name) for name in "de")
-    assert resumed["plan"] == former.mark != afresh["plan"]
+    assert resumed["plan"] == former.hash != afresh["plan"]
     assert resumed["splits"] == afresh["splits"] and resumed["counts"] == afresh["counts"]
 
 
@@ -217,7 +217,7 @@ def stops_at(number, writer):
 def test_a_single_text_is_split_once_and_read_in_pieces(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text(make_text(5000, 3))
-    carry_out(plan(one_text_pieces(path, 0.05, piece_bytes=1000), tmp_path / "d"))
+    run_plan(plan(one_text_pieces(path, 0.05, piece_bytes=1000), tmp_path / "d"))
     [train], [val] = (documents_in(tmp_path / "d", split) for split in ("train", "val"))
     assert train + val == path.read_text()
     assert len(val) == pytest.approx(0.05 * len(train), rel=0.1)
@@ -240,7 +240,7 @@ def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch
     monkeypatch.setattr(documents, "held_out", lambda name: name == "b.txt")
     monkeypatch.setattr(sources, "FEWEST", 0)
     pieces = file_pieces(names_of(folder))
-    manifest = carry_out(plan(pieces, tmp_path / "d"))
+    manifest = run_plan(plan(pieces, tmp_path / "d"))
     assert manifest["counts"] == {
         "empty": 2,
         "not_utf8": 3,
@@ -273,7 +273,7 @@ def test_a_wrong_json_line_is_named_with_its_byte(tmp_path, monkeypatch, line, m
     monkeypatch.setattr(sources, "LONGEST_LINE", 400 if "400" in message else 10**6)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
-        carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
+        run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
 
 
 def test_a_worker_process_raises_the_same_error_for_a_wrong_line(tmp_path, monkeypatch):
@@ -281,7 +281,7 @@ def test_a_worker_process_raises_the_same_error_for_a_wrong_line(tmp_path, monke
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
     pieces = file_pieces(names_of(tmp_path), piece_bytes=10)
     with pytest.raises(ValueError, match="a.jsonl, at byte 17, has no column") as caught:
-        carry_out(plan(pieces, tmp_path / "d"), workers=2)
+        run_plan(plan(pieces, tmp_path / "d"), workers=2)
     assert "gpt2_accel" in str(caught.traceback[-1].path)  # so `cli.run` prints one sentence
 
 
@@ -383,12 +383,12 @@ def test_a_piece_is_retried_when_the_network_fails(tmp_path, monkeypatch):
                 raise RuntimeError("reset by peer")
 
     pieces = [Texts("train", Again(lambda: fails(0))), Texts("val", ["text"])]
-    carry_out(plan(pieces, tmp_path / "d"))
+    run_plan(plan(pieces, tmp_path / "d"))
     assert documents_in(tmp_path / "d", "train") == ["half a document"] and tried == [0, 0, 0]
     tried[:] = [-9]
     pieces[0] = Texts("train", Again(lambda: fails(0) if tried.clear() is None else ()))
     with pytest.raises(ConnectionError, match="https://example.org/file cannot be read .reset by"):
-        carry_out(plan(pieces, tmp_path / "e"))
+        run_plan(plan(pieces, tmp_path / "e"))
 
 
 class Again:
@@ -448,7 +448,7 @@ def test_few_texts_hold_out_their_last_parts(tmp_path, words):
     for i, count in enumerate(words):
         (tmp_path / f"{i}.txt").write_text(make_text(count, i))
     pieces = file_pieces(names_of(tmp_path))
-    manifest = carry_out(plan(pieces, tmp_path / "d"))
+    manifest = run_plan(plan(pieces, tmp_path / "d"))
     train, val = (manifest["splits"][split] for split in ("train", "val"))
     assert train["documents"] == len(words)
     assert 0.02 < val["tokens"] / (train["tokens"] + val["tokens"]) < 0.08
@@ -463,7 +463,7 @@ def test_few_rows_hold_out_their_last_parts(tmp_path, name):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
     else:
         (tmp_path / name).write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
+    run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
     train, val = (documents_in(tmp_path / "d", split) for split in ("train", "val"))
     assert [first + last for first, last in zip(train, val, strict=True)] == texts
     assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
@@ -476,7 +476,7 @@ def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
         (tmp_path / kind / pattern).write_bytes((folder / pattern).read_bytes())
         pieces, revision = hub_pieces(str(tmp_path / kind), piece_bytes=1000)
         assert revision is None and (len(pieces) > 3) == (kind == "parquet")
-        carry_out(plan(pieces, tmp_path / f"{kind}-made"))
+        run_plan(plan(pieces, tmp_path / f"{kind}-made"))
         made = [documents_in(tmp_path / f"{kind}-made", split) for split in ("train", "val")]
         assert sorted(made[0] + made[1]) == sorted(texts)
     with pytest.raises(ValueError, match="no column 'body'.*text"):
@@ -546,8 +546,8 @@ def test_a_missing_network_or_folder_is_reported_within_seconds(tmp_path):
 def test_the_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path):
     pieces = file_pieces(names_of(corpus[0]), piece_bytes=5000)
     settings = {"shard_tokens": 7000}
-    carry_out(plan(pieces, tmp_path / "one", **settings), workers=1)
-    carry_out(plan(pieces, tmp_path / "two", **settings), workers=2)
+    run_plan(plan(pieces, tmp_path / "one", **settings), workers=1)
+    run_plan(plan(pieces, tmp_path / "two", **settings), workers=2)
     assert same(tmp_path / "one", tmp_path / "two")
 
 
@@ -627,13 +627,13 @@ def test_finished_pieces_are_not_tokenized_again(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenizing.PieceWriter, "write", failing)
     with pytest.raises(OSError, match="No space"):
-        carry_out(plan(pieces, tmp_path / "d"))
-    carry_out(plan(pieces, tmp_path / "d"))
+        run_plan(plan(pieces, tmp_path / "d"))
+    run_plan(plan(pieces, tmp_path / "d"))
     assert tried == [*range(6), *range(5, len(pieces))]
-    carry_out(plan(pieces, tmp_path / "d"))  # complete already
+    run_plan(plan(pieces, tmp_path / "d"))  # complete already
     assert len(tried) == len(pieces) + 1
     monkeypatch.undo()
-    carry_out(plan(pieces, tmp_path / "e"))
+    run_plan(plan(pieces, tmp_path / "e"))
     assert same(tmp_path / "d", tmp_path / "e")
 
 
@@ -648,9 +648,9 @@ def test_a_preparation_interrupted_during_cleanup_resumes(corpus, tmp_path, monk
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", stops)
-        carry_out(plan(pieces, tmp_path / "d"))
-    carry_out(plan(pieces, tmp_path / "d"))
-    carry_out(plan(pieces, tmp_path / "e"))
+        run_plan(plan(pieces, tmp_path / "d"))
+    run_plan(plan(pieces, tmp_path / "d"))
+    run_plan(plan(pieces, tmp_path / "e"))
     assert same(tmp_path / "d", tmp_path / "e")
 
 
@@ -666,11 +666,11 @@ def test_a_full_disk_leaves_no_partial_shards(corpus, tmp_path):
             object.__setattr__(piece, "size", 0)  # skips the check of the free space
         (disk / "filler").write_bytes(bytes(2**20 - 60 * 4096))
         with pytest.raises(OSError, match="No space left"):
-            carry_out(plan(pieces, disk / "d", shard_tokens=20_000))
+            run_plan(plan(pieces, disk / "d", shard_tokens=20_000))
         assert not (disk / "d").exists()
         (disk / "filler").unlink()
-        carry_out(plan(pieces, disk / "d", shard_tokens=20_000))
-        carry_out(plan(pieces, tmp_path / "d", shard_tokens=20_000))
+        run_plan(plan(pieces, disk / "d", shard_tokens=20_000))
+        run_plan(plan(pieces, tmp_path / "d", shard_tokens=20_000))
         assert same(disk / "d", tmp_path / "d")
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -681,7 +681,7 @@ def test_a_disk_that_is_too_small_is_reported_first(corpus, tmp_path, monkeypatc
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="0.0 GB free.*make room"):
-        carry_out(plan(pieces, tmp_path / "d"))
+        run_plan(plan(pieces, tmp_path / "d"))
 
 
 def stop(*args):
@@ -695,16 +695,16 @@ def test_another_preparation_in_the_same_folder_is_refused(corpus, tmp_path, mon
         lock_folder(tmp_path / ".d.partial"),
         pytest.raises(OSError, match="in use by .*--data_dir"),
     ):
-        carry_out(plan(pieces, target))
+        run_plan(plan(pieces, target))
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            carry_out(plan(pieces, target))
+            run_plan(plan(pieces, target))
     with pytest.raises(ValueError, match="unfinished work on another text"):
-        carry_out(plan(pieces, target, train_bpe(["abc"], 260)))
-    carry_out(plan(pieces, target))
+        run_plan(plan(pieces, target, train_bpe(["abc"], 260)))
+    run_plan(plan(pieces, target))
     with pytest.raises(FileExistsError, match="exists already"):
-        carry_out(plan(pieces, target, shard_tokens=5))
+        run_plan(plan(pieces, target, shard_tokens=5))
 
 
 def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
@@ -746,16 +746,16 @@ def test_only_corrected_pieces_are_tokenized_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenizing.PieceWriter, "write", counted)
     with pytest.raises(ValueError, match="4.jsonl, at byte .* not JSON"):
-        carry_out(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
+        run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
     (tmp_path / "4.jsonl").write_text(whole)
     pieces = file_pieces(names_of(tmp_path))
     # A kill while the work folder changes plans leaves work that either plan can resume.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module, "write_json", stop)
-        carry_out(plan(pieces, tmp_path / "d"))
-    carry_out(plan(pieces, tmp_path / "d"))
+        run_plan(plan(pieces, tmp_path / "d"))
+    run_plan(plan(pieces, tmp_path / "d"))
     assert tried == [0, 1, 2, 3, 4, 4, 5]
-    carry_out(plan(pieces, tmp_path / "e"))
+    run_plan(plan(pieces, tmp_path / "e"))
     assert same(tmp_path / "d", tmp_path / "e")
 
 
@@ -763,7 +763,7 @@ def test_an_empty_split_leaves_no_unfinished_work(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     pieces = file_pieces(names_of(tmp_path))
     with pytest.raises(ValueError, match="no text for the split 'val'"):
-        carry_out(plan(pieces, tmp_path / "d"))
+        run_plan(plan(pieces, tmp_path / "d"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

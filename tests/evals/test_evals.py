@@ -15,12 +15,12 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.evals import scores
+from gpt2_accel.evals import formulas
 from gpt2_accel.evals.detokenize import count_words, detokenize
 from gpt2_accel.evals.hellaswag import HellaSwag, hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
+from gpt2_accel.evals.likelihood import BATCH_TOKENS, Score, encode_question, score
 from gpt2_accel.evals.perplexity import corpus_perplexity, load_corpus, load_pages, page_perplexity
-from gpt2_accel.evals.scoring import BATCH_TOKENS, Score, encode_question, score
 from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import prepare_loss, prepare_task
 from gpt2_accel.evals.validation import validation_loss
@@ -275,21 +275,21 @@ def test_detokenized_wikitext_example():
 
 
 def test_formulas_of_the_metrics():
-    assert scores.mean_loss([2.0, 1.0], [3, 1]) == {
+    assert formulas.mean_loss([2.0, 1.0], [3, 1]) == {
         "loss": 0.75,
         "loss_stderr": 0.125,
     }
-    assert scores.mean_loss([2.0], [4]) == {"loss": 0.5}
-    assert scores.perplexity([2e6], [1]) == {"perplexity": math.inf}
-    assert scores.bits_per_byte([math.log(2) * 3], 2) == {"bits_per_byte": pytest.approx(1.5)}
-    assert scores.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
-    assert scores.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
+    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}
+    assert formulas.perplexity([2e6], [1]) == {"perplexity": math.inf}
+    assert formulas.bits_per_byte([math.log(2) * 3], 2) == {"bits_per_byte": pytest.approx(1.5)}
+    assert formulas.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
+    assert formulas.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
     for call in (
-        lambda: scores.mean_loss([], []),
-        lambda: scores.choice_accuracy([], []),
-        lambda: scores.choice_accuracy([[1, 2]], [2]),
-        lambda: scores.choice_accuracy([[1, 2]], [-1]),
-        lambda: scores.bits_per_byte([1.0], 0),
+        lambda: formulas.mean_loss([], []),
+        lambda: formulas.choice_accuracy([], []),
+        lambda: formulas.choice_accuracy([[1, 2]], [2]),
+        lambda: formulas.choice_accuracy([[1, 2]], [-1]),
+        lambda: formulas.bits_per_byte([1.0], 0),
     ):
         with pytest.raises(ValueError):
             call()

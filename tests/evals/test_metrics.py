@@ -7,7 +7,7 @@ import os
 import pytest
 from launching import forked
 
-from gpt2_accel.evals import scores
+from gpt2_accel.evals import formulas
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
 
 NATS, TOKENS, BYTES = [3.5, 0.25, 7.0, 1.0, 2.0], [2, 1, 9, 1, 3], [5, 1, 20, 2, 9]
@@ -34,10 +34,10 @@ with open(f"{folder}/{rank}.json", "w") as file:
 
 def expected() -> list[dict]:
     return [
-        scores.mean_loss(NATS, TOKENS),
-        scores.perplexity(NATS, TOKENS),
-        scores.bits_per_byte(NATS, sum(BYTES)),
-        scores.choice_accuracy(CHOICES, LABELS),
+        formulas.mean_loss(NATS, TOKENS),
+        formulas.perplexity(NATS, TOKENS),
+        formulas.bits_per_byte(NATS, sum(BYTES)),
+        formulas.choice_accuracy(CHOICES, LABELS),
     ]
 
 

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard
 from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
-from gpt2_accel.evals.table import BASELINES
+from gpt2_accel.evals.results_table import BASELINES
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES

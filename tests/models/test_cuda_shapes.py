@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from gpt2_accel import GPTConfig, kernels
-from gpt2_accel.evals.scoring import Row, score_batch
+from gpt2_accel.evals.likelihood import Row, score_batch
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.qwen3 import Qwen3Config

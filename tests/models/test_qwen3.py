@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from gpt2_accel.evals.scoring import batch_scores, encode_question, fit_rows, score_batch
+from gpt2_accel.evals.likelihood import batch_scores, encode_question, fit_rows, score_batch
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf import qwen3
 from gpt2_accel.hf.convert import build, from_hf

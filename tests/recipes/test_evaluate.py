@@ -19,7 +19,7 @@ from launching import ROOT, launch, python
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.evals import sources
-from gpt2_accel.evals.table import BASELINES, markdown_table
+from gpt2_accel.evals.results_table import BASELINES, markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.qwen3 import Qwen3Config

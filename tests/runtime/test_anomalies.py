@@ -4,7 +4,7 @@ import json
 import math
 
 from gpt2_accel.files import JsonLines, read_json_lines
-from gpt2_accel.runtime.anomalies import MAX_OVERFLOWS, AnomalyGuard
+from gpt2_accel.runtime.guard import MAX_OVERFLOWS, AnomalyGuard
 
 
 def test_endless_fp16_overflows_are_bad_updates():

@@ -13,9 +13,10 @@ import torch
 from hub_server import TOKEN, Hub
 from huggingface_hub import constants
 
-from gpt2_accel import device, doctor
+from gpt2_accel import device
+from gpt2_accel.cli import doctor
+from gpt2_accel.cli.shipped import launch_configs
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.shipped import launch_configs
 
 
 def rows(check) -> dict[str, doctor.Row]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpt2_accel import cli
-from gpt2_accel.shipped import COMMANDS, find, folder, launch_configs, recipes, settings, unknown
+from gpt2_accel.cli.shipped import find, launch_configs, recipes, settings, unknown
+from gpt2_accel.recipe_command import COMMANDS, folder
 
 HELP = """usage: gpt2-accel COMMAND [--help | arguments]
 
@@ -45,7 +46,7 @@ def run(words: list[str]) -> None:
     elif command == "quickstart":
         launch("cpu", "quickstart", *args)
     elif command == "doctor":
-        start("-P", "-m", "gpt2_accel.doctor", *args)
+        start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
     elif command == "config":

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gpt2_accel.errors import sentence
+from gpt2_accel.files import sentence
 
 COMPILE_SECONDS = 300  # time limit of a first torch.compile
 HUB_SECONDS = 10  # time limit of the Hub's answer

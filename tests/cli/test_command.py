@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from gpt2_accel import command, shipped
+from gpt2_accel import recipe_command
+from gpt2_accel.cli import command, shipped
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 LAUNCHER = ["-P", "-m", "accelerate.commands.launch", "--config_file"]
@@ -30,10 +31,10 @@ def started(monkeypatch):
 
 
 def test_every_recipe_is_a_command_or_launched(started):
-    for name, recipe in shipped.COMMANDS.items():
+    for name, recipe in recipe_command.COMMANDS.items():
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
-    launched = {path.stem for path in RECIPES.glob("*.py")} - {*shipped.COMMANDS.values()}
-    assert started("doctor") == ["-P", "-m", "gpt2_accel.doctor"]
+    launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
+    assert started("doctor") == ["-P", "-m", "gpt2_accel.cli.doctor"]
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
         assert "accelerate launch" in (RECIPES / f"{recipe}.py").read_text().split('"""')[1]
@@ -108,35 +109,37 @@ def test_config_prints_a_shipped_file(name, file, capsys):
 def test_the_table_of_commands_in_the_documentation_is_complete():
     text = (ROOT / "docs/install.md").read_text()
     table = text.partition("| in this documentation |")[2].partition("\n\n")[0]
-    assert [name for name in shipped.COMMANDS if name not in table] == []
+    assert [name for name in recipe_command.COMMANDS if name not in table] == []
 
 
 def test_help_names_everything_and_imports_no_library():
     code = (
-        "import sys; sys.argv = ['gpt2-accel']; from gpt2_accel.command import main; main()\n"
+        "import sys; sys.argv = ['gpt2-accel']; from gpt2_accel.cli.command import main; main()\n"
         "print({'torch', 'transformers', 'accelerate', 'numpy', 'yaml'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.endswith("set()\n") and not done.stderr
-    names = [*shipped.COMMANDS, *shipped.recipes(), *shipped.launch_configs(), *shipped.settings()]
+    names = [
+        *recipe_command.COMMANDS,
+        *shipped.recipes(),
+        *shipped.launch_configs(),
+        *shipped.settings(),
+    ]
     assert [name for name in names if name not in done.stdout] == []
 
 
 def test_commands_for_the_user_are_those_of_the_installation(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    python = shipped.typed(Path(sys.executable))
-    assert shipped.recipe_command("sample") == f"{python} recipes/sample.py"
+    python = recipe_command.program(Path(sys.executable))
+    assert recipe_command.recipe_command("sample") == f"{python} recipes/sample.py"
     bin_folder = tmp_path / "env/bin"
     bin_folder.mkdir(parents=True)
     for name in ("python", "gpt2-accel"):
         (bin_folder / name).touch(0o755)
     (tmp_path / "gpt2_accel/recipes").mkdir(parents=True)
-    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "gpt2_accel")
+    monkeypatch.setattr(recipe_command, "PACKAGE", tmp_path / "gpt2_accel")
     monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
     monkeypatch.chdir(tmp_path)
-    assert shipped.recipe_command("push_to_hub") == "env/bin/gpt2-accel push"
+    assert recipe_command.recipe_command("push_to_hub") == "env/bin/gpt2-accel push"
     monkeypatch.setenv("PATH", str(bin_folder))
-    text = "Run\n    python recipes/prepare_data.py text, then python recipes/other.py."
-    assert shipped.with_commands(text) == (
-        "Run\n    gpt2-accel prepare-data text, then python recipes/other.py."
-    )
+    assert recipe_command.recipe_command("push_to_hub") == "gpt2-accel push"

@@ -1,4 +1,4 @@
-"""Runs a recipe's `main` from a shell, with one-sentence errors."""
+"""The command line: runs a recipe's `main` with one-sentence errors, the console command, `doctor`."""
 
 import argparse
 import json
@@ -9,22 +9,16 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from gpt2_accel.errors import sentence
-from gpt2_accel.shipped import with_commands
+from gpt2_accel.files import sentence
 
+PACKAGE = Path(__file__).resolve().parent.parent
 FIRST = 4  # local rank r > 0 waits FIRST + r seconds, so that a lower rank fails first
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `ValueError` instead of printing its usage.
-
-    Commands in the description are those of this installation.
-    """
-
-    def __init__(self, description: str = "", **options: Any) -> None:
-        super().__init__(description=with_commands(description), **options)
+    """An `ArgumentParser` that raises `ValueError` instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -54,9 +48,7 @@ def is_mistake(error: Exception) -> bool:
     if isinstance(error, OSError):
         return True
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    ours = Path(__file__).resolve().parent in raised_in.parents or (
-        raised_in.parent == script().parent
-    )
+    ours = PACKAGE in raised_in.parents or (raised_in.parent == script().parent)
     return ours and isinstance(error, (ValueError, ImportError))
 
 

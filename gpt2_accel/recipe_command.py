@@ -1,0 +1,51 @@
+"""The shipped folders, in a clone and in an installed wheel, and the command that runs a recipe.
+
+A wheel holds the folders `recipes`, `accelerate_configs` and `benchmarks` inside the package; in a clone they are beside
+it.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+FOLDERS = ("recipes", "accelerate_configs", "benchmarks")
+# Sub-command of `gpt2-accel` -> the recipe that it runs in one process.
+COMMANDS = {
+    "prepare-data": "prepare_data",
+    "sample": "sample",
+    "evaluate": "evaluate",
+    "report": "report",
+    "demo": "demo",
+    "export": "export",
+    "average-checkpoints": "average_checkpoints",
+    "push": "push_to_hub",
+    "import": "import_checkpoint",
+    "speed-ladder": "speed_ladder",
+}
+
+
+def folder(name: str) -> Path:
+    """Returns the path of one of `FOLDERS`."""
+    installed = PACKAGE / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def recipe_command(recipe: str) -> str:
+    """Returns the command that runs `recipes/RECIPE.py`, for a shell in the working directory.
+
+    It is `gpt2-accel NAME` for an installed wheel, else `python recipes/RECIPE.py`.
+    """
+    python = Path(sys.executable)
+    if folder("recipes").parent != PACKAGE:
+        return f"{program(python)} {os.path.relpath(folder('recipes') / f'{recipe}.py')}"
+    [name] = [name for name, script in COMMANDS.items() if script == recipe]
+    return f"{program(python.with_name('gpt2-accel'))} {name}"
+
+
+def program(path: Path) -> str:
+    """Returns how a shell calls a program: by name if PATH finds it or it is missing, else by the shorter of its paths."""
+    if shutil.which(path.name) == str(path) or not path.exists():
+        return path.name
+    return min(os.path.relpath(path), str(path), key=len)
