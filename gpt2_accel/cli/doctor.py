@@ -13,25 +13,17 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from gpt2_accel.files import sentence
 
+if TYPE_CHECKING:
+    import torch
+
 COMPILE_SECONDS = 300  # time limit of a first torch.compile
-HUB_SECONDS = 10  # time limit of the Hub's answer
-LEAST_DISK = 5e9  # bytes; the checkpoint of a 124M model takes 1.5 GB
-FOR_DEVELOPERS = {"dev", "docs", "install", "test"}  # extras that are not reported
-VARIABLES = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
-    *("TRANSFORMERS_OFFLINE", "TIKTOKEN_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
-    *("ATEN_CPU_CAPABILITY", "ACCELERATE_USE_CPU", "GPT2_ACCEL_DEVICE", "GPT2_ACCEL_KERNELS"),
-)
 # Inductor compiles in the subprocess itself, so that the time limit ends the compiler, too.
 ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # What a subprocess compiles. The cache is a new folder, so the compiler does run.
@@ -63,7 +55,7 @@ def main() -> None:
     ).parse_args()
     broken = []
     for check in CHECKS:
-        for row in answer(check):
+        for row in run_check(check):
             print(formatted(row), flush=True)
             if row.needed and row.state == "problem":
                 broken.append(row.name)
@@ -73,21 +65,19 @@ def main() -> None:
     print("\nTraining works here.")
 
 
-def answer(check: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def run_check(check: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     """Yields the rows of a check. An error, such as a library that cannot be imported, becomes a row."""
     try:
         yield from check()
     except Exception as error:  # of any library
-        needed = check in NEEDED
-        fix = "correct it, or install gpt2_accel again in a new environment" if needed else ""
-        yield Row(
-            "problem", check.__name__, f"{type(error).__name__}: {sentence(error)}", fix, needed
-        )
+        text = f"{type(error).__name__}: {sentence(error)}"
+        fix = "correct it, or install gpt2_accel again in a new environment"
+        yield Row("problem", check.__name__, text, fix, needed=True)
 
 
 def formatted(row: Row, width: int = 80) -> str:
     """Formats a row in lines of at most `width` characters, without breaking long words; the fix has its own lines."""
-    start = f"{row.state:8}{row.name:13} "
+    start = f"{row.state:8}{row.name:9} "
     options = {"width": width, "break_long_words": False, "break_on_hyphens": False}
     indent = " " * len(start)
     lines = textwrap.wrap(row.text, initial_indent=start, subsequent_indent=indent, **options)
@@ -96,9 +86,6 @@ def formatted(row: Row, width: int = 80) -> str:
             row.fix, initial_indent=indent + "-> ", subsequent_indent=indent + "   ", **options
         )
     return "\n".join(lines)
-
-
-# Software
 
 
 def python() -> Iterator[Row]:
@@ -132,53 +119,13 @@ def packages() -> Iterator[Row]:
         else:
             text = f"{version}, but gpt2_accel needs {requirement.specifier}"
             yield Row("problem", name, text, fix, needed=True)
+    for name in ("torch", "accelerate", "transformers", "datasets", "gpt2_accel.train"):
+        importlib.import_module(name)
     yield Row("ok", "packages", ", ".join([f"gpt2_accel {metadata.version('gpt2_accel')}", *found]))
 
 
-def imports() -> Iterator[Row]:
-    """Whether everything that training imports can be imported."""
-    start = time.perf_counter()
-    for name in ("torch", "accelerate", "transformers", "datasets", "gpt2_accel.train"):
-        importlib.import_module(name)
-    yield Row("ok", "imports", f"all libraries load, in {time.perf_counter() - start:.1f} s")
-
-
-def extras() -> Iterator[Row]:
-    """The optional packages: in one row those that are installed, in a row each the others."""
-    from packaging.requirements import Requirement
-
-    requirements = [Requirement(text) for text in metadata.requires("gpt2_accel") or []]
-    installed = []
-    for extra in metadata.metadata("gpt2_accel").get_all("Provides-Extra") or []:
-        members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        members = [r for r in members if not r.marker.evaluate({"extra": ""})]
-        if extra in FOR_DEVELOPERS or not members:
-            continue
-        missing = [r for r in members if not is_installed(r.name)]
-        if missing:
-            names = " ".join(f"'{r.name}{r.specifier}'" for r in missing)
-            text = f"{', '.join(r.name for r in missing)} not installed (optional)"
-            yield Row("missing", f"[{extra}]", text, f"pip install {names}")
-        else:
-            installed.append(f"{extra} ({', '.join(r.name for r in members)})")
-    if installed:
-        yield Row("ok", "extras", ", ".join(installed))
-
-
-def is_installed(name: str) -> bool:
-    """Whether a distribution of this name is installed."""
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-# Hardware
-
-
 def devices() -> Iterator[Row]:
-    """The CPU with its memory, and each GPU."""
+    """The CPU and each GPU with its memory, and the speed of a product in each precision of the one that trains."""
     import psutil
     import torch
 
@@ -198,35 +145,16 @@ def devices() -> Iterator[Row]:
         why = f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine"
         fix = "install a build of torch for the driver's CUDA version: https://pytorch.org/get-started"
         yield Row("problem", "gpu", why, fix)
-
-
-def precision() -> Iterator[Row]:
-    """Which precisions are fast on the device that a launch would use, with the measured speed of a product."""
-    from gpt2_accel import device
-
-    chosen = best_device()
-    for name, dtype in {
-        "no": "float32",
-        **{k: str(v)[6:] for k, v in device.DTYPES.items()},
-    }.items():
-        label = "fp32" if name == "no" else name
-        if problem := device.precision_problem(chosen, name):
-            yield Row("missing", label, *problem.split(": ", 1))
+    chosen = launch_device()
+    for precision, dtype in {"fp32": torch.float32, **device.DTYPES}.items():
+        if problem := device.precision_problem(chosen, precision):
+            yield Row("missing", precision, *problem.split(": ", 1))
         else:
-            yield Row("ok", label, f"{measured(chosen, dtype)} on {chosen.type}")
+            speed = device.matmul_flops(chosen, dtype) / 1e12
+            yield Row("ok", precision, f"{speed:.2g} TFLOP/s on {chosen.type}")
 
 
-def measured(chosen, dtype: str) -> str:
-    """Returns the speed of a matrix product, in words."""
-    import torch
-
-    from gpt2_accel.device import matmul_flops
-
-    flops = matmul_flops(chosen, getattr(torch, dtype))
-    return f"{flops / 1e12:.2g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.0f} GFLOP/s"
-
-
-def best_device():
+def launch_device() -> "torch.device":
     """Returns the device of a launch without flags: CUDA, MPS or CPU."""
     import torch
 
@@ -239,7 +167,7 @@ def compiler() -> Iterator[Row]:
     """Whether `torch.compile` works: a small function is compiled in another process, with a time limit."""
     from gpt2_accel.device import inductor_problem
 
-    chosen, start = best_device(), time.perf_counter()
+    chosen = launch_device()
     if problem := inductor_problem(chosen):
         text, _, fix = problem.partition(" (")
         yield Row("missing", "compiler", f"{text}; training runs uncompiled", fix.rstrip(")"))
@@ -261,7 +189,7 @@ def compiler() -> Iterator[Row]:
         fix = "install g++ and Python's header files, or launch with --dynamo_backend no"
         yield Row("problem", "compiler", f"torch.compile fails: {error}", fix)
     else:
-        yield Row("ok", "compiler", f"torch.compile works ({time.perf_counter() - start:.0f} s)")
+        yield Row("ok", "compiler", "torch.compile works")
 
 
 def launch() -> Iterator[Row]:
@@ -270,7 +198,7 @@ def launch() -> Iterator[Row]:
 
     from gpt2_accel.device import has_bf16
 
-    chosen = best_device()
+    chosen = launch_device()
     config = fitting_config(chosen.type, torch.cuda.device_count(), has_bf16(chosen))
     yield Row("ok", "launch", f"gpt2-accel launch {config} RECIPE")
 
@@ -289,87 +217,7 @@ def fitting_config(kind: str, gpus: int, bf16: bool) -> str:
     return name if gpus == count else f"{name} --num_processes {gpus}"
 
 
-# Disk and network
-
-
-def disk() -> Iterator[Row]:
-    """The free space of the current folder, where runs are written, and of the Hub's cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    for name, path in {"disk": Path.cwd(), "hub cache": Path(HF_HUB_CACHE)}.items():
-        place = next(folder for folder in (path, *path.parents) if folder.exists())
-        free = shutil.disk_usage(place).free
-        text, needed = f"{free / 1e9:.1f} GB free in {path}", name == "disk"
-        if not os.access(place, os.W_OK):
-            fix = "make it writable, or use another folder"
-            yield Row("problem", name, f"{text}, which is read-only", fix, needed)
-        elif free < LEAST_DISK:
-            fix = "free disk space, or use another folder"
-            yield Row("problem", name, text, fix, needed)
-        else:
-            yield Row("ok", name, text)
-
-
-def environment() -> Iterator[Row]:
-    """The environment variables that change a run, as far as they are set. A URL is shown without its password."""
-    found = (f"{name}={shown(os.environ[name])}" for name in VARIABLES if name in os.environ)
-    yield Row("ok", "environment", ", ".join(found) or "no variable of interest is set")
-
-
-def shown(value: str) -> str:
-    """Returns a value without the user and password of a URL."""
-    try:
-        url = urlsplit(value)
-    except ValueError:
-        return "(not a URL)"
-    return (
-        url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() if "@" in url.netloc else value
-    )
-
-
-def hub() -> Iterator[Row]:
-    """Whether the Hugging Face Hub knows the access token. Waits at most `HUB_SECONDS`; never prints the token."""
-    from huggingface_hub import HfApi, constants, get_token
-
-    token, place = get_token(), shown(constants.ENDPOINT)
-    login = "run `hf auth login`, or set HF_TOKEN"
-    if constants.HF_HUB_OFFLINE:
-        text = f"{place} is not asked because HF_HUB_OFFLINE is set"
-        yield Row("missing", "hub", text, "unset HF_HUB_OFFLINE to download or push")
-        return
-    if not token:
-        yield Row("missing", "hub", f"no token for {place}; public models need none", login)
-        return
-    answers: list[str | Exception] = []
-
-    def ask() -> None:
-        try:
-            answers.append(HfApi(endpoint=constants.ENDPOINT).whoami(token=token)["name"])
-        except Exception as error:  # of the client, its HTTP library or the network
-            answers.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)  # does not hold up the end of the process
-    thread.start()
-    thread.join(HUB_SECONDS)
-    if not answers:
-        text = f"{place} does not answer within {HUB_SECONDS} s"
-        yield Row("problem", "hub", text, "check the connection and HF_ENDPOINT")
-    elif isinstance(answers[0], str):
-        yield Row("ok", "hub", f"logged in to {place} as {answers[0]}")
-    elif getattr(getattr(answers[0], "response", None), "status_code", None) == 401:
-        yield Row("problem", "hub", f"{place} refuses the token", login)
-    else:
-        reason = sentence(answers[0]).replace(constants.ENDPOINT, place)
-        reason = reason.replace(token, "(token)")
-        fix = "check the connection and HF_ENDPOINT"
-        yield Row("problem", "hub", f"{place} cannot be asked: {reason}", fix)
-
-
-NEEDED = (python, packages, imports, devices)
-CHECKS = (
-    *(python, packages, imports, extras, devices, precision, compiler, launch, disk),
-    *(environment, hub),
-)
+CHECKS = (python, packages, devices, compiler, launch)
 
 if __name__ == "__main__":
     main()

@@ -3,15 +3,10 @@
 import json
 import re
 import sys
-import time
-from collections import namedtuple
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hub_server import TOKEN, Hub
-from huggingface_hub import constants
 
 from gpt2_accel import device
 from gpt2_accel.cli import doctor
@@ -20,7 +15,7 @@ from gpt2_accel.device import OVERRIDES
 
 
 def rows(check) -> dict[str, doctor.Row]:
-    return {row.name: row for row in doctor.answer(check)}
+    return {row.name: row for row in doctor.run_check(check)}
 
 
 @pytest.fixture
@@ -31,17 +26,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["doctor"])
 
 
-def test_the_table_of_this_machine_has_every_check_in_80_columns(quick, monkeypatch, capsys):
-    monkeypatch.setenv("HF_ENDPOINT", f"https://user:{TOKEN}@hub.example/path")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+def test_the_table_of_this_machine_has_every_check_in_80_columns(quick, capsys):
     doctor.main()
     out = capsys.readouterr().out
     assert out.endswith("\nTraining works here.\n")
-    assert TOKEN not in out and "HF_ENDPOINT=https://hub.example/path" in out
     named = re.findall(r"^(?:ok|missing|problem) +(.+?)  ", out, re.MULTILINE)
-    assert {"python", "packages", "cpu", "fp32", "bf16", "fp16", "compiler"} <= {*named}
-    assert {"imports", "launch", "disk", "hub cache", "environment", "hub"} <= {*named}
-    assert f"torch {torch.__version__}" in out and "150 GFLOP/s on cpu" in out
+    assert {"python", "packages", "cpu", "fp32", "bf16", "fp16", "compiler", "launch"} <= {*named}
+    assert f"torch {torch.__version__}" in out and "0.15 TFLOP/s on cpu" in out
     assert max(len(line) for line in out.splitlines() if len(line.split()) > 1) <= 80
 
 
@@ -64,16 +55,10 @@ def test_a_package_that_is_missing_or_of_another_version_is_a_problem(quick, mon
     assert "solve the problem with numpy, no-such-package." in capsys.readouterr().out
 
 
-def test_the_real_metadata_has_ranges_and_extras(monkeypatch):
+def test_the_real_metadata_has_ranges():
     assert {row.state for row in rows(doctor.packages).values()} == {"ok"}
-    assert {"torch", "transformers"} <= {
-        re.split("[<>=]", r)[0] for r in metadata.requires("gpt2_accel")
-    }
-    monkeypatch.setattr(doctor, "is_installed", lambda name: name != "gradio")
-    found = rows(doctor.extras)
-    assert found["[demo]"].fix == "pip install 'gradio>=6.0'"
-    assert "report (matplotlib)" in found["extras"].text
-    assert not {"[dev]", "[docs]"} & found.keys()
+    names = {re.split("[<>=]", r)[0] for r in metadata.requires("gpt2_accel")}
+    assert {"torch", "transformers"} <= names
 
 
 def test_a_library_that_cannot_be_imported_is_a_problem(quick, monkeypatch, capsys):
@@ -82,7 +67,7 @@ def test_a_library_that_cannot_be_imported_is_a_problem(quick, monkeypatch, caps
         doctor.main()
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert "problem imports" in out and "datasets" in out and "problem with imports." in out
+    assert "problem packages" in out and "datasets" in out and "problem with packages." in out
 
 
 def test_an_old_python_is_a_problem(monkeypatch):
@@ -94,7 +79,7 @@ def test_an_old_python_is_a_problem(monkeypatch):
 @pytest.mark.parametrize("bf16", [True, False])
 def test_precision_of_a_cpu_with_and_without_bf16_units(bf16, monkeypatch):
     monkeypatch.setenv(OVERRIDES, json.dumps({"has_bf16": bf16, "matmul_flops": 2e12}))
-    found = rows(doctor.precision)
+    found = rows(doctor.devices)
     assert found["fp32"].text == "2 TFLOP/s on cpu"
     assert found["bf16"].state == ("ok" if bf16 else "missing")
     assert bf16 or found["bf16"].fix.endswith("cpu.yaml")
@@ -171,67 +156,3 @@ def test_the_real_program_compiles(times, monkeypatch):
     monkeypatch.setenv(OVERRIDES, '{"has_cpp_compiler": true}')
     [row] = rows(doctor.compiler).values()
     assert row.state == "ok", row.text
-
-
-def test_a_full_disk_is_a_problem(monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(9e9, 8e9, 1e9))
-    found = rows(doctor.disk)
-    assert found["disk"].state == "problem" and found["disk"].needed
-    assert "1.0 GB free in " in found["hub cache"].text and not found["hub cache"].needed
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A Hub that the client asks, with a token that it knows."""
-    monkeypatch.setattr(doctor, "HUB_SECONDS", 1)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with Hub() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        yield server
-
-
-def hub_row() -> doctor.Row:
-    [row] = rows(doctor.hub).values()
-    assert TOKEN not in str(row) and not row.needed
-    return row
-
-
-def test_the_hub_names_the_user_or_refuses_the_token(hub, monkeypatch):
-    assert hub_row() == doctor.Row("ok", "hub", f"logged in to {hub.url} as user")
-    hub.faults.append(("GET", "/api/whoami", 500))
-    row = hub_row()
-    assert row.state == "problem" and "cannot be asked" in row.text and "500" in row.text
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("//", "//me:secret@"))
-    hub.faults.append(("GET", "/api/whoami", 500))
-    row = hub_row()
-    assert row.state == "problem" and "secret" not in row.text and hub.url in row.text
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    row = hub_row()
-    assert row.text == f"{hub.url} refuses the token" and "hf auth login" in row.fix
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert hub_row().state == "missing" and "no token" in hub_row().text
-
-
-def test_a_hub_that_does_not_answer_or_does_not_exist_is_not_waited_for(hub, monkeypatch):
-    hub.hangs = "GET /api/whoami"
-    start = time.monotonic()
-    assert hub_row().text == f"{hub.url} does not answer within 1 s"
-    assert time.monotonic() - start < 10
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub_row().state == "problem"
-
-
-def test_an_offline_machine_asks_no_hub(hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "not asked" in hub_row().text and hub.requests == []
-
-
-def test_an_error_with_the_token_does_not_print_it(hub, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(f"cannot send Bearer {TOKEN}")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: SimpleNamespace(whoami=fail))
-    assert "cannot send Bearer (token)" in hub_row().text
