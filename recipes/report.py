@@ -3,8 +3,8 @@
     python recipes/report.py runs/quickstart
     python recipes/report.py runs/a runs/b --output_dir compared
 
-It shows curves over tokens, time and FLOPs, samples, and figures of the newest weights. Running and killed runs are
-drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
+It shows curves over tokens, time and FLOPs, and samples; `--text` also the attention of the newest weights on a text.
+Running and killed runs are drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--output_dir", help="where to write; default the folder report of the first"
     )
-    parser.add_argument("--text", help="what to draw the attention for; default the newest sample")
+    parser.add_argument("--text", help="text on which to draw the attention")
     return parser.parse_args()
 
 

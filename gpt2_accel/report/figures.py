@@ -1,4 +1,4 @@
-"""Figures of runs and of weights, drawn with matplotlib: for the report, model cards, the README.
+"""Figures of runs and of attention, drawn with matplotlib: for the report, model cards, the README.
 
 Each function returns a `Figure`, whose `savefig` writes PNG; `themed_svg` turns one into SVG that takes its
 colours from the page around it.
@@ -212,32 +212,6 @@ def smoothed(y: list[float]) -> list[float]:
     return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
 
 
-def position_figure(weight: np.ndarray, width: float = WIDE) -> "Figure":
-    """Position embeddings, (n_positions, n_embd): all as an image, and single channels as curves over the position.
-
-    The channels are the three that vary most, by the distance of their 10% and 90% quantiles: what stands
-    out at the first position alone does not count.
-    """
-    rows = 1 if width == WIDE else 2
-    figure, axes = new_figure(width, 3.4 * rows, rows, 2 // rows)
-    image, curves = axes.flat
-    limit = np.quantile(np.abs(weight), 0.99) or 1.0
-    draw_signed(image, weight / limit)
-    image.set(xlabel="channel", ylabel="position")
-    set_title(image, "all channels: blue above 0, orange below")
-    low, high = np.quantile(weight, (0.1, 0.9), axis=0)
-    channels = np.sort(np.argsort(high - low)[::-1][:3])
-    for channel, colour in zip(channels, COLOURS, strict=False):
-        name = f"channel {channel}"
-        curves.plot(weight[:, channel], color=colour, linewidth=1, label=name, gid=name)
-    set_title(curves, "the three channels that vary most")
-    curves.set_xlabel("position")
-    curves.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=3, loc="upper center")
-    low, high = curves.get_ylim()
-    curves.set_ylim(low, high + 0.15 * (high - low))
-    return figure
-
-
 class AttentionRecorder(TorchFunctionMode):
     """Collects the attention weights of each call of `F.scaled_dot_product_attention`, (B, H, T, T), which computes
     them but does not return them."""
@@ -249,6 +223,7 @@ class AttentionRecorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             q, k = args[0].float(), args[1].float()  # (B, H, T, D)
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # grouped-query attention
             scores = q @ k.mT / math.sqrt(q.shape[-1])
             later = torch.ones_like(scores, dtype=torch.bool).triu(1)
             self.found.append(scores.masked_fill(later, -math.inf).softmax(dim=-1))
@@ -270,69 +245,27 @@ def attention_weights(model: LanguageModel, input_ids: torch.Tensor) -> torch.Te
 
 
 def attention_figure(weights: torch.Tensor, width: float = WIDE) -> "Figure":
-    """Draws all heads as small images, one row per layer, one column per head. weights: (L, H, T, T)."""
+    """Draws all heads as small images, a row per layer and a column per head; darker means more attention.
+
+    weights: (L, H, T, T)."""
     L, H, T, _ = weights.shape
-    gap = max(1, T // 12)
-    canvas = np.full((L * (T + gap) - gap, H * (T + gap) - gap), np.nan)
-    visible = np.tril(np.ones((T, T), bool))
-    for layer in range(L):
-        for head in range(H):
-            rows, columns = (slice(i * (T + gap), i * (T + gap) + T) for i in (layer, head))
-            canvas[rows, columns] = np.where(visible, weights[layer, head].cpu(), np.nan)
     side = min(1.3, (width - 0.8) / H)  # inches
-    figure, [[ax]] = new_figure(side * H + 0.8, side * L + 0.6)
-    draw_share(ax, canvas)
-    middles = [i * (T + gap) + T / 2 - 0.5 for i in range(max(H, L))]
-    every = math.ceil(0.2 / side)  # a number takes 0.2 inches
-    ax.set_xticks(middles[:H:every], range(0, H, every))
-    ax.set_yticks(middles[:L:every], range(0, L, every))
-    ax.set(xlabel="head", ylabel="layer")
-    return figure
-
-
-def heads_figure(weights: torch.Tensor, tokens: list[str], width: float = WIDE) -> "Figure":
-    """Three heads in large, with the tokens: those that look most at the token before, at the first, and
-    at the most tokens evenly. weights: (L, H, T, T); tokens: T strings."""
-    mean_entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1).mean(-1)
-    wanted = {
-        "looks most at the token before": weights.diagonal(-1, 2, 3).mean(-1),
-        "looks most at the first token": weights[..., 1:, 0].mean(-1),
-        "looks most widely": mean_entropy,
-    }
-    rows, size = (1, 6) if width == WIDE else (3, 7.5)
-    figure, axes = new_figure(width, 3.4 if rows == 1 else 4 * rows, rows, 3 // rows)
-    for ax, (title, score) in zip(axes.flat, wanted.items(), strict=True):
-        layer, head = divmod(int(score.argmax()), weights.shape[1])
-        matrix = weights[layer, head].cpu().numpy()
-        draw_share(ax, np.where(np.tril(np.ones_like(matrix, bool)), matrix, np.nan))
-        set_title(ax, f"{title}\nlayer {layer}, head {head}")
-        style = {"fontsize": size, "family": "monospace", "parse_math": False}  # a $ is a $
-        rotation = 90 if max(map(len, tokens)) > 1 else 0
-        ax.set_xticks(range(len(tokens)), tokens, rotation=rotation, **style)
-        ax.set_yticks(range(len(tokens)), tokens, **style)
-        ax.tick_params(length=0)
-    return figure
-
-
-def draw_signed(ax: "Axes", values: np.ndarray) -> None:
-    """Draws values in [-1, 1] as an image: blue above 0, orange below, opacity by magnitude."""
-    draw_rgba(ax, values > 0, np.abs(values).clip(0, 1))
-
-
-def draw_share(ax: "Axes", values: np.ndarray) -> None:
-    """Draws shares in [0, 1] as an image, NaN as empty. The square root makes small shares visible."""
-    strength = np.where(np.isnan(values), 0, 0.06 + 0.94 * np.sqrt(np.nan_to_num(values)))
-    draw_rgba(ax, np.ones_like(values, bool), strength)
-
-
-def draw_rgba(ax: "Axes", first: np.ndarray, strength: np.ndarray) -> None:
-    """Draws the first colour where `first`, else the second, with opacity `strength`, for light and dark pages."""
+    figure, axes = new_figure(side * H + 0.8, side * L + 0.6, L, H)
     from matplotlib.colors import to_rgb
 
-    rgb = np.where(first[..., None], to_rgb(COLOURS[0]), to_rgb(COLOURS[1]))
-    ax.imshow(np.dstack((rgb, strength)), aspect="auto", interpolation="none")
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
+    for (layer, head), ax in np.ndenumerate(axes):
+        share = weights[layer, head].cpu().numpy()
+        # By opacity, for light and dark pages. The square root makes small shares visible.
+        opacity = np.where(np.tri(T, dtype=bool), 0.06 + 0.94 * np.sqrt(share), 0.0)
+        ax.imshow(np.dstack((*(np.full((T, T), c) for c in to_rgb(COLOURS[0])), opacity)))
+        ax.set(xticks=[], yticks=[])
+        ax.grid(False)
+        ax.spines["bottom"].set_visible(False)
+        if layer == L - 1:
+            ax.set_xlabel(f"head {head}" if side > 0.6 else str(head))
+        if head == 0:
+            ax.set_ylabel(f"layer {layer}" if side > 0.6 else str(layer))
+    return figure
 
 
 def chart_data(figure: "Figure") -> list[dict]:

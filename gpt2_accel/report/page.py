@@ -18,7 +18,7 @@ from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
 from gpt2_accel.report.figures import AXES, NARROW, WIDE
 from gpt2_accel.report.names import compares, in_words
-from gpt2_accel.report.reader import Run, has_model
+from gpt2_accel.report.reader import Run
 from gpt2_accel.runtime.progress import duration
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
 MOST_TOKENS = 24  # of the text whose attention is drawn
 MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
-TEXT = "The quick brown fox jumps over the lazy dog."
 
 
 @dataclass
@@ -68,9 +67,8 @@ class Page:
 def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -> Path:
     """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file.
 
-    `text` is what the attention is drawn for, by default the beginning of the run's newest sample. Draws
-    what is there, and says in the report, as in `Run.problems`, what is not. Raises `ValueError` if
-    matplotlib is missing.
+    With a `text`, draws the attention of the newest weights on it. Draws what is there, and says in the report, as
+    in `Run.problems`, what is not. Raises `ValueError` if matplotlib is missing.
     """
     figures.require_matplotlib()
     tell_apart(runs)
@@ -79,8 +77,8 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
     add_curves(page, runs)
     page.section("Results of evaluate.py", table_of_evaluations(runs))
     page.section("Samples", *(samples(run) for run in runs if run.samples))
-    for run in runs:
-        add_weights(page, run, text)
+    for run in runs if text else []:
+        add_attention(page, run, text)
     page.section("Left out", problems(runs))
     title = ", ".join(run.name for run in runs)
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
@@ -290,40 +288,28 @@ def samples(run: Run) -> str:
     return "".join(parts)
 
 
-def add_weights(page: Page, run: Run, text: str | None) -> None:
-    """Adds the section with figures of a run's newest weights."""
-    if not has_model(run.folder):
-        run.problems.append("no weights yet: no pictures of them")
-        return
-    directory = model_directory(run.folder)
+def add_attention(page: Page, run: Run, text: str) -> None:
+    """Adds the section with the attention of a run's newest weights on the beginning of `text`."""
     try:
+        directory = model_directory(run.folder)
         model, tokenizer = from_pretrained(directory), load_tokenizer(directory)
-        text = text or (str(run.samples[-1].get("text")) if run.samples else TEXT)
         ids = encode(tokenizer, [text])[0][: min(MOST_TOKENS, model.config.n_positions)]
+        if not ids:
+            raise ValueError("the text has no tokens")
     except (OSError, ValueError) as error:
-        run.problems.append(f"its weights cannot be read: {error}")
+        run.problems.append(f"its attention is not drawn: {error}")
         return
-    parts = []
-    if (positions := getattr(model, "wpe", None)) is not None:  # learned position embeddings
-        draw = partial(figures.position_figure, positions.weight.detach().float().numpy())
-        parts.append("<h3>Position embeddings</h3>" + page.picture(f"{run.name}-positions", draw))
-    if len(ids) < 2:
-        run.problems.append("the text for the attention has fewer than two tokens")
-    else:
-        weights = figures.attention_weights(model, torch.tensor([ids]))
-        tokens = [visible(tokenizer.decode([i])) for i in ids]
-        caption = "Each row is a token, and shows how much it looks at each token before it and at itself."
-        heads = partial(figures.heads_figure, weights, tokens)
-        parts.append("<h3>Attention</h3>" + page.picture(f"{run.name}-heads", heads, caption))
-        grid = partial(figures.attention_figure, weights)
-        parts.append(page.picture(f"{run.name}-attention", grid, "The same for all heads."))
-    page.section(f"Weights of {run.name}", *parts)
+    draw = partial(figures.attention_figure, figures.attention_weights(model, torch.tensor([ids])))
+    tokens = " | ".join(visible(tokenizer.decode([i])) for i in ids)
+    caption = (
+        f"Each row is a token, and shows how much it attends to each token up to itself: {tokens}"
+    )
+    page.section(f"Attention of {run.name}", page.picture(f"{run.name}-attention", draw, caption))
 
 
 def visible(token: str) -> str:
-    """Returns a token as a short label with visible spaces and newlines."""
-    label = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
-    return label if len(label) <= 10 else label[:9] + "…"
+    """Returns a token with visible spaces and newlines."""
+    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 
 
 def problems(runs: list[Run]) -> str:

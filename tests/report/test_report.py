@@ -13,9 +13,10 @@ import pytest
 import torch
 from conftest import run, tiny_config
 from launching import python
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
-from gpt2_accel import from_pretrained
+from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.report.figures import smoothed
 from gpt2_accel.report.page import newest, tell_apart, write_report
 from gpt2_accel.report.reader import Run, read_run
@@ -45,13 +46,12 @@ def report(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 @needs_matplotlib
 def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
-    done = report(runs / "first", runs / "second", "--output_dir", tmp_path / "out")
+    text = ("--text", "the cat sat on $x$")
+    done = report(runs / "first", runs / "second", *text, "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert names >= {"loss", "loss-over-minutes", "loss-over-flops", "training", "evaluations"}
-    assert names >= {
-        f"{run}-{kind}" for run in ("first", "second") for kind in ("positions", "heads")
-    }
+    assert names >= {"first-attention", "second-attention"}
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
@@ -186,12 +186,17 @@ def test_what_is_not_finite_leaves_the_rest_of_a_curve_alone():
 
 
 @needs_matplotlib
-def test_attention_is_that_of_transformers(runs):
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_attention_is_that_of_transformers(architecture, runs, tmp_path):
     from gpt2_accel.report.figures import attention_weights
 
-    input_ids = torch.randint(0, 257, (1, 20))
-    ours = attention_weights(from_pretrained(runs / "first"), input_ids)
-    hf = GPT2LMHeadModel.from_pretrained(runs / "first", attn_implementation="eager")
+    input_ids, folder = torch.randint(0, 257, (1, 20)), runs / "first"
+    if architecture == "qwen3":  # with grouped-query attention
+        folder = tmp_path
+        shape = Qwen3Config(257, 32, 2, n_head=4, n_kv_head=2, head_dim=8, n_embd=32, n_inner=48)
+        save_pretrained(shape.build(), folder)
+    ours = attention_weights(from_pretrained(folder), input_ids)
+    hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     theirs = torch.cat(hf(input_ids, output_attentions=True).attentions)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
@@ -288,22 +293,23 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
     with (broken / "metrics.jsonl").open("ab") as file:
         file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n')
 
-    done = report(older, starting, running, broken, "--output_dir", tmp_path / "out")
+    folders = (older, starting, running, broken)
+    done = report(*folders, "--text", "the cat", "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     said = done.stdout
     for name, sentence in (
         ("older", "run.json is missing: the run is of another release, or just starting"),
         ("starting", "metrics.jsonl has no lines yet: no curves"),
-        ("starting", "no weights yet: no pictures of them"),
+        ("starting", "its attention is not drawn: "),
         ("running", "metrics.jsonl: 1 line(s) cut short or damaged, left out"),
         ("broken", "run.json is damaged: left out"),
         ("broken", "metrics.jsonl: 3 line(s) cut short or damaged, left out"),
-        ("broken", "its weights cannot be read: "),
+        ("broken", "its attention is not drawn: "),
     ):
         assert f"{tmp_path / name}: {sentence}" in said
     page = (tmp_path / "out/report.html").read_text()
-    assert "<h2>Left out</h2>" in page and "<h2>Weights of older</h2>" in page
+    assert "<h2>Left out</h2>" in page and "<h2>Attention of older</h2>" in page
     # Without run.json, FLOPs come from the model and hours from the speed.
     old, new = read_run(older), read_run(runs / "first")
     assert old.metadata["flops_per_token"] == new.metadata["flops_per_token"]
