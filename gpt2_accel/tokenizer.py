@@ -269,8 +269,8 @@ def check_vocabulary(
     """Raises `ValueError` if the model `name` has no row for some token of the tokenizer."""
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: put "
-            "the tokenizer there that the model was trained with"
+            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: use "
+            "the tokenizer that the model was trained with"
         )
 
 

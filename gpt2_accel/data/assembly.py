@@ -28,9 +28,6 @@ from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BLOCK = 2**22  # tokens copied at once

@@ -189,9 +189,8 @@ def manifest_corruption(manifest: dict) -> str | None:
             if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
                 return f"has a token count for the split {name!r} that is not the sum of its shards"
         for part in manifest.get("mixture", []):
-            counts.append(
-                int(0 < float(part["weight"]) < math.inf and Path(part["data_dir"]) != "")
-            )
+            if not (isinstance(part["data_dir"], str) and 0 < float(part["weight"]) < math.inf):
+                return f"has the impossible part {part!r}"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return f"is damaged ({type(error).__name__}: {error})"
     wrong = [count for count in counts if type(count) is not int or count < 0]
@@ -223,6 +222,17 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def check_tokenizer(
+    data_dir: str | Path, tokenizer: "PreTrainedTokenizerBase", model: str | Path
+) -> None:
+    """Raises `ValueError` if the data was made with another tokenizer than `tokenizer`, which is that of `model`."""
+    if fingerprint(tokenizer) != read_manifest(data_dir)["tokenizer"]["fingerprint"]:
+        raise ValueError(
+            f"{data_dir} was tokenized with another tokenizer than {model} has: prepare the text with the "
+            "model's tokenizer, in another --data_dir"
+        )
+
+
 def verify_data(data_dir: str | Path) -> int:
     """Checks the checksums of all shards, several at a time, and the tokenizer; returns the number of shards.
 
@@ -247,15 +257,19 @@ def verify_data(data_dir: str | Path) -> int:
 def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
     """Returns a mixture's folders with their shares, which add up to 1; an empty list for other folders.
 
-    Raises `ValueError` if the tokenizer of one of them has changed since the mixture was made.
+    Raises `ValueError` if one of them is a mixture, or if its tokenizer has changed since the mixture was made.
     """
     manifest = read_manifest(data_dir)
     parts = manifest.get("mixture", [])
     total = sum(part["weight"] for part in parts)
     folders = [Path(data_dir) / part["data_dir"] for part in parts]
     for folder in folders:
-        found = read_manifest(folder)["tokenizer"]["fingerprint"]
-        if found != manifest["tokenizer"]["fingerprint"]:
+        found = read_manifest(folder)
+        if "mixture" in found:
+            raise ValueError(
+                f"{data_dir} is a mixture of the mixture {folder}: prepare it again from the folders in that"
+            )
+        if found["tokenizer"]["fingerprint"] != manifest["tokenizer"]["fingerprint"]:
             raise ValueError(
                 f"{folder} has another tokenizer than the mixture {data_dir}: prepare it again with that one"
             )

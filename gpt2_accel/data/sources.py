@@ -8,9 +8,7 @@ import hashlib
 import http.client
 import io
 import itertools
-import json
 import re
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +31,7 @@ from gpt2_accel.data.documents import (
     split_document,
     split_of,
 )
-from gpt2_accel.files import first_line
+from gpt2_accel.files import first_line, parse_json
 
 ROW_SUFFIXES = (
     ".jsonl",
@@ -118,7 +116,7 @@ def read_text(path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it to UTF-8") from error
     if not text:
-        raise ValueError(f"{path} is empty: there is nothing to train on")
+        raise ValueError(f"{path} is empty: give a file with text")
     return text
 
 
@@ -233,18 +231,11 @@ def open_binary(path: str) -> io.BufferedReader:
 
 
 def parse_line(line: bytes, place: str) -> Any:
-    """Parses a line of JSON. Raises `ValueError` if it is not JSON or is nested too deeply."""
+    """Parses a line of JSON. Raises `ValueError` if it is not JSON."""
     try:
-        return json.loads(line.decode("utf-8-sig", "surrogateescape"))
-    except RecursionError as error:
-        raise ValueError(
-            f"{place}, holds JSON of more than {sys.getrecursionlimit():,} levels, the limit: "
-            "flatten or remove the line"
-        ) from error
+        return parse_json(line.decode("utf-8-sig", "surrogateescape"))
     except ValueError as error:
-        raise ValueError(
-            f"{place}, holds a line that is not JSON ({error}): correct or remove it"
-        ) from error
+        raise ValueError(f"{place}, is not valid JSON ({error}): correct or remove it") from error
 
 
 def column_of(row: Any, column: str, place: str) -> str:

@@ -10,8 +10,8 @@ from types import UnionType
 
 from huggingface_hub import hf_hub_download
 
-from gpt2_accel.data.sources import LONGEST_LINE
-from gpt2_accel.files import first_line, parse_json
+from gpt2_accel.data.sources import LONGEST_LINE, parse_line, read_text
+from gpt2_accel.files import first_line
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
 LARGEST_FILE = 10**9  # bytes of a local file, which is read into memory
@@ -58,10 +58,7 @@ def parse_file(path: Path, lines: bool) -> list[dict]:
     """Returns the items of a local file; unless it is JSONL, each of its `lines` or the whole text is an item."""
     if (size := path.stat().st_size) > LARGEST_FILE:
         raise ValueError(f"{path} has {size:,} bytes, at most {LARGEST_FILE:,} are read: cut it")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it to UTF-8") from error
+    text = read_text(path)
     if path.suffix == ".jsonl":
         return parse_lines(text, str(path))
     parts = re.split(r"\r?\n", text) if lines else [text]
@@ -79,10 +76,7 @@ def parse_lines(text: str, name: str) -> list[dict]:
         if not line.strip():
             continue
         check_length(line, f"{name}, line {number},")
-        try:
-            item = parse_json(line)
-        except ValueError as error:
-            raise ValueError(f"{name}, line {number}, is not valid JSON: {error}") from error
+        item = parse_line(line.encode(), f"{name}, line {number}")
         if not isinstance(item, dict):
             raise ValueError(
                 f"{name}, line {number}, is not a JSON object: write one {{…}} per line"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.data.shards import check_tokenizer
 from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
@@ -23,7 +23,6 @@ from gpt2_accel.evals.perplexity import (
 from gpt2_accel.evals.sources import texts
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,11 +109,7 @@ def prepare_loss(
 
     Raises `ValueError` if the data was made with another tokenizer than the model's.
     """
-    if read_manifest(data_dir)["tokenizer"]["fingerprint"] != fingerprint(tokenizer):
-        raise ValueError(
-            f"{data_dir} was tokenized with another tokenizer than the model's: prepare the text with the "
-            "model's tokenizer, in another --data_dir"
-        )
+    check_tokenizer(data_dir, tokenizer, "the model")
     evaluations, notes = [], []
     tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
     for split in ("train", "val"):

@@ -23,7 +23,12 @@ from gpt2_accel.hf.safetensors_files import (
     write_weights,
 )
 from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, load_tokenizer, save_tokenizer
+from gpt2_accel.tokenizer import (
+    GPT2_VOCAB_SIZE,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,11 +160,8 @@ def save_pretrained(
     from transformers import GenerationConfig
 
     config, converted = model.config, conversion(model.config)
-    if tokenizer is not None and len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {config.vocab_size}: "
-            "save the model with the tokenizer it was trained with"
-        )
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size, name or directory)
     # OpenAI's vocabulary says where a text ends even without its tokenizer.
     openai = GPT2_VOCAB_SIZE - 1 if config.vocab_size == GPT2_VOCAB_SIZE else None
     end_of_text = openai if tokenizer is None else tokenizer.eos_token_id

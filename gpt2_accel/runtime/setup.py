@@ -16,6 +16,7 @@ from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import (
+    check_tokenizer,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
@@ -210,10 +211,9 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             )
     else:
         check_loaded(config, model.config)
-    own = None  # the fingerprint of the model's tokenizer
-    if source and (source / "tokenizer.json").exists():
-        own = fingerprint(load_tokenizer(source))
-    same = own == read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
+    own = load_tokenizer(source) if source and (source / "tokenizer.json").exists() else None
+    expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
+    same = own is not None and fingerprint(own) == expected
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
     if model.config.vocab_size < vocab_size or (model.config.vocab_size > vocab_size and not same):
         raise ValueError(
@@ -221,11 +221,8 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             f"tokenized with one of {vocab_size}: prepare the text with the model's tokenizer, in "
             "another --data_dir"
         )
-    if own and not same and not config.ignore_changes:
-        raise ValueError(
-            f"{config.data_dir} was tokenized with another tokenizer than {source} has: prepare the text "
-            "with the model's tokenizer, in another --data_dir"
-        )
+    if own is not None and not config.ignore_changes:
+        check_tokenizer(config.data_dir, own, source)
     if config.sequence_length > model.config.n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(

@@ -67,14 +67,6 @@ def run_identity(config: TrainConfig, checkpoint: Path | None, run_id: str | Non
     return secrets.token_hex(4) if branch or run_id is None else run_id
 
 
-class TokensTensorBoard(TensorBoardTracker):
-    """Logs the same scalars over tokens instead of updates, under tags such as `train_by_tokens/loss`."""
-
-    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
-        renamed = {name.replace("/", "_by_tokens/", 1): value for name, value in values.items()}
-        super().log(renamed, step=renamed.pop("tokens"), **kwargs)
-
-
 class Trackers:
     """The trackers of `config.report_to`; a context manager around the run's loop. Only the main process has any.
 
@@ -92,8 +84,7 @@ class Trackers:
         names = self.config.report_to if self.accelerator.is_main_process else []
         try:
             for name in dict.fromkeys(names):
-                for tracker in self._build(name):
-                    self._start(tracker)
+                self._start(self._build(name))
         except OSError as error:
             self.__exit__(type(error))
             raise
@@ -112,25 +103,23 @@ class Trackers:
                     tracker.finish()
         self.accelerator.trackers.clear()
 
-    def _build(self, name: str) -> list[GeneralTracker]:
+    def _build(self, name: str) -> GeneralTracker:
         folder = Path(self.config.output_dir)
         title = folder.resolve().name
         about = {**asdict(self.config), **asdict(self.metadata)}
         if name == "wandb":
             project = os.environ.get("WANDB_PROJECT", PROJECT)
             place = {"id": self.metadata.run_id, "name": title, "dir": str(folder)}
-            return [WandBTracker(project, resume="allow", config=about, **place)]
+            return WandBTracker(project, resume="allow", config=about, **place)
         if name == "trackio":
             unique = f"{title}-{self.metadata.run_id}"
-            return [TrackioTracker(PROJECT, name=unique, resume="allow", config=about)]
-        place, step = folder / "tensorboard", self.log.step
-        trackers = [
-            TensorBoardTracker("updates", place, purge_step=step + 1),
-            TokensTensorBoard("tokens", place, purge_step=self.log.tokens_at(step) + 1),
-        ]
-        if place.exists():
-            self._newest |= dict.fromkeys(trackers, step)
-        return trackers
+            return TrackioTracker(PROJECT, name=unique, resume="allow", config=about)
+        step = self.log.step
+        # The folder has release 0.3's name: its runs resume as one curve.
+        tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=step + 1)
+        if (folder / "tensorboard").exists():
+            self._newest[tracker] = step
+        return tracker
 
     def _start(self, tracker: GeneralTracker) -> None:
         try:
@@ -142,7 +131,7 @@ class Trackers:
                 self._newest[tracker] = run.starting_step - 1
             elif tracker.name == "trackio":
                 self._newest[tracker] = run._next_step - 1
-            elif not isinstance(tracker, TokensTensorBoard):
+            else:
                 about = yaml.safe_dump({**asdict(self.config), **asdict(self.metadata)})
                 tracker.log({"about": indent(about, "    ")}, step=self.log.step)  # Markdown's code
         except Exception as error:  # each library has its own types

@@ -19,10 +19,13 @@ from gpt2_accel.data.shards import (
     MAGIC,
     ShardWriter,
     TokenStream,
+    data_fingerprint,
+    mixture_parts,
     open_shard,
     read_manifest,
     verify_data,
     verify_shard,
+    write_mixture,
 )
 from gpt2_accel.data.sources import read_text, text_files
 from gpt2_accel.files import read_json_lines
@@ -365,3 +368,14 @@ def test_unreadable_text_is_refused(tmp_path, data, message):
 
 def test_about_one_name_in_twenty_is_held_out():
     assert 400 < sum(held_out(f"file{i}.py") for i in range(10_000)) < 600
+
+
+@pytest.mark.parametrize("part", ["", ".", "../mix"])
+def test_a_mixture_that_names_itself_is_refused(part, tmp_path):
+    prepare({"train": ["abc"], "val": ["a"]}, byte_tokenizer(), tmp_path / "part", source="made up")
+    write_mixture(tmp_path / "mix", {str(tmp_path / "part"): 1})
+    manifest = tmp_path / "mix/manifest.json"
+    manifest.write_text(manifest.read_text().replace("../part", part))
+    for read in (data_fingerprint, verify_data, mixture_parts):
+        with pytest.raises(ValueError, match=r"mix is a mixture of the mixture .*prepare it again"):
+            read(tmp_path / "mix")
