@@ -127,7 +127,7 @@ class TrainConfig:
         False, "recompute each block in the backward pass: far less memory, a third more work"
     )
     gather_fp32: bool = setting(
-        False, "FSDP2 gathers weights in fp32: as exact as DDP, for twice the traffic"
+        False, "FSDP2 gathers weights in fp32: as exact as DDP, at twice the communication"
     )
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
@@ -142,11 +142,11 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW's decay of the mean")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 turns it off")
-    max_bad_steps: int = setting(5, "stop after so many updates in a row that were not finite")
+    max_bad_steps: int = setting(5, "stop after N consecutive non-finite updates")
     spike_z: float = setting(
         0.0,
-        "skip an update whose loss or gradient norm is so many standard deviations above the mean of "
-        "the last 100; 0 for never",
+        "skip an update whose loss or gradient norm is X standard deviations above the mean of the last "
+        "100; 0 for never",
     )
 
     eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
@@ -156,7 +156,7 @@ class TrainConfig:
         None, "JSONL file of HellaSwag items; by default the Hub's validation split"
     )
     patience: int = setting(
-        0, "end after so many evaluations in a row without a lower validation loss; 0 for never"
+        0, "stop after N consecutive evaluations without improvement; 0 for never"
     )
     sample_every: int = setting(250, "updates between samples; 0 for none at all")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
@@ -170,7 +170,7 @@ class TrainConfig:
     keep_last: int = setting(2, "newest checkpoints to keep")
     keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
     keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
-    max_hours: float | None = setting(None, "stop with a checkpoint after so many hours")
+    max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
     ignore_changes: bool = setting(
         False, "resume although the data, the tokenizer or the model's settings changed"
     )
@@ -195,7 +195,7 @@ class TrainConfig:
         "Accelerate config whose processes and precision --dry_run plans for; default the launch's",
     )
     device: str | None = setting(None, "GPU that --dry_run plans for, such as 'A100'")
-    eval_only: bool = setting(False, "evaluate the model on the validation data, and end")
+    eval_only: bool = setting(False, "evaluate the model on the validation data, then exit")
     profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
 
     def __post_init__(self) -> None:
@@ -246,8 +246,8 @@ class TrainConfig:
         if self.micro_batch_size == given:
             return None
         return (
-            f"micro_batch_size {self.micro_batch_size} in place of {given}: {processes} process(es) take {each} "
-            f"sequences each of an update of {self.total_batch_size:,} tokens"
+            f"micro_batch_size {self.micro_batch_size} in place of {given}: each process has {each} sequences of an "
+            f"update of {self.total_batch_size:,} tokens"
         )
 
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:

@@ -124,6 +124,11 @@ def has_bf16(device: torch.device) -> bool:
     return True
 
 
+def precision_name(precision: str) -> str:
+    """Returns the dtype's name of Accelerate's `precision`: `fp32` for "no", else the same."""
+    return "fp32" if precision == "no" else precision
+
+
 def precision_problem(device: torch.device, precision: str) -> str | None:
     """Returns a warning if the device only emulates a precision ("no", "fp16" or "bf16"), else None."""
     if precision == "bf16" and not has_bf16(device):

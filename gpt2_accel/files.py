@@ -245,6 +245,14 @@ def plain_name(name: object) -> bool:
     )
 
 
+def readable_size(size: float) -> str:
+    """Formats a size in bytes with two digits or more: 850 kB, 3.4 MB, 12 GB (1e9 bytes)."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.95 * unit:
+            return f"{size / unit:.{size < 9.5 * unit:d}f} {name}"
+    return f"{size:.0f} bytes"
+
+
 # JSON
 
 

@@ -48,7 +48,7 @@ class Evaluate:
         [], f"of {', '.join(TASKS)}; if nothing else is asked for, all that the Hub has data for"
     )
     data: list[str] = setting([], "local items: TASK=FILE, or FILE where there is one task")
-    limit: int | None = setting(None, "the first so many items of each task")
+    limit: int | None = setting(None, "evaluate the first N items of each task")
     stride: int | None = setting(None, "tokens between a corpus's windows; default n_positions")
     data_dir: str | None = setting(
         None, "prepared data, to get the loss of its train and val splits"

@@ -27,7 +27,7 @@ from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
 from gpt2_accel.data.sources import with_retries
-from gpt2_accel.files import atomic_file, write_file
+from gpt2_accel.files import atomic_file, readable_size, write_file
 from gpt2_accel.tokenizer import END_OF_TEXT, token_encoder
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ def check_disk(plan: Plan, writer: "PieceWriter", todo: list[int], size: int) ->
     needed = tokens * plan.dtype.itemsize + min(tokens, plan.shard_tokens) * plan.dtype.itemsize
     free = shutil.disk_usage(plan.work).free
     print(
-        f"about {size / 1e9:.2f} GB of text, {tokens:,} tokens, {needed / 1e9:.2f} GB of disk; "
-        f"{free / 1e9:.0f} GB are free",
+        f"about {readable_size(size)} of text, {tokens:,} tokens, {readable_size(needed)} of disk; "
+        f"{readable_size(free)} are free",
         file=sys.stderr,
     )
     if needed > free:
         raise OSError(
-            f"{plan.work.parent} has {free / 1e9:.1f} GB free, the shards need about "
-            f"{needed / 1e9:.1f}: make room, or choose another --data_dir"
+            f"{plan.work.parent} has {readable_size(free)} free, the shards need about "
+            f"{readable_size(needed)}: make room, or choose another --data_dir"
         )
 
 

@@ -1,13 +1,14 @@
-"""The summary of `--dry_run`: parameters, tokens, FLOPs, memory, days. It needs no accelerator."""
+"""The summary of `--dry_run`: parameters, tokens, FLOPs, memory, time. It needs no accelerator."""
 
 import os
 from pathlib import Path
 
 from gpt2_accel.config import AUTO, TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import MEMORY, PEAK_FLOPS, logits_at_once
-from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
+from gpt2_accel.device import MEMORY, PEAK_FLOPS, logits_at_once, precision_name
+from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
+from gpt2_accel.files import readable_size
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import ModelConfig
@@ -41,24 +42,24 @@ def dry_run(config: TrainConfig) -> str:
     updates = config.batch_schedule(devices).updates(config.max_steps)
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, config.sequence_length)
-    days = ", ".join(
-        f"{flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices) / 86400:.2f} on {name}"
+    times = ", ".join(
+        f"{duration(flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices))} on {devices} x {name}"
         for name in ([config.device] if config.device else DEVICES)
     )
     available = MEMORY.get(config.device or "")
     logits = available and logits_at_once(available, launch.mixed_precision)
     memory = memory_by_part(config, shape, launch, logits)
-    parts = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in memory.items())
+    parts = ", ".join(f"{part} {readable_size(size)}" for part, size in memory.items())
     needed = sum(memory.values())
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters",
         f"data          {config.data_dir}: {data}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
-        f"processes     {devices}, precision {launch.mixed_precision}{sharded}",
-        f"memory (GB)   {needed / 1e9:.2f} per device{f' of {available / 1e9:.0f}' if available else ''}: {parts}; "
+        f"processes     {devices}, {precision_name(launch.mixed_precision)}{sharded}",
+        f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if available else ''}: {parts}; "
         f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation",
-        f"days          {days}, {devices} of them, at {TYPICAL_MFU:.0%} of the peak in half precision",
+        f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
         note,
     ]
     if available and needed > available:

@@ -1,4 +1,4 @@
-"""FLOPs per token of training, and a typical model FLOPs utilisation (MFU)."""
+"""FLOPs per token of training, a typical model FLOPs utilisation (MFU), and times in words."""
 
 from gpt2_accel.models import ModelConfig
 
@@ -13,3 +13,17 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     nanoGPT counts it. The attention term counts the full T x T square, as MFU conventionally does.
     """
     return 6 * config.matmul_parameters + 12 * config.attention_width * sequence_length
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
+    if seconds < 1:
+        return "less than 1 s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    for limit, unit, big, small in ((3600, 1, "min", "s"), (48 * 3600, 60, "h", "min")):
+        if seconds < limit:
+            whole, rest = divmod(round(seconds / unit), 60)
+            return f"{whole} {big} {rest:02d} {small}"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"

@@ -60,7 +60,7 @@ class Sampling:
     """
 
     max_new_tokens: int = setting(200, "longest continuation, in tokens")
-    temperature: float = setting(0.8, "below 1 safer, above 1 wilder, 0 always the likeliest token")
+    temperature: float = setting(0.8, "lower is more conservative; 0 is greedy")
     top_k: int = setting(50, "keep the k likeliest tokens; 0 keeps all")
     top_p: float = setting(1.0, "keep the likeliest tokens that together reach this probability")
     num_samples: int = setting(1, "continuations of each prompt")

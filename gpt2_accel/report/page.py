@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
 from gpt2_accel.report.figures import AXES, NARROW, WIDE
 from gpt2_accel.report.names import compares, in_words
 from gpt2_accel.report.reader import Run
-from gpt2_accel.runtime.progress import duration
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:

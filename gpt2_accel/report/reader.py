@@ -164,7 +164,7 @@ def note_lost_lines(run: Run, name: str, whole: int) -> None:
     path = run.folder / name
     written = sum(map(bool, path.read_bytes().split(b"\n"))) if path.exists() else 0
     if lost := written - whole:
-        run.problems.append(f"{name}: {lost} line(s) cut short or damaged, left out")
+        run.problems.append(f"{name}: {lost} damaged line{'s' * (lost > 1)} left out")
     steps = [entry["step"] for entry in run.lines] if name == "metrics.jsonl" else []
     if any(step == after for step, after in pairwise(steps)):
         run.problems.append(f"{name}: some steps stand in it twice")

@@ -57,7 +57,7 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     started = os.environ.get("WORLD_SIZE", "1")
     if started != str(accelerator.num_processes):
         raise ValueError(
-            f"WORLD_SIZE is {started}, but Accelerate sees {accelerator.num_processes} process(es): for "
+            f"WORLD_SIZE is {started}, but Accelerate has num_processes {accelerator.num_processes}: for "
             "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
         )
     if accelerator.gradient_accumulation_steps != 1:

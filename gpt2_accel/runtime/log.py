@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from gpt2_accel.device import memory_gb
+from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import JsonLines, parse_json, read_json_lines, write_json
 from gpt2_accel.runtime.processes import peer_failed
-from gpt2_accel.runtime.progress import Progress, duration
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 
 # Updates that are timed for the estimate of the remaining time. The first update, which may compile, is not timed.
@@ -189,9 +190,7 @@ class RunLog:
             tokens, before = self._timed_from
             speed = (self.tokens_at(self.step) - tokens) / (seconds - before)
             left = (self.tokens_at(self.max_steps) - self.tokens_at(self.step)) / speed
-            self.print_line(
-                f"expected: about {duration(left)} of training, at {speed:,.0f} tokens/s"
-            )
+            self.print_line(f"expected: {duration(left)} of training, at {speed:,.0f} tokens/s")
 
     def _add_training_time(self) -> None:
         now = time.perf_counter()

@@ -9,14 +9,14 @@ from gpt2_accel import kernels
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.device import device_name, is_sharded, memory_gb
-from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.device import device_name, is_sharded, memory_gb, precision_name
+from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.estimate.memory import memory_by_part
+from gpt2_accel.files import readable_size
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import BatchSchedule
 from gpt2_accel.runtime.log import RunLog, in_words
-from gpt2_accel.runtime.progress import duration
 
 
 @dataclass
@@ -104,12 +104,10 @@ def describe_data(config: TrainConfig) -> str:
 
 
 def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
-    """Describes devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, precision bf16`."""
+    """Describes devices and precision, such as `8 x NVIDIA A100-SXM4-80GB, bf16`."""
     device = device_name(accelerator.device)
     sharded = ", sharded by FSDP2" if is_sharded(model) else ""
-    return (
-        f"{accelerator.num_processes} x {device}{sharded}, precision {accelerator.mixed_precision}"
-    )
+    return f"{accelerator.num_processes} x {device}{sharded}, {precision_name(accelerator.mixed_precision)}"
 
 
 def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -> Training:
@@ -151,7 +149,7 @@ def start_summary(
         f"{metadata.batch}\n"
         f"updates {step:,} to {metadata.updates:,}: {metadata.tokens:,} tokens, {metadata.epochs:.3g} epochs, "
         f"{metadata.flops:.2g} FLOPs, into {config.output_dir}\n"
-        f"about {metadata.expected_gb:.2g} GB per device, beside torch itself"
+        f"about {readable_size(metadata.expected_gb * 1e9)} per device, beside torch itself"
     )
 
 

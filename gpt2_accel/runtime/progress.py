@@ -5,6 +5,8 @@ import time
 
 from tqdm import tqdm
 
+from gpt2_accel.estimate.flops import duration
+
 PAUSE = 15.0  # least seconds between plain lines
 
 
@@ -53,15 +55,3 @@ class Progress:
     def close(self) -> None:
         """Ends the bar, which stays on the terminal."""
         self._bar.close()
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    for limit, unit, big, small in ((3600, 1, "min", "s"), (48 * 3600, 60, "h", "min")):
-        if seconds < limit:
-            whole, rest = divmod(round(seconds / unit), 60)
-            return f"{whole} {big} {rest:02d} {small}"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours:02d} h"

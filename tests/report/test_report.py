@@ -302,9 +302,9 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
         ("older", "run.json is missing: the run is of another release, or just starting"),
         ("starting", "metrics.jsonl has no lines yet: no curves"),
         ("starting", "its attention is not drawn: "),
-        ("running", "metrics.jsonl: 1 line(s) cut short or damaged, left out"),
+        ("running", "metrics.jsonl: 1 damaged line left out"),
         ("broken", "run.json is damaged: left out"),
-        ("broken", "metrics.jsonl: 3 line(s) cut short or damaged, left out"),
+        ("broken", "metrics.jsonl: 3 damaged lines left out"),
         ("broken", "its attention is not drawn: "),
     ):
         assert f"{tmp_path / name}: {sentence}" in said
@@ -327,9 +327,9 @@ def test_a_run_that_is_being_written_can_be_drawn(data_dir, tmp_path):
     (tmp_path / "run/metrics.jsonl").open("a").write('{"step": 4, "tokens": 512, "train/lo')
     found = read_run(tmp_path / "run")
     path = write_report([found], tmp_path / "report", text="the cat sat on the mat")
-    assert "metrics.jsonl: 1 line(s) cut short or damaged, left out" in found.problems
+    assert "metrics.jsonl: 1 damaged line left out" in found.problems
     page = path.read_text()
-    assert "finished at update 3 of 3" in page and "1 line(s) cut short" in page
+    assert "finished at update 3 of 3" in page and "1 damaged line" in page
     assert "</svg>" in page and "<h2>Samples</h2>" not in page
 
 

@@ -142,7 +142,7 @@ def test_the_headline_command(data_dir, tmp_path):
         launcher=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 x cpu, precision bf16, compile backend inductor" in done.stdout
+    assert "2 x cpu, bf16, compile backend inductor" in done.stdout
     history = metrics(tmp_path / "run")
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
     assert history[-1]["train/loss"] < history[0]["train/loss"]
@@ -437,7 +437,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
     here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
     assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("processes     2, precision bf16") == 1
+    assert launched.stdout.count("processes     2, bf16") == 1
     assert "0.40 on A100, 2 of them" in launched.stdout
     config = tiny_config(data_dir, tmp_path / "run", dry_run=True, device="A100")
     config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
@@ -448,10 +448,10 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
         return capsys.readouterr().out
 
     whole, sharded = said("8xa100"), said("8xa100_fsdp2")
-    assert "processes     8, precision bf16\n" in whole and "per device of 80:" in whole
-    assert "micro_batch_size 2 in place of 4: 8 process(es)" in whole
-    assert "processes     8, precision bf16, sharded by FSDP2\n" in sharded
-    assert "processes     16, precision bf16\n" in said("2x8xa100")
+    assert "processes     8, bf16\n" in whole and "per device of 80 GB:" in whole
+    assert "micro_batch_size 2 in place of 4: each process" in whole
+    assert "processes     8, bf16, sharded by FSDP2\n" in sharded
+    assert "processes     16, bf16\n" in said("2x8xa100")
     assert "does not fit" not in whole
     assert "does not fit" in said("1xt4_fp16", device="T4", n_embd=4096, n_layer=24)
     torch.manual_seed(0)

@@ -70,4 +70,4 @@ def test_the_remaining_time_is_estimated_without_the_first_update(tmp_path, caps
             now[0] += 5  # an evaluation
             run.end_step()
     lines = [line for line in capsys.readouterr().out.splitlines() if "expected" in line]
-    assert lines == ["step 6: expected: about 3 min 20 s of training, at 50 tokens/s"]
+    assert lines == ["step 6: expected: 3 min 20 s of training, at 50 tokens/s"]

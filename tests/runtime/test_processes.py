@@ -35,7 +35,7 @@ def test_losses_do_not_depend_on_processes_and_accumulation(
     for name in evaluated:
         assert many[-1][name] == pytest.approx(alone[-1][name], rel=1e-4)
     assert f"{8 // 2 // processes} micro-batches x {processes} processes" in done.stdout
-    said = f"micro_batch_size 2 in place of 8: {processes} process(es) take 2 sequences each"
+    said = f"micro_batch_size 2 in place of 8: each process has 2 sequences"
     assert done.stdout.count(said) == (micro_batch_size == 8)
     assert done.stdout.count("tokens per update") == 1  # only the main process prints
 
@@ -44,7 +44,7 @@ def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run")
     done = launch(SCRIPT, *as_flags(config), processes=2, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0
-    assert "WORLD_SIZE is 2, but Accelerate sees 1 process(es): for several" in done.stderr
+    assert "WORLD_SIZE is 2, but Accelerate has num_processes 1: for several" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

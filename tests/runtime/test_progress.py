@@ -15,7 +15,7 @@ from conftest import as_flags, run, tiny_config
 from launching import Started, launch
 
 from gpt2_accel.runtime.log import RunLog
-from gpt2_accel.runtime.progress import duration
+from gpt2_accel.estimate.flops import duration
 
 SCRIPT = "tests/train_script.py"
 
@@ -77,7 +77,7 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     pattern = r"step 1/8 \(12%\): loss [\d.]+, lr [\d.e-]+, tok/s [\d,]+, .* left"
     assert len(lines) == 1 and re.fullmatch(pattern, lines[0])
     said = done.stdout
-    assert said.count("34,720 parameters on 2 x cpu, precision no") == 1
+    assert said.count("34,720 parameters on 2 x cpu, fp32") == 1
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
     assert re.search(r"about [\d.e-]+ GB per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
@@ -107,7 +107,7 @@ def test_closing_line_and_model_card_name_the_update_of_each_result(
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.2, "0 s"),
+        (0.2, "less than 1 s"),
         (59, "59 s"),
         (61, "1 min 01 s"),
         (3599.7, "60 min 00 s"),

@@ -173,7 +173,7 @@ def test_trackers_get_settings_hardware_and_commit(data_dir, tmp_path, offline):
     known = facts(tmp_path / "run")
     [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
     assert recorded.config["learning_rate"] == 1e-2 and recorded.config["n_embd"] == 32
-    assert recorded.config["hardware"] == "1 x cpu, precision no"
+    assert recorded.config["hardware"] == "1 x cpu, fp32"
     assert recorded.config["parameters"] == known["parameters"] == 34_720
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert (known["git_commit"] or "").startswith(commit.strip())
