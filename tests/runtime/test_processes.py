@@ -35,7 +35,7 @@ def test_losses_do_not_depend_on_processes_and_accumulation(
     for name in evaluated:
         assert many[-1][name] == pytest.approx(alone[-1][name], rel=1e-4)
     assert f"{8 // 2 // processes} micro-batches x {processes} processes" in done.stdout
-    said = f"micro_batch_size 2 in place of 8: each process has 2 sequences"
+    said = "micro_batch_size 2 in place of 8: each process has 2 sequences"
     assert done.stdout.count(said) == (micro_batch_size == 8)
     assert done.stdout.count("tokens per update") == 1  # only the main process prints
 
