@@ -93,14 +93,14 @@ def attention_backward(
     v_ones = torch.cat([v, v.new_full((*shape[:3], 1), -1)], dim=-1).reshape(-1, T, D + 1)
     grad, q, k = (part.reshape(-1, T, D) for part in (grad, q, k))
     scores = q @ k.mT
-    rest = torch.baddbmm(scores, q, k.mT, beta=-1)  # the rounding error of the scores
-    probabilities = scores.float().add_(rest).mul_(scale).sub_(log_sums.reshape(-1, T, 1))
+    rounding_error = torch.baddbmm(scores, q, k.mT, beta=-1)
+    probabilities = scores.float().add_(rounding_error).mul_(scale).sub_(log_sums.reshape(-1, T, 1))
     probabilities = probabilities.add_(future_mask(T, probabilities)).exp_()
     grad_v = probabilities.to(q.dtype).mT @ grad
-    slopes = grad_mean @ v_ones.mT
-    slopes = slopes - (probabilities * slopes).sum(dim=-1, keepdim=True)
-    slopes = slopes.mul_(probabilities).mul_(scale).to(q.dtype)
-    return tuple(part.view(shape) for part in (slopes @ k, slopes.mT @ q, grad_v))
+    grad_scores = grad_mean @ v_ones.mT
+    grad_scores = grad_scores - (probabilities * grad_scores).sum(dim=-1, keepdim=True)
+    grad_scores = grad_scores.mul_(probabilities).mul_(scale).to(q.dtype)
+    return tuple(part.view(shape) for part in (grad_scores @ k, grad_scores.mT @ q, grad_v))
 
 
 @attention_backward.register_fake
