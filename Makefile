@@ -30,7 +30,7 @@ test-versions:  ## part of the tests with the lowest and the newest supported li
 test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens and its server: 20 minutes
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
-bench: .venv/installed-dev  ## speed and memory against other trainers, into docs/performance.md: 30 minutes on 2 cores
+bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
 	$(BIN)/python benchmarks/training.py --size gpt2
 	$(BIN)/python benchmarks/training.py --size qwen3
 	$(BIN)/python benchmarks/training.py --size baby

@@ -5,7 +5,7 @@
 Each part takes at most 8 minutes. A part has steps: processes with a time limit each, and the next one starts if one
 fails. It needs torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The results of all
 parts are in `gpu.json` in the folder of the device's results, beside those that the benchmarks write there;
-`benchmarks/table.py` shows them in docs/performance.md.
+`benchmarks/table.py` shows the trainings, the ladder and generation in docs/.
 
 Without a GPU every part runs, with tiny models, into runs/gpu.
 """

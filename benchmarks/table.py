@@ -1,9 +1,8 @@
-"""Prints the benchmark results as tables, and writes them into docs/performance.md between its markers.
+"""Prints the benchmark results as tables, and writes them between the markers of the pages in docs/.
 
     python benchmarks/table.py
 
-Reads `benchmarks/results`; missing results are marked as not measured. Copies the pictures of the results to `images/`
-beside the page.
+Reads `benchmarks/results`; missing results are marked as not measured. Writes the pages' pictures to `images/` too.
 """
 
 import argparse
@@ -14,246 +13,196 @@ from results import RESULTS, read_result
 from token_table import (
     architecture_rows,
     cases,
+    draw_trainers,
     final_rows,
     lever_rows,
-    share_rows,
+    precision,
     share_text,
     token_share,
     width_rows,
 )
 
-PAGE = Path(__file__).parent.parent / "docs/performance.md"
+DOCS = Path(__file__).parent.parent / "docs"
 NOT_MEASURED, NO_GPU = "not measured", "no GPU available"
+TITLES = {"baby": "nanoGPT's CPU model", "qwen3": "Qwen3 of the size of GPT-2 124M"}
 Summary = dict[str, float]
 Row = tuple[str, ...]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", default=RESULTS, help="folder of the results")
-    parser.add_argument("--page", default=PAGE, help="file with the markers")
+    parser.add_argument("--results", default=RESULTS, type=Path, help="folder of the results")
+    parser.add_argument("--docs", default=DOCS, type=Path, help="folder of the pages with markers")
     options = parser.parse_args()
-    kinds = ("cpu", "cuda")
-    sections = {
-        "bench": "\n\n".join(
-            filter(
-                None, (targets(options.results), *(speeds(kind, options.results) for kind in kinds))
-            )
-        ),
-        "bench tokens": tokens(options.results),
-        "bench architectures": architectures(options.results),
-        "bench generation": generation(options.results),
-        "bench ladder": ladder(options.results),
-        "bench gpu": gpu(options.results),
-    }
-    page = Path(options.page)
-    text = page.read_text(encoding="utf-8")
-    for name, section in sections.items():
-        print(f"\n{section}")
-        text = fill(text, name, section)
-    page.write_text(text, encoding="utf-8")
+    pages = {path: path.read_text(encoding="utf-8") for path in options.docs.rglob("*.md")}
+    for section in SECTIONS:
+        begin, end = (f"<!-- {slash}bench {section.__name__} -->" for slash in ("", "/"))
+        found = section(options.results) or "Not measured."
+        print(f"\n{found}")
+        places = [path for path, text in pages.items() if text.count(begin) == text.count(end) == 1]
+        if len(places) != 1:
+            raise ValueError(f"one page needs the markers {begin} and {end}, once each")
+        [path] = places
+        before, rest = pages[path].split(begin)
+        pages[path] = f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}"
+        path.write_text(pages[path], encoding="utf-8")
+    images = options.docs / "images"
+    images.mkdir(exist_ok=True)
     for name in ("ladder/speed_ladder.png", "learning_rates.png"):
-        picture = Path(options.results) / "cpu" / name
-        if picture.exists():
-            (page.parent / "images").mkdir(exist_ok=True)
-            shutil.copyfile(picture, page.parent / "images" / picture.name)
+        if (picture := options.results / "cpu" / name).exists():
+            shutil.copyfile(picture, images / picture.name)
+    if result := read_result("training-gpt2", "cpu", options.results):
+        draw_trainers(result, images / "trainers.svg")
 
 
-def fill(text: str, name: str, section: str) -> str:
-    """Returns `text` with `section` between the markers of `name`. Raises `ValueError` if they are missing."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(
-            f"the page needs the markers {begin} and {end}, once each: add them where the tables belong"
-        )
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n\n{section}\n\n{end}{rest.split(end)[1]}"
-
-
-def targets(folder: str | Path) -> str:
-    """Returns the table of targets and measurements."""
-    gpt2, baby, shakespeare, generate = (
-        read_result(name, "cpu", folder)
-        for name in ("training-gpt2", "training-baby", "shakespeare", "generate")
-    )
-    gpu = read_result("training-gpt2", "cuda", folder)
-    rows = [
-        *against(
-            gpt2,
-            "124M on a CPU against HF's Trainer in bf16, both without dropout",
-            "HF Trainer",
-            2.2,
-            0.6,
-        ),
-        *against(
-            gpt2, "… with `GPT2Config`'s default dropout", "HF Trainer, its dropout", 2.2, 0.6
-        ),
-        *against(gpt2, "124M on a CPU against a plain loop in fp32", "plain loop", 4.5, 0.55),
-        share("124M on a CPU: share of the bf16 matmul ceiling", gpt2, 0.4),
-        shakespeare_row(shakespeare),
-        *token_targets(folder),
-        overhead("124M", gpt2, 0.02),
-        overhead("the baby's size", baby, 0.05),
-        speedup(
-            "generation, batch 1, bf16, against HF's `generate`", best_generation(generate), 1.5
-        ),
-        gpu_speed(read_result("training-alone", "cuda", folder)),
-        share("124M on a GPU: share of the bf16 matmul ceiling", gpu, 0.5, NO_GPU),
-        speedup(
-            "124M on a GPU against HF's Trainer, compiled",
-            gpu and gpu["speed"]["HF Trainer"],
-            1.5,
-            NO_GPU,
-        ),
-        speedup(
-            "124M on a GPU against nanoGPT's loop", gpu and gpu["speed"]["plain loop"], 1.15, NO_GPU
-        ),
+def aims(folder: str | Path) -> str:
+    """Returns the table of aims and measurements."""
+    names = ("training-gpt2", "training-baby", "generate")
+    gpt2, baby, generate = (read_result(name, "cpu", folder) for name in names)
+    gpu, alone = (read_result(f"training-{name}", "cuda", folder) for name in ("gpt2", "alone"))
+    cpu, rows = "124M on a CPU", []
+    for what, other, speed, memory in (
+        (f"{cpu} against HF's Trainer in bf16, both without dropout", "HF Trainer", 2.2, 0.6),
+        ("… with `GPT2Config`'s default dropout", "HF Trainer, its dropout", 2.2, 0.6),
+        (f"{cpu} against a plain loop in fp32", "plain loop", 4.5, 0.55),
+    ):
+        rows.append(compare(what, "≥", speed, pick(gpt2, "speed", other)))
+        rows.append(compare("… its memory", "≤", memory, pick(gpt2, "memory", other)))
+    ceiling = "share of the bf16 matmul ceiling"
+    loop = "the whole loop over a bare one with the same kernels"
+    sample = "generation, batch 1, bf16, against HF's `generate`"
+    rows += [
+        compare(f"{cpu}: {ceiling}", "≥", 0.4, pick(gpt2, "mfu"), "%", 0),
+        shakespeare_row(read_result("shakespeare", "cpu", folder)),
+        *token_rows(read_result("token_value", "cpu", folder)),
+        compare(f"{loop}, 124M", "≤", 0.02, pick(gpt2, "overhead"), "%", 1),
+        compare(f"{loop}, nanoGPT's CPU model", "≤", 0.05, pick(baby, "overhead"), "%", 1),
+        compare(sample, "≥", 1.5, best_generation(generate)),
+        gpu_speed(alone),
+        compare(f"124M on a GPU: {ceiling}", "≥", 0.5, pick(gpu, "mfu"), "%", 0, NO_GPU),
     ]
+    for what, other, aim in (
+        ("HF's Trainer, compiled", "HF Trainer", 1.5),
+        ("nanoGPT's loop", "plain loop", 1.15),
+    ):
+        found = pick(gpu, "speed", other)
+        rows.append(compare(f"124M on a GPU against {what}", "≥", aim, found, missing=NO_GPU))
     return markdown(("what", "aim", "measured", "reached"), rows)
 
 
-def against(result: dict | None, what: str, other: str, speed: float, memory: float) -> list[Row]:
-    """Returns the rows of speed and memory relative to another contestant."""
-    share = result and result["memory"].get(other)
-    return [
-        speedup(what, result and result["speed"].get(other), speed),
-        row(
-            "… its memory", f"≤ {memory:g} x", share and f"{share:.2f} x", share and share <= memory
-        ),
-    ]
+def pick(result: dict | None, *names: str):
+    """Returns what a result has under the names, one in the other, or None."""
+    for name in names:
+        result = result and result.get(name)
+    return result
 
 
-def speedup(what: str, found: Summary | None, aim: float, missing: str = NOT_MEASURED) -> Row:
-    """Returns the row of a speedup with a target of at least `aim`."""
-    return row(
-        what,
-        f"≥ {aim:g} x",
-        found and spread(found, " x"),
-        found and found["median"] >= aim,
-        missing,
-    )
-
-
-def share(what: str, result: dict | None, aim: float, missing: str = NOT_MEASURED) -> Row:
-    """Returns the row of an MFU with a target of at least `aim`."""
-    found = result and result["mfu"]
-    return row(
-        what, f"≥ {aim:.0%}", found and percent(found, 0), found and found["median"] >= aim, missing
-    )
+def compare(
+    what: str,
+    sign: str,
+    aim: float,
+    found: Summary | float | None,
+    unit: str = " x",
+    digits: int = 2,
+    missing: str = NOT_MEASURED,
+) -> Row:
+    """Returns the row of an aim of at least (≥) or at most (≤) `aim`; `missing` replaces a measurement that is None."""
+    scale = 100 if unit == "%" else 1
+    goal = f"{sign} {aim * scale:,g}{unit}"
+    if found is None:
+        return what, goal, missing, ""
+    if isinstance(found, float):
+        measured, median = f"{found:.{digits}f}{unit}", found
+    else:
+        scaled = {name: value * scale for name, value in found.items()}
+        measured, median = spread(scaled, unit, digits), found["median"]
+    reached = median >= aim if sign == "≥" else median <= aim
+    return what, goal, measured, "yes" if reached else "no"
 
 
 def gpu_speed(result: dict | None) -> Row:
-    """Returns the row of the speed on a GPU; the target is for an H100."""
-    what, aim = "124M on one H100: tokens/s", 430_000
-    if not result:
-        return row(what, f"≥ {aim:,}", None, None, NO_GPU)
-    found = result["contestants"]["gpt2_accel"]["tokens_per_second"]
-    reached = found["median"] >= aim if "H100" in result["machine"]["device"] else None
-    return row(what, f"≥ {aim:,}", spread(found, digits=0), reached)
-
-
-def overhead(size: str, result: dict | None, aim: float) -> Row:
-    """Returns the row of the loop's overhead over a bare loop, with a target of at most `aim`."""
-    found = result and result["overhead"]
-    what = f"the whole loop over a bare one with the same kernels, {size}"
-    return row(what, f"≤ {aim:.0%}", found and percent(found, 1), found and found["median"] <= aim)
+    """Returns the row of the speed on a GPU; the aim is for an H100."""
+    found = pick(result, "contestants", "gpt2_accel", "tokens_per_second")
+    row = compare("124M on one H100: tokens/s", "≥", 430_000, found, "", 0, NO_GPU)
+    return row if result and "H100" in result["machine"]["device"] else (*row[:3], "")
 
 
 def shakespeare_row(result: dict | None) -> Row:
-    """Returns the row of tiny Shakespeare."""
+    """Returns the row of tiny Shakespeare, with the time and the loss of both processes."""
     what, aim = "tiny Shakespeare to a loss of 1.90 against nanoGPT's CPU settings", 4.0
-    if result and "missing" in result:
-        return row(what, f"≥ {aim:g} x", None, None, f"{NOT_MEASURED}: {result['missing']}")
-    if not result:
-        return speedup(what, None, aim)
-    loss = max(result["recipe"]["loss"])
-    reached = result["speed"]["median"] >= aim and loss <= result["goal"]
-    return row(what, f"≥ {aim:g} x", f"{spread(result['speed'], ' x')}, loss {loss:.3f}", reached)
+    if not result or "missing" in result:
+        missing = f"{NOT_MEASURED}: {result['missing']}" if result else NOT_MEASURED
+        return compare(what, "≥", aim, None, missing=missing)
+    what, goal, measured, reached = compare(what, "≥", aim, result["speed"])
+    own, other = (
+        f"{result[name]['time']['median']:.1f} s, loss {max(result[name]['loss']):.3f}"
+        for name in ("recipe", "nanogpt")
+    )
+    if max(result["recipe"]["loss"]) > result["goal"]:
+        reached = "no"
+    return what, goal, f"{measured}: {own}, against {other}", reached
 
 
-def token_targets(folder: str | Path) -> list[Row]:
+def token_rows(result: dict | None) -> list[Row]:
     """Returns the rows of the shares of tokens that Muon needs: the largest share of all cases."""
-    result = read_result("token_value", "cpu", folder)
     rows = []
     for baseline, what, aim in (
         ("nanoGPT", "Muon's tokens to the loss of nanoGPT's CPU settings", 0.36),
         ("AdamW", "Muon's tokens to the loss of AdamW, tuned with an equal budget", 0.75),
     ):
-        measured, reached = None, None
+        row = compare(what, "≤", aim, None, "%")
         if result:
             worst = max(cases(result).values(), key=lambda found: token_share(found, baseline))
-            measured = f"{share_text(worst, baseline)} of its tokens"
-            reached = token_share(worst, baseline)[0] <= aim
-        rows.append(row(what, f"≤ {aim:.0%}", measured, reached))
+            row = compare(what, "≤", aim, token_share(worst, baseline)[0], "%")
+            row = (*row[:2], f"{share_text(worst, baseline)} of its tokens", row[3])
+        rows.append(row)
     return rows
 
 
 def best_generation(result: dict | None) -> Summary | None:
     """Returns the speedup over HF for batch 1 in bf16, compiled or not, whichever is faster."""
-    rows = result["rows"] if result else []
     found = [
         entry["speed"]
-        for entry in rows
+        for entry in (result["rows"] if result else [])
         if (entry["dtype"], entry["batch_size"]) == ("bfloat16", 1)
         and entry["name"].startswith("gpt2")
     ]
     return max(found, key=lambda speed: speed["median"], default=None)
 
 
-def speeds(kind: str, folder: str | Path) -> str:
-    """Returns the tables of all contestants and parts on one kind of device; empty without results."""
-    sizes = {name: read_result(f"training-{name}", kind, folder) for name in ("gpt2", "baby")}
-    shakespeare, parts = (read_result(name, kind, folder) for name in ("shakespeare", "parts"))
-    sections = [training(size, result) for size, result in sizes.items() if result]
-    if shakespeare and "missing" not in shakespeare:
-        sections.append(race(shakespeare))
-    if parts:
-        sections.append(parts_table(parts))
-    return "\n\n".join(sections)
+def trainers(folder: str | Path) -> str:
+    """Returns the tables of all contestants on all kinds of device."""
+    found = (
+        (size, read_result(f"training-{size}", kind, folder))
+        for kind in ("cpu", "cuda")
+        for size in ("gpt2", "baby")
+    )
+    return "\n\n".join(training(size, result) for size, result in found if result)
 
 
 def training(size: str, result: dict) -> str:
-    """Returns the table of the contestants of one size."""
-    shape = result["shape"]
-    rows = [
-        (
-            name,
-            ("bf16" if own["bf16"] else "fp32") + (", compiled" if own["compile"] else ""),
-            spread(own["tokens_per_second"], digits=0),
-            f"{own['memory'] / 2**30:.2f}",
-        )
-        for name, own in result["contestants"].items()
-    ]
-    ceiling = (
-        f"; bf16 matmul {result['ceiling']['median'] / 1e12:.2f} TFLOP/s"
-        if "ceiling" in result
-        else ""
-    )
-    titles = {"baby": "nanoGPT's CPU model", "qwen3": "GPT-2 124M and a Qwen3 of its size"}
-    title = titles.get(size, "GPT-2 124M")
+    """Returns the table of the contestants of one size, with the measured ratios to the first of them."""
+    ratios = result.get("speed", {})
     head = ("training", "", "tokens/s", "peak memory, GiB")
-    return (
-        f"{title}, {result['batch_size']} x {shape['n_positions']:,} tokens an update{ceiling}. "
-        f"{describe_machine(result)}\n\n{markdown(head, rows)}"
-    )
+    rows = []
+    for name, own in result["contestants"].items():
+        speed = spread(own["tokens_per_second"], digits=0)
+        cells = (name, precision(own), speed, f"{own['memory'] / 2**30:.2f}")
+        if name in ratios:
+            cells += (spread(ratios[name], " x"), f"{result['memory'][name]:.2f} x")
+        rows.append(cells + ("",) * (2 * bool(ratios) + len(head) - len(cells)))
+    head += ("our speed over it", "our memory over it") if ratios else ()
+    title = TITLES.get(size, "GPT-2 124M")
+    title += f", {result['batch_size']} x {result['shape']['n_positions']:,} tokens an update"
+    if "ceiling" in result:
+        title += f"; bf16 matmul {result['ceiling']['median'] / 1e12:.2f} TFLOP/s"
+    return table(result, f"{title}.", head, rows)
 
 
-def race(result: dict) -> str:
-    """Returns the table of tiny Shakespeare."""
-    names = {
-        "recipe": "`recipes/shakespeare_fast.py`",
-        "nanogpt": "nanoGPT's CPU settings, plain loop",
-    }
-    rows = [
-        (title, spread(result[name]["time"], digits=1), f"{max(result[name]['loss']):.3f}")
-        for name, title in names.items()
-    ]
-    head = ("tiny Shakespeare", "whole process, s", "loss over the validation split")
-    return f"{describe_machine(result)}\n\n{markdown(head, rows)}"
-
-
-def parts_table(result: dict) -> str:
+def parts(folder: str | Path) -> str:
     """Returns the table of `parts.py`."""
+    if not (result := read_result("parts", "cpu", folder)):
+        return ""
     preparation, checkpoint = result["preparation"], result["checkpoint"]
     if "missing" in preparation:
         prepared = f"{NOT_MEASURED}: {preparation['missing']}"
@@ -262,175 +211,101 @@ def parts_table(result: dict) -> str:
             f"{preparation['speed']:.1f} MB/s with {preparation['workers']} workers; "
             f"tiktoken on one core {preparation['tiktoken']:.1f} MB/s"
         )
+    saved = (
+        f"{spread(checkpoint['save'], ' s')}; a bare copy takes {spread(checkpoint['copy'], ' s')}"
+    )
     rows = [
         ("`import gpt2_accel.train`", spread(result["import"], " s", 1)),
         ("a command to its first update, tiny model", spread(result["first_update"], " s", 1)),
         ("batches, 8 x 1,024 tokens", f"{result['loader']['median'] / 1e6:.1f}M tokens/s"),
         ("tokenizing text into shards, GPT-2's BPE", prepared),
-        (
-            "a checkpoint of 124M blocks the loop for",
-            f"{spread(checkpoint['save'], ' s')}; a bare copy takes {spread(checkpoint['copy'], ' s')}",
-        ),
+        ("a checkpoint of 124M blocks the loop for", saved),
     ]
-    return f"{describe_machine(result)}\n\n{markdown(('part', 'measured'), rows)}"
+    return table(result, "", ("part", "measured"), rows)
 
 
 def tokens(folder: str | Path) -> str:
-    """Returns the tables of the token study."""
-    result = read_result("token_value", "cpu", folder)
-    if not result:
-        return f"AdamW and Muon: {NOT_MEASURED}."
+    """Returns the tables of AdamW and Muon: shares of tokens, losses, levers."""
+    if not (result := read_result("token_value", "cpu", folder)):
+        return ""
     seeds = len(result["finals"][0]["losses"])
     trials = " or ".join(str(n) for n in sorted({entry["trials"] for entry in result["screening"]}))
-    tables = (
-        (
-            f"The loss in nats per token at the end: mean of {seeds} seeds ± half the width of the 95% interval. "
-            f"Each optimizer tried {trials} settings on each corpus.",
-            ("case", "", "tokens", "loss", "settings"),
-            final_rows(result),
-        ),
-        (
-            "Muon's tokens to a contestant's loss, as a share of that contestant's tokens, with the same interval.",
-            ("case", "nanoGPT's settings", "AdamW"),
-            share_rows(result),
-        ),
-        (
-            "One setting of Muon changed, at the smaller size: how far the loss rises (+) or falls (-).",
-            ("setting", "corpus", "used", "other", "other's loss - used one's"),
-            lever_rows(result),
-        ),
-        (
-            "The loss by width and peak learning rate, one seed.",
-            *width_rows(result),
+    shares = [
+        (title, *(share_text(found, name) for name in ("nanoGPT", "AdamW")))
+        for title, found in cases(result).items()
+    ]
+    sections = (
+        "Muon's tokens to a contestant's loss, as a share of that contestant's tokens: mean of "
+        f"{seeds} seeds ± half the width of the 95% interval.",
+        markdown(("case", "nanoGPT's settings", "AdamW"), shares),
+        "The loss in nats per token at the end, with the same interval. "
+        f"Each optimizer tried {trials} settings on each corpus.",
+        markdown(("case", "", "tokens", "loss", "settings"), final_rows(result)),
+        "One setting of Muon changed, at the smaller size: how far the loss rises (+) or falls (-).",
+        markdown(
+            ("setting", "corpus", "used", "other", "other's loss - used one's"), lever_rows(result)
         ),
     )
-    text = "\n\n".join(f"{title}\n\n{markdown(head, rows)}" for title, head, rows in tables)
-    return f"{describe_machine(result)}\n\n{text}"
+    return "\n\n".join((describe_machine(result), *sections))
+
+
+def widths(folder: str | Path) -> str:
+    """Returns the table of the losses by width and learning rate."""
+    result = read_result("token_value", "cpu", folder)
+    title = "The loss by width and peak learning rate, one seed."
+    return table(result, title, *width_rows(result)) if result else ""
 
 
 def architectures(folder: str | Path) -> str:
-    """Returns the tables of Qwen3: its speed and memory, and the models from GPT-2 to it."""
-    study, speed = (
-        read_result(name, "cpu", folder) for name in ("architectures", "training-qwen3")
-    )
-    sections = []
-    if study:
-        head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
-        head += ("change to the row above", "ms an update", "loss, equal time")
-        rows = architecture_rows(study)
-        sections.append(f"{describe_machine(study)}\n\n{markdown(head, rows)}")
-    else:
-        sections.append(f"From GPT-2 to Qwen3: {NOT_MEASURED}.")
-    if speed:
-        rows = [
-            (title, spread(speed["speed"][name], " x"), f"{speed['memory'][name]:.2f} x")
-            for name, title in {
-                "HF Trainer, Qwen3": "HF Trainer",
-                "gpt2_accel": "GPT-2 here",
-            }.items()
-        ]
-        head = ("Qwen3 here against", "tokens/s", "peak memory")
-        sections += [training("qwen3", speed), markdown(head, rows)]
-    else:
-        sections.append(f"The speed of Qwen3: {NOT_MEASURED}.")
-    return "\n\n".join(sections)
+    """Returns the tables of the models from GPT-2 to Qwen3, and of Qwen3's speed and memory."""
+    names = ("architectures", "training-qwen3")
+    study, speed = (read_result(name, "cpu", folder) for name in names)
+    head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
+    head += ("change to the row above", "ms an update", "loss, equal time")
+    sections = [table(study, "", head, architecture_rows(study))] if study else []
+    return "\n\n".join(sections + ([training("qwen3", speed)] if speed else []))
 
 
 def ladder(folder: str | Path) -> str:
     """Returns the speed ladder's tables of all kinds of device, from `ladder/` in the results."""
     found = (Path(folder) / kind / "ladder" / "speed_ladder.md" for kind in ("cpu", "cuda"))
     texts = [path.read_text(encoding="utf-8").strip() for path in found if path.exists()]
-    return "\n\n".join(text.lstrip("# ") for text in texts) or f"The ladder: {NOT_MEASURED}."
+    return "\n\n".join(text.lstrip("# ") for text in texts)
 
 
 def generation(folder: str | Path) -> str:
-    """Returns the tables of generation of all kinds of device."""
-    found = (read_result("generate", kind, folder) for kind in ("cpu", "cuda"))
-    return "\n\n".join(map(generation_table, filter(None, found))) or f"Generation: {NOT_MEASURED}."
-
-
-def generation_table(result: dict) -> str:
-    """Returns the table of generation on one device, with a row per dtype and batch."""
-    names = list(dict.fromkeys(entry["name"] for entry in result["rows"]))
-    cells: dict[tuple[str, int], dict[str, str]] = {}
-    for entry in result["rows"]:
-        text = f"{entry['tokens_per_second']['median']:.1f}"
-        if entry["name"].startswith("gpt2"):
-            text += f" ({entry['speed']['median']:.2f} x)"
-        cells.setdefault((entry["dtype"], entry["batch_size"]), {})[entry["name"]] = text
-    rows = [
-        (dtype, str(batch), *(cell.get(name, "") for name in names))
-        for (dtype, batch), cell in cells.items()
-    ]
-    return (
-        f"{result['size']}, a prompt of {result['prompt_tokens']} tokens and {result['new_tokens']} "
-        f"new ones, {result['rounds']} rounds: tokens/s, and the median of the rounds' ratios to HF. "
-        f"{describe_machine(result)}\n\n{markdown(('dtype', 'batch', *names), rows)}"
-    )
+    """Returns the tables of generation of all kinds of device, with a row per dtype and batch."""
+    tables = []
+    for result in filter(None, (read_result("generate", kind, folder) for kind in ("cpu", "cuda"))):
+        names = list(dict.fromkeys(entry["name"] for entry in result["rows"]))
+        cells: dict[tuple[str, int], dict[str, str]] = {}
+        for entry in result["rows"]:
+            text = f"{entry['tokens_per_second']['median']:.1f}"
+            if entry["name"].startswith("gpt2"):
+                text += f" ({entry['speed']['median']:.2f} x)"
+            cells.setdefault((entry["dtype"], entry["batch_size"]), {})[entry["name"]] = text
+        rows = [
+            (dtype, str(batch), *(cell.get(name, "") for name in names))
+            for (dtype, batch), cell in cells.items()
+        ]
+        title = (
+            f"{result['size']}, a prompt of {result['prompt_tokens']} tokens and {result['new_tokens']} "
+            f"new ones, {result['rounds']} rounds: tokens/s, and the median of the rounds' ratios to HF."
+        )
+        tables.append(table(result, title, ("dtype", "batch", *names), rows))
+    return "\n\n".join(tables)
 
 
 def gpu(folder: str | Path) -> str:
-    """Returns the tables of `make gpu` on a GPU."""
-    names = ("gpu", "training-alone", "training-switches", "kernels", "profile")
-    found = {name: read_result(name, "cuda", folder) for name in names}
-    tables = {
-        "gpu": gpu_steps,
-        "training-alone": lambda result: training("alone", result),
-        "training-switches": lambda result: training("switches", result),
-        "kernels": kernels_table,
-        "profile": profile_table,
-    }
-    sections = [tables[name](result) for name, result in found.items() if result]
-    return "\n\n".join(sections) or f"`make gpu`: {NOT_MEASURED}, {NO_GPU}."
+    """Returns the tables of the trainings on a GPU that no other section has."""
+    found = (read_result(f"training-{name}", "cuda", folder) for name in ("alone", "switches"))
+    tables = [training("gpt2", result) for result in found if result]
+    return "\n\n".join(tables) or f"`make gpu`: {NOT_MEASURED}, {NO_GPU}."
 
 
-def gpu_steps(result: dict) -> str:
-    """Returns the table of the steps of `make gpu` and their outcomes."""
-    rows = [
-        (part, name, step["outcome"], f"{step['seconds']:.0f}")
-        for part, each in result["parts"].items()
-        for name, step in each.items()
-    ]
-    return f"{describe_machine(result)}\n\n{markdown(('part', 'step', 'outcome', 's'), rows)}"
-
-
-def kernels_table(result: dict) -> str:
-    """Returns the table of `kernels.py`."""
-    rows = [
-        (
-            part,
-            name,
-            found.get("problem") or spread(found["milliseconds"], digits=2),
-            f"{found['memory'] / 2**30:.2f}" if "memory" in found else "",
-        )
-        for part in ("loss", "attention")
-        for name, found in result[part].items()
-    ]
-    sizes = "{rows:,} rows of {width}, vocabulary {vocab:,}".format(**result["size"])
-    shape = ", ".join(map(str, result["shape"]))
-    head = ("forward and backward", "", "ms", "peak memory, GiB")
-    return (
-        f"The head with its loss, {sizes}; causal attention, B, H, T, D = {shape}. "
-        f"{describe_machine(result)}\n\n{markdown(head, rows)}"
-    )
-
-
-def profile_table(result: dict) -> str:
-    """Returns the table of `profile_updates.py`."""
-    rows = [
-        (
-            f"`{operation['name'][:80]}`",
-            f"{operation['milliseconds']:.2f}",
-            f"{operation['share']:.1%}",
-            f"{operation['calls']:,.0f}",
-        )
-        for operation in result["operations"]
-    ]
-    head = (f"{result['kind']}", "ms an update", "share", "calls an update")
-    return (
-        f"The operations that take longest, of {result['milliseconds']:.1f} ms an update of 2 x "
-        f"{result['batch_size']} sequences. {describe_machine(result)}\n\n{markdown(head, rows)}"
-    )
+def table(result: dict, title: str, head: Row, rows: list[Row]) -> str:
+    """Returns a table under its title, machine and date."""
+    return f"{title} {describe_machine(result)}\n\n{markdown(head, rows)}".lstrip()
 
 
 def describe_machine(result: dict) -> str:
@@ -442,13 +317,6 @@ def describe_machine(result: dict) -> str:
     return f"{machine['device']}{threads}, torch {machine['torch']}, {machine['date']}:"
 
 
-def row(
-    what: str, aim: str, measured: str | None, reached: bool | None, missing: str = NOT_MEASURED
-) -> Row:
-    """Returns a row of the targets; `missing` replaces a measurement that is None."""
-    return what, aim, measured or missing, "" if reached is None else "yes" if reached else "no"
-
-
 def spread(found: Summary, unit: str = "", digits: int = 2) -> str:
     """Formats median and range, such as `2.31 x (2.25 to 2.40)`; a single run has no range."""
     median, low, high = (f"{found[name]:,.{digits}f}" for name in ("median", "low", "high"))
@@ -457,16 +325,13 @@ def spread(found: Summary, unit: str = "", digits: int = 2) -> str:
     return f"{median}{unit} ({low} to {high})"
 
 
-def percent(found: Summary, digits: int) -> str:
-    """Formats median and range of shares in per cent."""
-    return spread({name: value * 100 for name, value in found.items()}, "%", digits)
-
-
 def markdown(head: Row, rows: list[Row]) -> str:
     """Formats a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
+
+SECTIONS = (aims, trainers, generation, gpu, parts, tokens, widths, architectures, ladder)
 
 if __name__ == "__main__":
     main()

@@ -1,11 +1,11 @@
-"""The results of `token_value.py` and `architectures.py` as tables."""
+"""The results of `token_value.py` and `architectures.py` as rows of tables, and pictures of results."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from gpt2_accel.report.figures import COLOURS, INK, new_figure, set_title
+from gpt2_accel.report.figures import COLOURS, INK, NARROW, new_figure, set_title
 
 CORPORA = {"python_stdlib": "Python's library", "shakespeare_char": "tiny Shakespeare"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
@@ -23,6 +23,21 @@ def tokens_to(loss: float, tokens: Sequence[int], losses: Sequence[float]) -> fl
     """Returns the tokens at which a contestant has `loss`: on the line through its two runs, over the logarithm of tokens."""
     (x1, x2), (y1, y2) = map(math.log, tokens), losses
     return math.exp(x1 + (loss - y1) * (x2 - x1) / (y2 - y1))
+
+
+def precision(contestant: dict) -> str:
+    """Describes the precision of a contestant's training, and whether it is compiled."""
+    return ("bf16" if contestant["bf16"] else "fp32") + ", compiled" * contestant["compile"]
+
+
+def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
+    """Formats `interval`."""
+    return "{:{form}} ± {:.3f}".format(*interval(values), form=form)
+
+
+def difference(losses: Sequence[float], others: Sequence[float]) -> str:
+    """Formats how far the losses of the other runs lie above those of runs with the same seeds."""
+    return plus_minus([b - a for a, b in zip(losses, others, strict=True)], "+.3f")
 
 
 def cases(result: dict) -> dict[str, dict[str, list[dict]]]:
@@ -55,39 +70,36 @@ def token_share(contestants: dict[str, list[dict]], baseline: str) -> tuple[floa
 
 def final_rows(result: dict) -> list[Row]:
     """Returns the rows of the finals: case, contestant, tokens, loss, settings."""
-    rows = []
-    for title, contestants in cases(result).items():
-        for name, entries in contestants.items():
-            for entry in entries:
-                trial = entry["trial"]
-                loss, half = interval(entry["losses"])
-                tokens = f"{trial['tokens'] / 1e6:.2f}M"
-                rows.append((title, name, tokens, f"{loss:.3f} ± {half:.3f}", settings(trial)))
-    return rows
+    return [
+        (
+            title,
+            name,
+            f"{entry['trial']['tokens'] / 1e6:.2f}M",
+            plus_minus(entry["losses"]),
+            settings(entry["trial"]),
+        )
+        for title, contestants in cases(result).items()
+        for name, entries in contestants.items()
+        for entry in entries
+    ]
 
 
 def settings(trial: dict) -> str:
-    """Describes the settings of a trial, without those that equal the defaults."""
+    """Describes the settings of a trial; of the levers those that differ from the defaults."""
     schedule = trial["schedule"] + (" to a tenth" if trial["min_ratio"] else "")
     parts = [
         f"{trial['rate']:.2g}, {schedule}, {trial['sequences']} sequences",
         f"warmup {trial['warmup']:.0%}, decay {trial['weight_decay']:g}, β2 {trial['beta2']:g}",
     ]
-    others = {"embedding_rate": 1.0, "vector_rate": 1.0, "cautious": False, "momentum": 0.95}
-    others |= {"momentum_warmup": 0.0, "average": 0.0}
-    parts += [
-        f"{name.replace('_', ' ')} {text(trial[name])}"
-        for name, value in others.items()
-        if trial[name] != value
-    ]
-    return ", ".join(parts)
+    levers = {"embedding_rate": 1.0, "vector_rate": 1.0, "cautious": False, "momentum": 0.95}
+    levers |= {"momentum_warmup": 0.0, "average": 0.0}
+    changed = [name for name, value in levers.items() if trial[name] != value]
+    return ", ".join(parts + [f"{name.replace('_', ' ')} {text(trial[name])}" for name in changed])
 
 
-def text(value: object) -> str:
-    """Formats the value of a setting."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def text(value: bool | float) -> str:
+    """Formats the value of a lever."""
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:.3g}"
 
 
 def share_text(contestants: dict[str, list[dict]], baseline: str) -> str:
@@ -100,14 +112,6 @@ def share_text(contestants: dict[str, list[dict]], baseline: str) -> str:
     return f"> {most:.0%}" if share > most else f"{share:.1%} ± {half:.1%}"
 
 
-def share_rows(result: dict) -> list[Row]:
-    """Returns the rows of the shares of tokens: case, share of nanoGPT's, share of AdamW's."""
-    return [
-        (title, *(share_text(found, name) for name in ("nanoGPT", "AdamW")))
-        for title, found in cases(result).items()
-    ]
-
-
 def lever_rows(result: dict) -> list[Row]:
     """Returns the rows of the levers: setting, corpus, value found, other value, difference of the loss."""
     return [
@@ -116,14 +120,7 @@ def lever_rows(result: dict) -> list[Row]:
             corpus_title(lever["corpus"]),
             text(lever["found"]),
             text(lever["other"]),
-            "{:+.3f} ± {:.3f}".format(
-                *interval(
-                    [
-                        b - a
-                        for a, b in zip(lever["found_losses"], lever["other_losses"], strict=True)
-                    ]
-                )
-            ),
+            difference(lever["found_losses"], lever["other_losses"]),
         )
         for lever in sorted(result["levers"], key=lambda lever: lever["name"])
     ]
@@ -131,24 +128,16 @@ def lever_rows(result: dict) -> list[Row]:
 
 def width_rows(result: dict) -> tuple[Row, list[Row]]:
     """Returns head and rows of the losses by optimizer, width and learning rate. The best of each width is bold."""
-    runs = result["widths"]
-    rates = sorted({run["rate"] for run in runs})
-    kinds = dict.fromkeys((run["optimizer"], run["size"]) for run in runs)
+    rates = sorted({run["rate"] for run in result["widths"]})
+    kinds: dict[tuple[str, str], dict[float, float]] = {}
+    for run in result["widths"]:
+        kinds.setdefault((run["optimizer"], run["size"]), {})[run["rate"]] = run["loss"]
     rows = []
-    for kind in kinds:
-        losses = {
-            run["rate"]: run["loss"] for run in runs if (run["optimizer"], run["size"]) == kind
-        }
-        best = min(losses.values())
-        cells = (
-            ""
-            if rate not in losses
-            else f"**{best:.3f}**"
-            if losses[rate] == best
-            else f"{losses[rate]:.3f}"
-            for rate in rates
-        )
-        rows.append((OPTIMIZERS[kind[0]], kind[1], *cells))
+    for (optimizer, size), losses in kinds.items():
+        cells = {rate: f"{loss:.3f}" for rate, loss in losses.items()}
+        best = min(losses, key=losses.get)
+        cells[best] = f"**{cells[best]}**"
+        rows.append((OPTIMIZERS[optimizer], size, *(cells.get(rate, "") for rate in rates)))
     return ("optimizer", "size", *(f"{rate:.2g}" for rate in rates)), rows
 
 
@@ -170,28 +159,48 @@ def draw_widths(result: dict, path: str | Path) -> None:
     figure.savefig(path, facecolor="white")
 
 
+def draw_trainers(result: dict, path: str | Path) -> None:
+    """Draws the speed and the memory of all contestants but the bare loop as bars, as SVG for a phone's width."""
+    from matplotlib import rc_context
+
+    shown = {name: own for name, own in result["contestants"].items() if name != "bare loop"}
+    names = [name.replace(", ", ",\n") + f"\n{precision(own)}" for name, own in shown.items()]
+    speeds = [own["tokens_per_second"]["median"] for own in shown.values()]
+    memories = [own["memory"] / 2**30 for own in shown.values()]
+    figure, [panels] = new_figure(NARROW, 2.6, columns=2)
+    for panel, title, values in zip(
+        panels, ("tokens/s", "peak memory, GiB"), (speeds, memories), strict=True
+    ):
+        colours = [COLOURS[0], *["#80868b"] * (len(names) - 1)]
+        bars = panel.barh(names, values, 0.6, color=colours)
+        panel.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize=9, color=INK)
+        panel.set(xlim=(0, 1.35 * max(values)), xticks=[])
+        panel.grid(False)
+        panel.invert_yaxis()
+        set_title(panel, title)
+    panels[0].tick_params(length=0, labelsize=9)
+    panels[1].set_yticks([])
+    with rc_context({"svg.hashsalt": "trainers"}):  # the same file from the same results
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
 def architecture_rows(result: dict) -> list[Row]:
     """Returns the rows of the architectures: corpus, model, parameters, rate, loss with equal tokens, its difference to
     the model before, milliseconds of an update, and the loss in equal time."""
-    rows, before = [], None
+    rows, before = [], []
     for entry in result["entries"]:
-        trial = entry["trial"]
-        if trial["model"] == "GPT-2":
-            difference = ""
-        else:
-            paired = [b - a for a, b in zip(before["losses"], entry["losses"], strict=True)]
-            difference = "{:+.3f} ± {:.3f}".format(*interval(paired))
+        trial, losses = entry["trial"], entry["losses"]
         rows.append(
             (
                 corpus_title(trial["corpus"]),
                 trial["model"],
                 f"{entry['parameters']:,}",
                 f"{trial['rate']:.2g}",
-                "{:.3f} ± {:.3f}".format(*interval(entry["losses"])),
-                difference,
+                plus_minus(losses),
+                "" if trial["model"] == "GPT-2" else difference(before, losses),
                 f"{entry['milliseconds']:.1f}",
-                "{:.3f} ± {:.3f}".format(*interval(entry["losses_in_time"])),
+                plus_minus(entry["losses_in_time"]),
             )
         )
-        before = entry
+        before = losses
     return rows

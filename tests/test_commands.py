@@ -208,7 +208,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def test_the_tables_list_exactly_the_commands_of_the_documentation():
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = [command for path in files for command in commands_of(path.read_text())]
     assert set(found) == {*LOCAL, *PROGRAM, *ON_HUB, *NOT_RUN}
 
@@ -254,7 +254,7 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
 
 def test_every_target_of_the_makefile_runs_a_command():
     targets = re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split()
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         assert {*re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(), re.M)} <= {*targets}, page
     for target in targets:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
 
 CONTESTANTS = {"gpt2_accel", "HF Trainer", "plain loop", "bare loop"}
+RESULTS = ROOT / "benchmarks/results"
 MACHINE = {"type": "cpu", "device": "a CPU", "threads": 2, "torch": "2", "date": "2026-01-01"}
 
 
@@ -21,21 +23,25 @@ def benchmark(name, *args):
     return python(f"benchmarks/{name}.py", *args)
 
 
-def page(folder):
-    """Writes a page with outdated text between the markers."""
-    path = folder / "performance.md"
-    marks = (
-        "bench",
-        "bench tokens",
-        "bench architectures",
-        "bench generation",
-        "bench ladder",
-        "bench gpu",
-    )
-    path.write_text(
-        "before\n" + "".join(f"<!-- {m} -->old<!-- /{m} -->\n" for m in marks) + "after\n"
-    )
-    return path
+def pages(folder):
+    """Writes a page and one in a folder below, with outdated text between the markers; returns their paths."""
+    (folder / "docs/studies").mkdir(parents=True)
+    marks = {
+        "performance": ("aims", "trainers", "generation", "gpu"),
+        "studies/all": ("parts", "tokens", "widths", "architectures", "ladder"),
+    }
+    paths = [folder / f"docs/{name}.md" for name in marks]
+    for path, names in zip(paths, marks.values(), strict=True):
+        sections = (f"<!-- bench {name} -->old<!-- /bench {name} -->\n" for name in names)
+        path.write_text(f"before\n{''.join(sections)}after\n")
+    return paths
+
+
+def fill(folder, results):
+    """Fills the pages in `folder`; returns all their text."""
+    done = benchmark("table", "--results", results, "--docs", folder / "docs")
+    assert done.returncode == 0, done.stderr
+    return "".join(path.read_text() for path in sorted((folder / "docs").rglob("*.md")))
 
 
 def write(folder, name, figures):
@@ -83,15 +89,24 @@ def test_error_of_a_contestant_is_shown(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_table_fills_the_markers_and_marks_missing_results(tmp_path):
-    path = page(tmp_path)
-    assert benchmark("table", "--results", tmp_path, "--page", path).returncode == 0
-    text = path.read_text()
-    assert text.startswith("before\n<!-- bench -->\n") and text.endswith("after\n")
+def test_table_fills_the_markers_of_all_pages_and_marks_missing_results(tmp_path):
+    paths = pages(tmp_path)
+    text = fill(tmp_path, tmp_path)
+    assert all(path.read_text().startswith("before\n<!-- bench ") for path in paths)
+    assert all(path.read_text().endswith(" -->\nafter\n") for path in paths)
     assert "old" not in text
     assert text.count("| not measured |") == 13 and text.count("| no GPU available |") == 4
-    assert "AdamW and Muon: not measured." in text
-    assert "Generation: not measured." in text
+    assert text.count("\nNot measured.\n") == 7
+
+
+def test_table_refuses_pages_without_a_marker(tmp_path):
+    path, _ = pages(tmp_path)
+    for missing in ("<!-- bench gpu -->", "<!-- /bench gpu -->"):
+        text = path.read_text()
+        path.write_text(text.replace(missing, ""))
+        done = benchmark("table", "--results", tmp_path, "--docs", tmp_path / "docs")
+        assert done.returncode == 1 and missing in done.stderr
+        path.write_text(text)
 
 
 def test_table_has_the_results(tmp_path):
@@ -125,32 +140,35 @@ def test_table_has_the_results(tmp_path):
     )
     write(tmp_path, "parts", parts)
     write(tmp_path, "generate", {**sizes, "rows": rows})
-    path = page(tmp_path)
-    done = benchmark("table", "--results", tmp_path, "--page", path)
-    assert done.returncode == 0, done.stderr
-    text = path.read_text()
+    pages(tmp_path)
+    text = fill(tmp_path, tmp_path)
     assert "| ≥ 2.2 x | 2.50 x (2.25 to 2.75) | yes |" in text
     assert "| ≥ 4.5 x | 4.00 x (3.60 to 4.40) | no |" in text
     assert "| ≤ 0.55 x | 0.60 x | no |" in text
-    assert "5.00 x (4.50 to 5.50), loss 1.850 | yes |" in text
+    assert "5.00 x (4.50 to 5.50): 8.0 s, loss 1.850, against 8.0 s, loss 1.850 | yes |" in text
     assert "| ≥ 1.5 x | 1.70 x (1.53 to 1.87) | yes |" in text
     assert "not measured: GPT-2's BPE is not available" in text
     assert "| bfloat16 | 1 | 30.0 | 30.0 | 30.0 (1.60 x) | 30.0 (1.70 x) |" in text
-    again = path.read_text()
+    assert (
+        "| HF Trainer | bf16, compiled | 800 (720 to 880) | 4.00 | 2.50 x (2.25 to 2.75) | 0.50 x |"
+        in text
+    )
+    images = tmp_path / "docs/images"
+    drawn = (images / "trainers.svg").read_bytes()
     (tmp_path / "cpu/ladder").mkdir()
     (tmp_path / "cpu/ladder/speed_ladder.png").write_bytes(b"a picture")
-    benchmark("table", "--results", tmp_path, "--page", path)
-    assert path.read_text() == again
-    assert (tmp_path / "images/speed_ladder.png").read_bytes() == b"a picture"
+    assert fill(tmp_path, tmp_path) == text
+    assert (images / "speed_ladder.png").read_bytes() == b"a picture"
+    assert (images / "trainers.svg").read_bytes() == drawn
 
 
-def test_the_page_has_the_tables_of_the_results_that_are_there(tmp_path):
-    path = tmp_path / "performance.md"
-    path.write_text((ROOT / "docs/performance.md").read_text())
-    assert benchmark("table", "--page", path).returncode == 0
-    assert path.read_text() == (ROOT / "docs/performance.md").read_text()
-    picture = "images/speed_ladder.png"
-    assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes()
+def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    fill(tmp_path, RESULTS)
+    for path in (ROOT / "docs").rglob("*"):
+        copy = tmp_path / "docs" / path.relative_to(ROOT / "docs")
+        if path.suffix in (".md", ".png"):
+            assert copy.read_bytes() == path.read_bytes(), path
 
 
 def final(name, tokens, losses, size="4 layers of 128", **others):
@@ -176,10 +194,8 @@ def test_token_table_has_intervals_and_muons_share(tmp_path):
         "widths": [width | {"rate": rate, "loss": rate * 100} for rate in (0.01, 0.02)],
     }
     write(tmp_path, "token_value", study)
-    path = page(tmp_path)
-    done = benchmark("table", "--results", tmp_path, "--page", path)
-    assert done.returncode == 0, done.stderr
-    text = path.read_text()
+    pages(tmp_path)
+    text = fill(tmp_path, tmp_path)
     # Halfway between the losses at 0.4M and 0.6M tokens: 0.49M, the geometric mean, is 61% of 0.8M.
     assert "| ≤ 36% | 25.0% ± 0.0% of its tokens | yes |" in text
     assert "| ≤ 75% | 61.2% ± 0.0% of its tokens | yes |" in text
@@ -308,6 +324,5 @@ def test_the_models_between_are_gpt2_at_one_end_and_qwen3_at_the_other(monkeypat
 def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):
     done = benchmark("shakespeare", "--input", tmp_path / "none.txt", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
-    path = page(tmp_path)
-    benchmark("table", "--results", tmp_path, "--page", path)
-    assert "not measured: tiny Shakespeare is not available" in path.read_text()
+    pages(tmp_path)
+    assert "not measured: tiny Shakespeare is not available" in fill(tmp_path, tmp_path)

@@ -103,38 +103,15 @@ def test_results_of_a_gpu_are_tables_of_the_page(tmp_path):
     machine = {"type": "cuda", "device": "a GPU", "torch": "2", "date": "2026-01-01"}
     spread = {"median": 2.0, "low": 1.0, "high": 3.0}
     contestant = {"bf16": True, "compile": True, "tokens_per_second": spread, "memory": 2**31}
-    operation = {"name": "a_kernel", "milliseconds": 1.5, "share": 0.25, "calls": 3.0}
-    names = ("alone", "switches")
-    results = {
-        "gpu": {"parts": {"tests": {"train": {"outcome": "ok", "seconds": 9.6}}}},
-        "kernels": {
-            "size": {"rows": 65536, "width": 768, "vocab": 50304},
-            "shape": [32, 12, 1024, 64],
-            "loss": {"toolkit": {"milliseconds": spread, "memory": 2**30}},
-            "attention": {"math": {"problem": "out of memory"}},
-        },
-        "profile": {"kind": "kernel", "milliseconds": 6.0, "batch_size": 32}
-        | {"operations": [operation]},
-    } | {
-        f"training-{name}": {"shape": {"n_positions": 1024}, "batch_size": 16}
-        | {"contestants": {"gpt2_accel": contestant}}
-        for name in names
-    }
-    for name, figures in results.items():
-        (tmp_path / "cuda" / f"{name}.json").write_text(json.dumps({"machine": machine, **figures}))
+    figures = {"shape": {"n_positions": 1024}, "batch_size": 16}
+    figures |= {"machine": machine, "contestants": {"gpt2_accel": contestant}}
+    for name in ("alone", "switches"):
+        (tmp_path / "cuda" / f"training-{name}.json").write_text(json.dumps(figures))
     alone = json.loads((tmp_path / "cuda/training-alone.json").read_text())
     assert table.gpu_speed(alone)[2:] == ("2 (1 to 3)", "")
     alone["machine"]["device"] = "NVIDIA H100 80GB HBM3"
     assert table.gpu_speed(alone)[3] == "no"
-    text = table.gpu(tmp_path)
-    for row in (
-        "| tests | train | ok | 10 |",
-        "| loss | toolkit | 2.00 (1.00 to 3.00) | 1.00 |",
-        "| attention | math | out of memory |  |",
-        "| `a_kernel` | 1.50 | 25.0% | 3 |",
-        "| gpt2_accel | bf16, compiled | 2 (1 to 3) | 2.00 |",
-    ):
-        assert row in text
+    assert table.gpu(tmp_path).count("| gpt2_accel | bf16, compiled | 2 (1 to 3) | 2.00 |") == 2
 
 
 HIDDEN = ("datasets", "evaluate", "wandb", "pytest", "matplotlib", "tiktoken")
