@@ -13,8 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt2_accel.models.parts import head_loss, sequence_positions
-from gpt2_accel.models.qwen3 import RMSNorm, rotary_angles, rotate
+from gpt2_accel.models.parts import (
+    RMSNorm,
+    head_loss,
+    rotary_angles,
+    rotate,
+    sequence_positions,
+)
 
 CHANGES = ("rotary positions", "RMSNorm", "normalized queries and keys", "SwiGLU", "no biases")
 ROPE_THETA, NORM_EPS = 10_000.0, 1e-6

@@ -1,19 +1,21 @@
 """Opens and writes Hugging Face model directories: weights, config, tokenizer.
 
-A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/gpt2.py` and `hf/qwen3.py` know the
-tensors and the config of their architecture. Vocabulary padding is not stored, nor is a tied head.
+A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/NAME.py` knows the tensors and the
+config of the architecture NAME. Vocabulary padding is not stored, nor is a tied head.
 """
 
 import copy
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
+from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.files import atomic_files, parse_json
-from gpt2_accel.hf import gpt2, hub, qwen3
+from gpt2_accel.hf import hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     DTYPES,
@@ -33,13 +35,12 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONVERSIONS = {"gpt2": gpt2, "qwen3": qwen3}  # by the `model_type` of `config.json`
 HEAD = "lm_head.weight"
 
 
 def conversion(config: ModelConfig) -> ModuleType:
     """Returns the module that converts models of this config."""
-    return next(module for module in CONVERSIONS.values() if isinstance(config, module.CONFIG))
+    return import_module(f"gpt2_accel.hf.{config.architecture}")
 
 
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
@@ -197,7 +198,7 @@ def describe(config: ModelConfig) -> str:
 
 
 def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
-    """Loads an HF model of a supported architecture, GPT-2 or Qwen3, in fp32 on CPU, in training mode.
+    """Loads an HF model of one of `config.ARCHITECTURES`, in fp32 on CPU, in training mode.
 
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
     value in the file is ignored.
@@ -253,10 +254,10 @@ def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if not (isinstance(model_type, str) and model_type in CONVERSIONS):
-        names = " and ".join(CONVERSIONS)
+    if model_type not in ARCHITECTURES:
+        names = ", ".join(ARCHITECTURES)
         raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")
-    converted = CONVERSIONS[model_type]
+    converted = import_module(f"gpt2_accel.hf.{model_type}")
     values = converted.default_values() | values
     for key, kind in converted.TYPES.items():
         if type(values[key]) is not kind:

@@ -14,7 +14,7 @@ from gpt2_accel.models.gpt2 import GPT, GPTConfig
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
-NAME, CONFIG = "GPT-2", GPTConfig
+NAME = "GPT-2"
 PREFIX = "transformer."
 PADDED = ("wte.weight",)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -13,7 +13,7 @@ from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
 if TYPE_CHECKING:
     from transformers import Qwen3Config as HFConfig
 
-NAME, CONFIG = "Qwen3", Qwen3Config
+NAME = "Qwen3"
 PREFIX = "model."
 TRANSPOSED = ()
 PADDED = ("embed_tokens.weight", "lm_head.weight")

@@ -1,16 +1,19 @@
-"""The interface between a model and the rest of the package.
+"""The base classes of a model and its config: what the rest of the package needs of any model.
 
-A model is an `nn.Module` with the attributes and methods of `LanguageModel`, built by a config with those of
-`ModelConfig`. Training, checkpoints, evaluation, generation and the estimates use nothing else. Only two files know an
-architecture by name: its module here and its conversion in `hf/`.
+Training, checkpoints, evaluation, generation and the estimates use nothing else. Only two files know an architecture
+by name: its module here and its conversion in `hf/`.
 
-Shape letters: B batch, T sequence, S cached positions, H heads of keys and values, D channels of a head.
+Shape letters: B batch, T sequence, C width, S cached positions, H heads of keys and values, D channels of a head.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import nn
+
+from gpt2_accel.kernels import block_attention
+from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
 
 
 class LayerCache(NamedTuple):
@@ -32,49 +35,124 @@ class LayerCache(NamedTuple):
         return self.keys[:, :, : self.end], self.values[:, :, : self.end]
 
 
-class ModelConfig(Protocol):
-    """The shape of a model.
+class ModelConfig:
+    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture.
 
-    `padded_vocab_size` counts the rows of the token embedding, `parameter_count` the parameters as saved.
-    `matmul_parameters` is the N in 6N FLOPs per token; `attention_width` is layers x heads x channels per head, the
-    L·H·Q of the attention's FLOPs. `cache_shape` gives the layers, heads and channels per head of the KV cache. `build`
-    makes a model with newly initialised weights.
+    `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
     """
 
+    architecture: ClassVar[str]
     vocab_size: int
     n_positions: int
     n_layer: int
     n_embd: int
     dropout: float
-    padded_vocab_size: int
-    parameter_count: int
-    matmul_parameters: int
-    attention_width: int
-    cache_shape: tuple[int, int, int]
 
-    def build(self) -> "LanguageModel": ...
+    @classmethod
+    def from_settings(cls, settings: object, vocab_size: int) -> "ModelConfig":
+        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings it does not have."""
+        raise NotImplementedError
+
+    def build(self) -> "LanguageModel":
+        """Builds a model of this shape with newly initialised weights."""
+        raise NotImplementedError
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128, for faster matrix products."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the model as saved: a tied head counts once, vocabulary padding does not count."""
+        raise NotImplementedError
+
+    @property
+    def matmul_parameters(self) -> int:
+        """The N in 6N FLOPs per token: parameters in matrix products."""
+        raise NotImplementedError
+
+    @property
+    def attention_width(self) -> int:
+        """The L·H·Q of the attention's FLOPs: layers x query heads x channels of a head."""
+        raise NotImplementedError
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads of keys and values, and channels per head of the KV cache."""
+        raise NotImplementedError
 
 
-class LanguageModel(Protocol):
-    """A model. `forward` and `decode` are documented in `models/gpt2.py`.
+class LanguageModel(nn.Module):
+    """A language model. A subclass has the modules, `hidden`, `final_norm` and `head_weight`.
 
-    `head_weight` is the matrix of the output head, (padded_vocab_size, n_embd).
-    `separator` is the token that starts each document, if attention must not cross from one document to the next.
-    `checkpoint_activations` recomputes each block in the backward pass. `device` and `dtype` are those of the weights.
-    `forward(input_ids, targets=None, *, reduction="mean", position_ids=None, attention_mask=None, logits_to_keep=0)`
-    returns logits (B, T, vocab_size), or with `targets` the loss in nats, a scalar or with "none" (B, T).
-    A submodule whose weight stacks several equal matrices along its rows, such as q, k and v, has their number as
-    `stacked`; Muon updates each separately.
+    The token embedding and the head have `config.padded_vocab_size` rows. The padding rows are zero, get no gradient,
+    and are excluded from the loss, from the logits that `forward` returns, and from saved files.
+
+    If `separator` is set, attention does not cross from one document to the next; it is the token that starts each
+    document. `checkpoint_activations` stores only the input of each block and recomputes the block in the backward
+    pass (Chen et al., 2016, arXiv:1604.06174). A submodule whose weight stacks several equal matrices along its rows,
+    such as q, k and v, has their number as `stacked`; Muon updates each separately.
     """
 
-    config: ModelConfig
-    head_weight: torch.Tensor
-    separator: int | None
-    checkpoint_activations: bool
-    device: torch.device
-    dtype: torch.dtype
+    separator: int | None = None
+    checkpoint_activations = False
 
-    def __call__(self, input_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor: ...
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+    ) -> torch.Tensor:
+        """Returns the output of the last block, (B, T, C), before the final norm.
+
+        Arguments as in `forward`; with a `cache`, one per block, the tokens follow the cached ones."""
+        raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last block and the head."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The matrix of the output head, (padded_vocab_size, C)."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """Returns the logits, or the loss if there are `targets`.
+
+        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token after each position (already shifted,
+        unlike HF's `labels`), -100 to ignore a position. The logits are (B, T, vocab_size). The loss is the mean
+        cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
+        -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
+
+        To pack several texts into a row, give position_ids, (B, T) below `n_positions`, the position of each token in
+        its text, and attention_mask, (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of
+        the last positions only; 0 computes all.
+
+        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
+        """
+        x = self.hidden(input_ids, position_ids, attention_mask)
+        x = self.final_norm(x[:, -logits_to_keep:])
+        weight, vocab_size = self.head_weight, self.config.vocab_size
+        if targets is None:
+            return head_logits(x, weight, vocab_size)
+        return head_loss(x, weight, targets, vocab_size, reduction)
 
     def decode(
         self,
@@ -82,4 +160,30 @@ class LanguageModel(Protocol):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         cache: Sequence[LayerCache],
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size).
+
+        input_ids: (B, T); position_ids: (B or 1, T); attention_mask: (B, 1, T, S) bool, or None if the rows have no
+        padding and either T is 1 or the cache was empty. It runs in the dtype of the weights: autocast wraps only
+        `forward`.
+        """
+        x = self.hidden(input_ids, position_ids, attention_mask, cache)
+        return head_logits(self.final_norm(x[:, -1]), self.head_weight, self.config.vocab_size)
+
+    def document_mask(self, input_ids: torch.Tensor) -> Mask | None:
+        """Returns the mask that keeps attention within documents, None without a `separator`. input_ids: (B, T)."""
+        if self.separator is None:
+            return None
+        dropout = self.config.dropout if self.training else 0.0
+        blocks = block_attention.applies(self.config.cache_shape[-1], dropout)
+        return document_mask(input_ids, self.separator, blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.head_weight.dtype

@@ -1,22 +1,25 @@
-"""The architectures by name, `--architecture`."""
+"""The architectures by name, `--architecture`: `models/NAME.py` has the model and its `CONFIG`."""
+
+from importlib import import_module
 
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.models.gpt2 import GPTConfig
-from gpt2_accel.models.qwen3 import Qwen3Config
 
-CONFIGS = {None: GPTConfig, "gpt2": GPTConfig, "qwen3": Qwen3Config}
+
+def config_class(name: str | None) -> type[ModelConfig]:
+    """Returns the config of an architecture in `config.ARCHITECTURES`; None is GPT-2."""
+    return import_module(f"gpt2_accel.models.{name or 'gpt2'}").CONFIG
 
 
 def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
     """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings that the architecture does not
     have."""
-    return CONFIGS[settings.architecture].from_settings(settings, vocab_size)
+    return config_class(settings.architecture).from_settings(settings, vocab_size)
 
 
 def check_loaded(settings: object, shape: ModelConfig) -> None:
     """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
     depth = settings.depth
-    if settings.architecture and not isinstance(shape, CONFIGS[settings.architecture]):
+    if settings.architecture not in (None, shape.architecture):
         raise ValueError(
             f"{settings.init_from} is no {settings.architecture}: leave out --architecture, or choose another "
             "--init_from"

@@ -17,21 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels import attention, block_attention, gelu
+from gpt2_accel.kernels import attention, gelu
 from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LayerCache
-from gpt2_accel.models.parts import (
-    Embedding,
-    Mask,
-    document_mask,
-    head_logits,
-    head_loss,
-    sequence_positions,
-)
+from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
+from gpt2_accel.models.parts import Embedding, Mask, attend, sequence_positions
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -43,7 +35,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """The shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
 
     `dropout` is the rate of the embedding, attention and residual dropouts. `bias=False` removes the biases of all
@@ -53,6 +45,8 @@ class GPTConfig:
     Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout` is
     not in [0, 1), or `gelu` is neither.
     """
+
+    architecture = "gpt2"
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -94,13 +88,7 @@ class GPTConfig:
         return cls(**{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **overrides})
 
     @property
-    def padded_vocab_size(self) -> int:
-        """`vocab_size` rounded up to a multiple of 128, for faster matrix products (50257 -> 50304)."""
-        return -(-self.vocab_size // 128) * 128
-
-    @property
     def parameter_count(self) -> int:
-        """Parameters of the model as saved: the tied head counts once, vocabulary padding does not count."""
         C, bias = self.n_embd, int(self.bias)
         norm = C * (1 + bias)
         attention = 3 * C * (C + bias) + C * (C + bias)
@@ -115,17 +103,17 @@ class GPTConfig:
 
     @property
     def attention_width(self) -> int:
-        """L·H·Q: layers x heads x channels of a head."""
         return self.n_layer * self.n_embd
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads, and channels per head of the KV cache."""
         return self.n_layer, self.n_head, self.n_embd // self.n_head
 
     def build(self) -> "GPT":
-        """Builds a model of this shape with newly initialised weights."""
         return GPT(self)
+
+
+CONFIG = GPTConfig
 
 
 class LayerNorm(nn.LayerNorm):
@@ -165,14 +153,8 @@ class CausalSelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if attention.applies(q, mask, dropout):
             y = attention.causal_attention(q, k, v)
-        elif isinstance(mask, BlockMask):
-            y = block_attention.block_attention(q, k, v, mask)
         else:
-            causal = mask is None and T > 1
-            with attention.preferred(T, causal and cache is None):
-                y = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-                )
+            y = attend(q, k, v, mask, dropout, cached=cache is not None)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -213,23 +195,11 @@ class Block(nn.Module):
         return x
 
 
-class GPT(nn.Module):
-    """A GPT-2 language model. The head is tied to the token embedding `wte`.
-
-    `wte` has `config.padded_vocab_size` rows. The padding rows are zero, get no gradient, and are excluded from the
-    loss, from the logits that `forward` returns, and from saved files.
-
-    If `separator` is set, attention does not cross from one document to the next; it is the token that starts each
-    document. None, as in GPT-2, lets attention cross. `checkpoint_activations` stores only the input of each block and
-    recomputes the block in the backward pass (Chen et al., 2016, arXiv:1604.06174).
-    """
-
-    separator: int | None = None
-    checkpoint_activations = False
+class GPT(LanguageModel):
+    """A GPT-2 language model. The head is tied to the token embedding `wte`."""
 
     def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -253,36 +223,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         self.wte.weight[self.config.vocab_size :] = 0
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        *,
-        reduction: str = "mean",
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> torch.Tensor:
-        """Returns the logits, or the loss if there are `targets`.
-
-        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token after each position (already shifted,
-        unlike HF's `labels`), -100 to ignore a position. The logits are (B, T, vocab_size). The loss is the mean
-        cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
-        -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
-
-        To pack several texts into a row, give position_ids, (B, T) below `n_positions`, the position of each token in
-        its text, and attention_mask, (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of
-        the last positions only; 0 computes all.
-
-        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
-        """
-        x = self.hidden(input_ids, position_ids, attention_mask)
-        x = self.ln_f(x[:, -logits_to_keep:])
-        weight, vocab_size = self.head_weight, self.config.vocab_size
-        if targets is None:
-            return head_logits(x, weight, vocab_size)
-        return head_loss(x, weight, targets, vocab_size, reduction)
-
     def hidden(
         self,
         input_ids: torch.Tensor,
@@ -290,20 +230,14 @@ class GPT(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        """Returns the output of the last block, (B, T, C), before the final LayerNorm.
-
-        Arguments as in `forward`; with a `cache`, one per block, the tokens follow the cached ones."""
         if position_ids is None:
             position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        if attention_mask is None and self.separator is not None and cache is None:
-            width = self.config.n_embd // self.config.n_head
-            dropout = self.config.dropout if self.training else 0.0
-            blocks = block_attention.applies(width, dropout)
-            attention_mask = document_mask(input_ids, self.separator, blocks)
+        if attention_mask is None and cache is None:
+            attention_mask = self.document_mask(input_ids)
         for i, block in enumerate(self.h):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, attention_mask, use_reentrant=False)
@@ -311,33 +245,10 @@ class GPT(nn.Module):
                 x = block(x, attention_mask, None if cache is None else cache[i])
         return x
 
-    def decode(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Sequence[LayerCache],
-    ) -> torch.Tensor:
-        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size).
-
-        input_ids: (B, T); position_ids: (B or 1, T); attention_mask: (B, 1, T, S) bool, or None if the rows have no
-        padding and either T is 1 or the cache was empty. It runs in the dtype of the weights: autocast wraps only
-        `forward`.
-        """
-        x = self.hidden(input_ids, position_ids, attention_mask, cache)
-        return head_logits(self.ln_f(x[:, -1]), self.head_weight, self.config.vocab_size)
+    @property
+    def final_norm(self) -> LayerNorm:
+        return self.ln_f
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The matrix of the output head, (V, C)."""
         return self.wte.weight
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.wte.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.wte.weight.dtype

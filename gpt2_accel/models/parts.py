@@ -1,6 +1,6 @@
-"""What the architectures share: embeddings, positions, the document mask, the logits and the loss.
+"""What the architectures share: embeddings, norms, positions, attention, the document mask, the logits and the loss.
 
-Shape letters: B batch, T sequence, C width, V vocabulary (padded).
+Shape letters: B batch, T sequence, C width, H heads, D channels of a head, S cached positions, V vocabulary (padded).
 """
 
 import math
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from gpt2_accel.kernels import cross_entropy
-from gpt2_accel.kernels.block_attention import document_blocks
-from gpt2_accel.kernels.linear import linear
+from gpt2_accel.kernels import attention, cross_entropy
+from gpt2_accel.kernels.block_attention import block_attention, document_blocks
+from gpt2_accel.kernels.linear import Linear, linear
 
 Mask = torch.Tensor | BlockMask
 
@@ -23,6 +23,77 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_angles(
+    position_ids: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+
+    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
+    position · theta^(-2i/D).
+    """
+    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / head_dim)
+    angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turns queries or keys by their positions' angles. x: (B, H, T, D) -> the same, in its dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """The MLP of Shazeer, 2020, arXiv:2002.05202: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask | None,
+    dropout: float = 0.0,
+    *,
+    cached: bool = False,
+) -> torch.Tensor:
+    """Returns softmax(q · k / sqrt(D)) · v. q: (B, H, T, D); k, v: (B, H or fewer, S, D) -> (B, H, T, D).
+
+    `mask`, (B, 1, T, S) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. `cached`
+    says that k and v have cached positions before those of q.
+    """
+    if isinstance(mask, BlockMask):
+        return block_attention(q, k, v, mask)
+    causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+    with attention.preferred(q.shape[2], causal and not cached):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+        )
 
 
 def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tensor:

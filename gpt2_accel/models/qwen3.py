@@ -15,26 +15,25 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels import attention, block_attention
 from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LayerCache
+from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
 from gpt2_accel.models.parts import (
     Embedding,
     Mask,
-    document_mask,
-    head_logits,
-    head_loss,
+    RMSNorm,
+    SwiGLU,
+    attend,
+    rotary_angles,
+    rotate,
     sequence_positions,
 )
 
 
 @dataclass
-class Qwen3Config:
+class Qwen3Config(ModelConfig):
     """The shape of a Qwen3; the defaults are Qwen3-0.6B's. The names are those of `GPTConfig` where both have the size.
 
     `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
@@ -44,6 +43,9 @@ class Qwen3Config:
     Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
     `rope_theta` or `norm_eps` is not positive.
     """
+
+    architecture = "qwen3"
+    dropout = 0.0  # Qwen3 has none
 
     vocab_size: int = 151936
     n_positions: int = 40960
@@ -56,8 +58,6 @@ class Qwen3Config:
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     tied: bool = True
-
-    dropout = 0.0  # Qwen3 has none
 
     def __post_init__(self) -> None:
         sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
@@ -107,13 +107,7 @@ class Qwen3Config:
         )
 
     @property
-    def padded_vocab_size(self) -> int:
-        """`vocab_size` rounded up to a multiple of 128, for faster matrix products."""
-        return -(-self.vocab_size // 128) * 128
-
-    @property
     def parameter_count(self) -> int:
-        """Parameters of the model as saved: a tied head counts once, vocabulary padding does not count."""
         C, D = self.n_embd, self.head_dim
         attention = 2 * C * D * (self.n_head + self.n_kv_head) + 2 * D
         block = attention + 3 * C * self.n_inner + 2 * C
@@ -126,51 +120,17 @@ class Qwen3Config:
 
     @property
     def attention_width(self) -> int:
-        """L·H·Q: layers x query heads x channels of a head."""
         return self.n_layer * self.n_head * self.head_dim
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values, and channels per head of the KV cache."""
         return self.n_layer, self.n_kv_head, self.head_dim
 
     def build(self) -> "Qwen3":
-        """Builds a model of this shape with newly initialised weights."""
         return Qwen3(self)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def rotary_angles(
-    position_ids: torch.Tensor, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
-
-    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
-    position · theta^(-2i/D).
-    """
-    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (steps / head_dim)
-    angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
-    angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns queries or keys by their positions' angles. x: (B, H, T, D) -> the same, in its dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+CONFIG = Qwen3Config
 
 
 class Attention(nn.Module):
@@ -205,29 +165,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(split).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, K, S, D)
-        if isinstance(mask, BlockMask):
-            y = block_attention.block_attention(q, k, v, mask)
-        else:
-            causal = mask is None and T > 1
-            with attention.preferred(T, causal and cache is None):
-                y = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-                )
+        y = attend(q, k, v, mask, cached=cache is not None)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.n_inner, bias=False)
-        self.up_proj = Linear(config.n_embd, config.n_inner, bias=False)
-        self.down_proj = Linear(config.n_inner, config.n_embd, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -238,7 +177,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = SwiGLU(config.n_embd, config.n_inner)
 
     def forward(
         self,
@@ -252,19 +191,11 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Qwen3(nn.Module):
-    """A Qwen3 language model. Attributes and methods are those of `LanguageModel`, documented in `models/gpt2.py`.
-
-    The token embedding, and an untied head, have `config.padded_vocab_size` rows. The padding rows are zero, get no
-    gradient, and are excluded from the loss, from the logits that `forward` returns, and from saved files.
-    """
-
-    separator: int | None = None
-    checkpoint_activations = False
+class Qwen3(LanguageModel):
+    """A Qwen3 language model."""
 
     def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = Embedding(config.padded_vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -293,29 +224,6 @@ class Qwen3(nn.Module):
         self.embed_tokens.weight[self.config.vocab_size :] = 0
         self.head_weight[self.config.vocab_size :] = 0
 
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """The matrix of the output head, (V, C)."""
-        return self.embed_tokens.weight if self.config.tied else self.lm_head.weight
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        *,
-        reduction: str = "mean",
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> torch.Tensor:
-        """Returns the logits, (B, T, vocab_size), or the loss if there are `targets`. Arguments as in `GPT.forward`."""
-        x = self.hidden(input_ids, position_ids, attention_mask)
-        x = self.norm(x[:, -logits_to_keep:])
-        weight, vocab_size = self.head_weight, self.config.vocab_size
-        if targets is None:
-            return head_logits(x, weight, vocab_size)
-        return head_loss(x, weight, targets, vocab_size, reduction)
-
     def hidden(
         self,
         input_ids: torch.Tensor,
@@ -323,7 +231,6 @@ class Qwen3(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        """Returns the output of the last block, (B, T, C), before the final RMSNorm. Arguments as in `forward`."""
         if position_ids is None:
             position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.embed_tokens(input_ids)  # (B, T, C)
@@ -331,9 +238,8 @@ class Qwen3(nn.Module):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
         angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
         angles = tuple(part.to(x.dtype) for part in angles)
-        if attention_mask is None and self.separator is not None and cache is None:
-            blocks = block_attention.applies(self.config.head_dim)
-            attention_mask = document_mask(input_ids, self.separator, blocks)
+        if attention_mask is None and cache is None:
+            attention_mask = self.document_mask(input_ids)
         for i, block in enumerate(self.layers):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)
@@ -341,24 +247,10 @@ class Qwen3(nn.Module):
                 x = block(x, angles, attention_mask, None if cache is None else cache[i])
         return x
 
-    def decode(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Sequence[LayerCache],
-    ) -> torch.Tensor:
-        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size). Arguments as in
-        `GPT.decode`."""
-        x = self.hidden(input_ids, position_ids, attention_mask, cache)
-        return head_logits(self.norm(x[:, -1]), self.head_weight, self.config.vocab_size)
+    @property
+    def final_norm(self) -> RMSNorm:
+        return self.norm
 
     @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.embed_tokens.weight.dtype
+    def head_weight(self) -> torch.Tensor:
+        return self.embed_tokens.weight if self.config.tied else self.lm_head.weight

@@ -113,7 +113,7 @@ def test_published_config_is_read(tmp_path):
         ({"rope_theta": "much"}, "rope_theta is 'much'"),
         ({"num_key_value_heads": 3}, "not a multiple of n_kv_head"),
         ({"hidden_size": 10.5}, "hidden_size = 10.5; expected int"),
-        ({"model_type": "llama"}, "type 'llama'; only gpt2 and qwen3"),
+        ({"model_type": "mistral"}, "type 'mistral'; only gpt2, qwen3"),
     ],
 )
 def test_configs_that_the_model_cannot_be_are_refused_by_name(changes, message, tmp_path):
