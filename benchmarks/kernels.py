@@ -36,7 +36,7 @@ def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str,
 
     def ours(logits: int) -> Step:
         def loss(x, weight, targets):
-            kernels.logits_at_once = logits
+            kernels.choose(logits_at_once=logits)
             return cross_entropy.linear_cross_entropy(x, weight, targets, vocab_size=vocab)
 
         return step(loss)
@@ -44,7 +44,7 @@ def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str,
     def plain(x, weight, targets):
         return F.cross_entropy(F.linear(x, weight).float(), targets)
 
-    kernels.fuse = cuda
+    kernels.choose(fuse=cuda)
     chosen = logits_at_once(total_memory(device), "bf16") if cuda else rows * vocab
     found = {
         "all logits, compiled" if cuda else "all logits": step(

@@ -84,7 +84,7 @@ def compute_size(
         config.sequence_length,
         accelerator.mixed_precision,
         config.checkpoint_activations,
-        kernels.logits_at_once,
+        kernels.choices.logits_at_once,
     )
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory

@@ -28,7 +28,7 @@ def memory_by_part(
     """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
 
     AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
-    `logits` is the device's `kernels.logits_at_once`.
+    `logits` is the device's `kernels.choices.logits_at_once`.
     """
     shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def activation_bytes(
     """Returns the bytes of the activations of (batch, length) tokens at the peak, without compilation.
 
     The count includes the tensors that autograd saves for the backward, measured on fake tensors, and the logits and
-    their gradients; `at_once` is the device's `kernels.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
+    their gradients; `at_once` is the device's `kernels.choices.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
     """
     if checkpointed:
         one = activation_bytes(

@@ -63,7 +63,9 @@ def describe_run(
     updates = schedule.updates(config.max_steps)
     tokens = schedule.first(updates) * config.sequence_length
     main = accelerator.is_main_process
-    memory = memory_by_part(config, shape, accelerator, kernels.logits_at_once) if main else {}
+    memory = (
+        memory_by_part(config, shape, accelerator, kernels.choices.logits_at_once) if main else {}
+    )
     return RunMetadata(
         run_id=run_id,
         parameters=shape.parameter_count,
@@ -140,9 +142,9 @@ def start_summary(
 ) -> str:
     """Returns the summary that the terminal shows before the first update; `step` updates are done already."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
-    names = (name.removesuffix("_ATTENTION").lower() for name in kernels.sdpa_order)
+    names = (name.removesuffix("_ATTENTION").lower() for name in kernels.choices.sdpa_order)
     attention = ", ".join(names) or "chosen by torch"
-    if kernels.block_masks and config.document_mask:
+    if kernels.choices.block_masks and config.document_mask:
         attention = "flex, with a block mask"
     return (
         f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}, attention {attention}\n"

@@ -97,7 +97,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         if config.document_mask:
             plain.separator = document_separator(config.data_dir)
             # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
-            torch._dynamo.config.optimize_ddp = not kernels.block_masks
+            torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
     optimizer = build_optimizer(
         plain,
         config.optimizer,
