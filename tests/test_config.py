@@ -42,7 +42,7 @@ def test_saved_settings_round_trip(tmp_path):
 
 
 def test_sequence_length_defaults_to_n_positions():
-    assert parse_config(Recipe, ["--n_positions", "64"]).sequence_length == 64
+    assert parse_config(Recipe, ["--n_positions", "64"]).tokens_per_sequence == 64
     assert parse_config(Recipe, ["--sequence_length", "32"]).sequence_length == 32
 
 

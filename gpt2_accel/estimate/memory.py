@@ -23,7 +23,11 @@ class Launch:
 
 
 def memory_by_part(
-    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch, logits: int | None
+    config: TrainConfig,
+    shape: ModelConfig,
+    accelerator: Accelerator | Launch,
+    micro_batch_size: int,
+    logits: int | None,
 ) -> dict[str, int]:
     """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
 
@@ -36,15 +40,14 @@ def memory_by_part(
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     matrices = 4 * sum(parameter.numel() for _, parameter in hidden_matrices(model))
     saved = matrices if config.optimizer == "muon" else 0
-    size = config.micro_batch_size
     return {
         "weights": weights // shards,
         "gradients": weights // shards,
         "optimizer": (2 * weights - saved) // shards,
         "activations": activation_bytes(
             shape,
-            size,
-            config.sequence_length,
+            micro_batch_size,
+            config.tokens_per_sequence,
             accelerator.mixed_precision,
             config.checkpoint_activations,
             logits,
