@@ -57,27 +57,23 @@ def most_expensive(events: list[dict]) -> dict:
     """Returns the operations with the most time, and the time of all: on a GPU of its kernels, else of the operators."""
     kinds = {event.get("cat") for event in events}
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if "kernel" in kinds else ("cpu_op",)
-    spent, calls = defaultdict(float), defaultdict(int)
+    times: dict[str, list[float]] = defaultdict(list)  # milliseconds of each call
     for event in events:
         if event.get("cat") in wanted and "dur" in event:
-            spent[event["name"]] += event["dur"] / 1e3
-            calls[event["name"]] += 1
+            times[event["name"]].append(event["dur"] / 1e3)
+    spent = {name: sum(each) for name, each in times.items()}
     total = sum(spent.values())
-    slowest = sorted(spent, key=spent.get, reverse=True)[:SHOWN]
-    return {
-        "kind": wanted[0],
-        "updates": UPDATES,
-        "milliseconds": total / UPDATES,
-        "operations": [
-            {
-                "name": name,
-                "milliseconds": spent[name] / UPDATES,
-                "share": spent[name] / total,
-                "calls": calls[name] / UPDATES,
-            }
-            for name in slowest
-        ],
-    }
+    operations = [
+        {
+            "name": name,
+            "milliseconds": spent[name] / UPDATES,
+            "share": spent[name] / total,
+            "calls": len(times[name]) / UPDATES,
+        }
+        for name in sorted(spent, key=spent.get, reverse=True)[:SHOWN]
+    ]
+    totals = {"updates": UPDATES, "milliseconds": total / UPDATES}
+    return {"kind": wanted[0], **totals, "operations": operations}
 
 
 def main() -> None:
