@@ -24,13 +24,12 @@ from gpt2_accel.device import has_block_masks, logits_at_once, total_memory
 from gpt2_accel.kernels import block_attention, cross_entropy
 
 Step = Callable[[], object]
-LIGER = "liger_kernel.transformers.functional"
-# Name, module and function of other losses, which map (x, weight, targets) to the mean loss.
-OTHERS = (
-    ("torch linear_cross_entropy", "torch.nn.functional", "linear_cross_entropy"),
-    ("Liger", LIGER, "liger_fused_linear_cross_entropy"),
-    ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"),
-)
+# Modules and functions of other losses, which map (x, weight, targets) to the mean loss.
+OTHERS = {
+    "torch linear_cross_entropy": "torch.nn.functional linear_cross_entropy",
+    "Liger": "liger_kernel.transformers.functional liger_fused_linear_cross_entropy",
+    "cut-cross-entropy": "cut_cross_entropy linear_cross_entropy",
+}
 
 
 def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str, Step]:
@@ -55,16 +54,14 @@ def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str,
         return F.cross_entropy(F.linear(x, weight).float(), targets)
 
     kernels.fuse = cuda
-    name, all_logits = (
-        ("all logits, compiled", torch.compile(plain)) if cuda else ("all logits", plain)
-    )
     found = {
-        name: step(all_logits),
+        f"all logits{', compiled' * cuda}": step(torch.compile(plain) if cuda else plain),
         "toolkit, chunks of a CPU": ours(cross_entropy.LOGITS_AT_ONCE),
         "toolkit, 8 chunks": ours(-(-rows * vocab // 8)),
         "toolkit": ours(logits_at_once(total_memory(device), "bf16") if cuda else rows * vocab),
     }
-    for name, module, function in OTHERS:
+    for name, place in OTHERS.items():
+        module, function = place.split()
         with suppress(ImportError, AttributeError):
             found[name] = step(getattr(import_module(module), function))
     return found
@@ -95,9 +92,8 @@ def attentions(shape: tuple[int, int, int, int], device: torch.device) -> dict[s
     found["documents, dense mask"] = step(masked)
     if has_block_masks(device):
         blocks = block_attention.document_blocks(documents)
-        found["documents, block mask"] = step(
-            partial(block_attention.block_attention, q, k, v, blocks)
-        )
+        masked = partial(block_attention.block_attention, q, k, v, blocks)
+        found["documents, block mask"] = step(masked)
     return found
 
 

@@ -65,7 +65,6 @@ RUNGS = (
     Rung("DDP over all devices", {"ddp": True}, 419_259),
 )
 
-
 # The values that `run_ladder` takes where it gets None: build-nanogpt's on a GPU, about ten minutes on 2 cores of a CPU.
 DEFAULTS = {"size": "gpt2", "micro_batch_size": 16, "sequence_length": 1024, "accumulation": 8}
 DEFAULTS |= {"steps": 20, "warmup": 5, "attention": [32, 8, 2048, 64]}
@@ -100,16 +99,9 @@ HEAD = (
     "| step | ms | tokens | tokens/s | memory, GB | MFU | x before | LLMs-from-scratch, tokens/s "
     "| build-nanogpt, ms | remark |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"
 )
-FORMATS = {
-    "ms": ",.1f",
-    "tokens": ",d",
-    "tokens_per_second": ",.0f",
-    "peak_memory_gb": ".2f",
-    "mfu": ".1%",
-    "gain": ".2f",
-    "llms_from_scratch_tokens_per_second": ",d",
-    "build_nanogpt_ms": ",d",
-}
+FORMATS = {"ms": ",.1f", "tokens": ",d", "tokens_per_second": ",.0f", "peak_memory_gb": ".2f"}
+FORMATS |= {"mfu": ".1%", "gain": ".2f"}
+FORMATS |= {"llms_from_scratch_tokens_per_second": ",d", "build_nanogpt_ms": ",d"}
 
 
 def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
@@ -168,16 +160,14 @@ def first_job(chosen: dict) -> Job:
     config = GPTConfig(50257, chosen["sequence_length"], n_layer=1, n_head=2, n_embd=32)
     if chosen["size"] != "tiny":
         config = GPTConfig.from_name(chosen["size"], n_positions=chosen["sequence_length"])
-    by_hand = {"hand_attention": True, "hand_norm_gelu": True, "stored_mask": True}
-    return Job(
-        "loop",
-        shape=asdict(config),
-        batch_size=chosen["micro_batch_size"],
-        warmup=chosen["warmup"],
-        turns=[1] * chosen["steps"],
-        optimizer="slow",
-        **by_hand,
-    )
+    slow = {
+        "hand_attention": True,
+        "hand_norm_gelu": True,
+        "stored_mask": True,
+        "optimizer": "slow",
+    }
+    times = {"warmup": chosen["warmup"], "turns": [1] * chosen["steps"]}
+    return Job("loop", asdict(config), chosen["micro_batch_size"], **times, **slow)
 
 
 def changed(job: Job, rung: Rung, late: dict[str, int]) -> Job:

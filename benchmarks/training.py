@@ -76,15 +76,8 @@ class Size:
 
 
 SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
-BABY = {
-    "vocab_size": 65,
-    "n_positions": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_embd": 128,
-    "bias": False,
-}
 TINY = {"vocab_size": 65, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
+BABY = TINY | {"n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False}
 QWEN3 = (OUR_QWEN3, HF_QWEN3)
 # On a GPU all contestants of a group share the memory.
 SIZES = {
