@@ -183,63 +183,17 @@ def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(
     assert "no C++ compiler found" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"total_batch_size": 100},
-            r"total_batch_size \(100 tokens\) is not a multiple .* 32: try 96",
-        ),
-        (
-            {"sequence_length": 64, "total_batch_size": 256},
-            "sequence_length .64. exceeds n_positions",
-        ),
-        ({"n_head": 5}, "n_embd .32. is not divisible by n_head"),
-        ({"data_dir": "/no/such"}, "/no/such/manifest.json is missing"),
-        ({"init_from": "nobody/nothing"}, "nobody/nothing is neither a folder nor"),
-        ({"sample_every": 9, "sample_prompts": ["x" * 10**5]}, "the prompt has 100,000 characters"),
-        ({"resume_from": "/no/such"}, "/no/such is not a checkpoint"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_is_written(data_dir, tmp_path, changes, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run(tiny_config(**{"data_dir": data_dir, "output_dir": tmp_path / "run", **changes}))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but Accelerate sees 1"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
-    ],
-)
-def test_a_launch_that_did_not_take_effect_is_refused(
-    data_dir, tmp_path, monkeypatch, env, message
-):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        run(tiny_config(data_dir, tmp_path / "run"))
-
-
 def test_another_run_is_neither_overwritten_nor_resumed_with_other_settings(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path))
     for changes, message in (
         ({}, "holds checkpoint-8 of an earlier run"),
-        ({"resume_from": "latest", "n_layer": 3}, "resume with the settings of the first run"),
         ({"resume_from": "latest", "optimizer": "muon"}, "trained with AdamW, not Muon"),
     ):
         with pytest.raises((ValueError, FileExistsError), match=message):
             run(tiny_config(data_dir, tmp_path, **changes))
 
 
-def test_data_of_another_tokenizer_is_refused(data_dir, tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32)).save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match="vocabulary of 50257.*tokenized with one of 257"):
-        run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf")))
-
-    # Another tokenizer of the same size: 257 characters.
+def test_data_of_another_tokenizer_of_the_same_size_is_refused(data_dir, tmp_path):
     model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
     characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
     save_pretrained(model, tmp_path / "other", characters)

@@ -401,45 +401,6 @@ class Again:
         return self.begin()
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("text {0}/a.txt --workers 0", "--workers: must be a whole number above 0, got '0'"),
-        ("text {0}/a.txt --workers -2", "--workers: must be a whole number above 0, got '-2'"),
-        ("text {0}/a.txt --shard_tokens 0", "--shard_tokens: must be a whole number above 0"),
-        ("text {0}/a.txt --vocab_size -1", "--vocab_size: must be a whole number above 0"),
-        (
-            "text {0}/a.txt --tokenizer bpe --vocab_size 99999999999",
-            "vocabulary of 99,999,999,999 is more than the 1,048,576",
-        ),
-        ("text {0}/one --pattern /a*", "the pattern '/a*' must match names below a folder"),
-        ("hf nobody/none", "the data set nobody/none cannot be opened"),
-        ("mix {0}/one=abc", "must be DATA_DIR=WEIGHT, as in data/mine=0.3, got"),
-        (
-            "mix {0}/one=0 {0}/two=0",
-            "the weight of {0}/one must be at least a thousandth of the total",
-        ),
-        (
-            "mix {0}/one=0 {0}/two=1",
-            "the weight of {0}/one must be at least a thousandth of the total",
-        ),
-        ("mix {0}/one=inf", "the weight of {0}/one must be at least a thousandth of the total"),
-        ("mix {0}/one=1 {0}/one=2", "is named twice"),
-        ("mix {0}/one=1 {0}/x/../one=2", "must differ from each other"),
-        ("mix {0}/one=1 {0}/d=2", "must differ from each other and from {0}/d"),
-    ],
-)
-def test_a_wrong_command_line_is_refused_in_one_sentence(tmp_path, command, message):
-    (tmp_path / "a.txt").write_text(make_text(100, 0))
-    for name in ("one", "two"):
-        prepare({"train": ["text"]}, byte_tokenizer(), tmp_path / name, source="made up")
-    args = command.format(tmp_path).split()
-    done = recipe(*args, "--data_dir", tmp_path / "d")
-    [line] = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode == 1 and message.format(tmp_path) in line
-    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "one", "two"}
-
-
 HELD_OUT = next(i for i in range(100) if held_out(f"{i}.txt"))
 
 
@@ -527,7 +488,7 @@ def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path):
     assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
 
 
-def test_a_missing_network_or_folder_is_reported_within_seconds(tmp_path):
+def test_a_missing_network_is_reported_within_seconds(tmp_path):
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, RECIPE, "hf", "nobody/nothing", "--data_dir", tmp_path / "d"]
     begun = time.monotonic()
@@ -536,8 +497,6 @@ def test_a_missing_network_or_folder_is_reported_within_seconds(tmp_path):
     assert time.monotonic() - begun < 22  # the libraries' own retries take 24
     [line] = [text for text in done.stderr.splitlines() if text.strip()]
     assert done.returncode == 1 and "Hub cannot be reached" in line
-    done = recipe("text", tmp_path / "no", "--data_dir", tmp_path / "d")
-    assert "does not exist" in done.stderr and not (tmp_path / "d").exists()
 
 
 # Workers, kills, disks

@@ -249,28 +249,6 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--format", "pt"), "format must be 'gguf' or 'onnx', got 'pt'"),
-        (("--format", "onnx", "--dtype", "f16"), "dtype must be f32 for onnx, got 'f16'"),
-        (("--dtype", "q4_0"), "dtype must be f32 or f16 or bf16 or q8_0 for gguf, got 'q4_0'"),
-        (("--output", "runs/"), "output is the path of a file to write, got 'runs/'"),
-        (
-            ("--output", "README.md/a.gguf"),
-            "README.md is a file, not a folder: choose another --output",
-        ),
-        (
-            ("--output", "runs/a.onnx"),
-            "format is gguf, but runs/a.onnx ends in .onnx: give --format onnx, or choose another --output",
-        ),
-    ],
-)
-def test_the_recipe_names_a_wrong_setting(flags, message, saved, tmp_path):
-    done = export("--model", saved, "--output", tmp_path / "a", *flags)
-    assert done.returncode == 1 and done.stderr == f"export.py: {message}\n"
-
-
 def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):
     onnx = pytest.importorskip(
         "onnx", reason="needs the extra: pip install onnx onnxscript onnxruntime"

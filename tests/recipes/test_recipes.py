@@ -131,25 +131,11 @@ def test_shakespeare_char_trains_and_samples(tmp_path):
     assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
 
-    text.write_text(make_text(3000, 1))
-    done = launch("recipes/shakespeare_char.py", *flags)
-    assert "was made from another text" in one_sentence(done)
 
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--input", "/no/such.txt"], "/no/such.txt does not exist: give a text file"),
-        (["--input", "/dev/null"], "/dev/null is empty"),
-        (["--max_step", "5"], "--max_step: did you mean max_steps?"),
-    ],
-)
-def test_a_mistake_prints_one_sentence_and_leaves_no_files(tmp_path, flags, message):
-    place = ["--data_dir", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run")]
-    done = python("recipes/shakespeare_char.py", *flags, *place)
-    assert message in one_sentence(done)
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_data_of_the_same_text_or_of_no_text_is_used_as_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text(make_text(300, 0))
+    for text in (tmp_path / "a.txt", tmp_path / "a.txt", None):
+        prepare_text(text, tmp_path / "data", char_tokenizer)
 
 
 def test_a_failed_download_names_its_address(monkeypatch):
@@ -157,26 +143,6 @@ def test_a_failed_download_names_its_address(monkeypatch):
     monkeypatch.setattr(sources, "PAUSES", ())
     with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
         sources.tiny_shakespeare()
-
-
-@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "shakespeare_char", "shakespeare_fast"])
-def test_data_of_another_text_is_refused(tmp_path, recipe):
-    for seed, name in enumerate(("a.txt", "b.txt")):
-        (tmp_path / name).write_text(make_text(300, seed))
-    data = tmp_path / "data"
-    prepare_text(tmp_path / "a.txt", data, char_tokenizer)
-    places = ("--data_dir", data, "--output_dir", tmp_path / "run")
-    done = python(f"recipes/{recipe}.py", "--input", tmp_path / "b.txt", *places)
-    assert done.returncode == 1 and "was made from another text than" in done.stderr
-    assert not (tmp_path / "run").exists()
-    prepare_text(tmp_path / "a.txt", data, char_tokenizer)  # unchanged
-    prepare_text(None, data, char_tokenizer)
-
-
-def test_quickstart_refuses_another_vocabulary_size(data_dir, tmp_path):
-    args = ("--data_dir", data_dir, "--output_dir", tmp_path / "run", "--vocab_size", -1)
-    done = python("recipes/quickstart.py", *args)
-    assert done.returncode == 1 and "with a vocabulary of 257, not -1" in done.stderr
 
 
 @pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])

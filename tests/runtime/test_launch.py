@@ -172,12 +172,6 @@ def test_the_recipes_of_other_sizes_have_their_shapes_and_run(
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_embd == 32
 
 
-def test_the_error_for_missing_data_names_the_command_to_prepare_it(tmp_path):
-    done = python("recipes/pretrain_355m.py", "--data_dir", tmp_path / "fineweb_edu")
-    [line] = done.stderr.splitlines()
-    assert f"prepare_data.py fineweb-edu --data_dir {tmp_path}/fineweb_edu" in line
-
-
 def test_nanogpts_settings_are_read(data_dir, tmp_path):
     done = launch(
         "recipes/pretrain_124m.py",
@@ -339,11 +333,6 @@ def test_a_run_with_a_ramp_is_equal_on_two_processes_and_after_a_resume(data_dir
         )
     )
     assert losses(resumed) == losses(whole)[len(whole) // 4 * 4 :]
-
-
-def test_a_ramp_start_that_does_not_divide_the_batch_is_refused(data_dir, tmp_path):
-    with pytest.raises(ValueError, match="--ramp_start"):
-        run(tiny_config(data_dir, tmp_path, **{**RAMP, "ramp_start": 5}))
 
 
 def test_wsd_is_constant_and_then_decays():
