@@ -117,7 +117,7 @@ def test_training_on_nanogpt_files(tmp_path, gpt2):
     (tmp_path / "d").mkdir()
     (tmp_path / "d/train.bin").write_bytes(tokens.tobytes())
     (tmp_path / "d/val.bin").write_bytes(tokens[:500].tobytes())
-    last = run(tiny_config(tmp_path / "d", tmp_path / "run", max_steps=4, eval_every=4))[-1]
+    last = run(tiny_config(tmp_path / "d", tmp_path / "run", max_steps=2, eval_every=2))[-1]
     assert last["val/loss"] < 10.8 and "val/bits_per_byte" not in last
 
 

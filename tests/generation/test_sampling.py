@@ -101,8 +101,8 @@ def test_compiled_forward_gives_equal_tokens_at_every_length(model, monkeypatch)
     monkeypatch.setattr(kv_cache, "compiled", lambda: compiled)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for prompts in ([[7]], [[7] * 9], RAGGED, RAGGED[:2], [[1], [2]], [[4] * 20] * 3):
-        for length in (2, 3, 11, 60):
+    for prompts in ([[7]], [[7] * 9], RAGGED, [[4] * 20] * 3):
+        for length in (2, 55):
             assert ids(model, prompts, length, compile=True) == ids(model, prompts, length)
     # One row, several rows of one length, several rows with padding.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
