@@ -106,4 +106,4 @@ def test_only_device_py_calls_torch_cuda():
         for path in package.rglob("*.py")
         if re.search(r"\btorch\.(cuda|backends\.cuda)\b", path.read_text())
     }
-    assert callers == {"device.py", "doctor.py"}
+    assert callers == {"device.py", "cli/doctor.py"}

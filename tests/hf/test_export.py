@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import randomized
 from launching import python
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -34,25 +35,14 @@ TOLERANCES = {"f32": 2e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 4e-2}
 
 
 def random_model(vocab_size, **options):
-    """A model with weights of a trained size, also in the biases; padding rows stay zero."""
-    model = GPT(GPTConfig(vocab_size, **{**SHAPE, **options})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn_like(parameter) / 10
-        model.wte.weight[vocab_size:] = 0
-    return model
+    """A model with weights of a trained size, also in the biases."""
+    return randomized(GPT(GPTConfig(vocab_size, **{**SHAPE, **options})))
 
 
 def random_qwen3(vocab_size, **changes):
     """A Qwen3 whose rows are too short for q8_0 blocks in some matrices only."""
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
-    model = Qwen3Config(vocab_size, 48, **sizes | changes).build().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn_like(parameter) / 10
-        model.embed_tokens.weight[vocab_size:] = 0
-        model.head_weight[vocab_size:] = 0
-    return model
+    return randomized(Qwen3Config(vocab_size, 48, **sizes | changes).build())
 
 
 def own_bpe():

@@ -3,6 +3,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import randomized
 from launching import python
 from transformers import AutoModelForCausalLM
 
@@ -15,12 +16,7 @@ INPUT_IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_see
 
 
 def random_model(vocab_size, **options):
-    model = GPT(GPTConfig(vocab_size, **SHAPE, **options)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter[: vocab_size if parameter.ndim > 1 else None] += torch.randn(1) / 10
-    model.wte.weight.data[vocab_size:] = 0
-    return model
+    return randomized(GPT(GPTConfig(vocab_size, **SHAPE, **options)))
 
 
 def as_theirs(model, rows, prefix=""):

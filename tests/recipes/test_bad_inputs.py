@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import LONG, make_text, run, tiny_config
+from conftest import long, make_text, run, tiny_config
 from launching import ROOT, launch, python
 
 from gpt2_accel.data.prepare import prepare
@@ -511,7 +511,7 @@ LAUNCHED = (
 )
 
 
-@pytest.mark.skipif(not LONG, reason="two minutes")
+@long
 @pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command[:40])
 def test_bad_inputs_under_the_launcher(command, whole, tmp_path):
     """`tests/cli/test_run.py` always tests one of them, with one and with several processes."""

@@ -4,12 +4,12 @@ import math
 import os
 import shlex
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
-from conftest import load_recipe, make_text
+from conftest import load_recipe, make_text, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
@@ -36,17 +36,13 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
         path = library / ("tests" if i % 10 == 9 else "pkg") / f"module{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"def f{i}(x):\n    return x + {i}\n\n" * 20)
-    quickstart = load_recipe("quickstart")
-    monkeypatch.setattr(quickstart.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     output = tmp_path / "run"
     flags = (
         f"--data_dir {tmp_path / 'data'} --output_dir {output} --max_steps 30 --vocab_size 300 "
         "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2 --n_embd 64"
     )
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags.split()])
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    quickstart.main()
+    run_recipe("quickstart", *flags.split())
     said = capsys.readouterr().out
     assert "val/bits_per_byte" in said and "sample" in said
     history = read_json_lines(output / "metrics.jsonl")
@@ -57,11 +53,7 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
 
     # Training continues from that model, with its tokenizer.
     flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
-    flags = [*flags.split(), "--init_from", str(output)]
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    quickstart.main()
+    run_recipe("quickstart", *flags.split(), "--init_from", output)
     more = read_json_lines(f"{output}2/metrics.jsonl")
     assert more[0]["train/loss"] < history[0]["train/loss"] - 1
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
@@ -115,18 +107,8 @@ def test_shakespeare_char_trains_and_samples(tmp_path):
     first, again = python(*arguments), python(*arguments)
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout and first.stdout.count("the ") >= 3
-    options = [
-        "--num_samples",
-        "1",
-        "--dtype",
-        "bfloat16",
-        "--stop",
-        "sat",
-        "dog",
-        "--logprobs",
-        "true",
-    ]
-    one = python(*arguments, *options)  # a single sample is streamed
+    options = "--num_samples 1 --dtype bfloat16 --stop sat dog --logprobs true"
+    one = python(*arguments, *options.split())  # a single sample is streamed
     assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
     assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
@@ -160,13 +142,8 @@ def test_prepare_data_tokenizes_files(tmp_path, tokenizer, workers):
     if tokenizer == "bpe":
         assert "exists already" in one_sentence(python(*arguments))
     (tmp_path / "one.txt").write_text(make_text(500, 1))
-    done = python(
-        *arguments[:2],
-        str(tmp_path / "one.txt"),
-        "--data_dir",
-        str(tmp_path / "d1"),
-        *arguments[-6:],
-    )
+    one = (tmp_path / "one.txt", "--data_dir", tmp_path / "d1")
+    done = python(*arguments[:2], *one, *arguments[-6:])
     assert "val: 1 documents" in done.stdout
 
 
