@@ -286,19 +286,20 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))
 
 
+def anonymous_memory() -> int:
+    """Returns this process's anonymous memory, in bytes."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+
 def peak_of(action, *arguments) -> int:
     """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
 
-    def anonymous():
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
-
     def watch():
         while not done:
-            peaks.append(anonymous())
+            peaks.append(anonymous_memory())
             time.sleep(0.002)
 
-    done, peaks, before = False, [], anonymous()
+    done, peaks, before = False, [], anonymous_memory()
     watcher = threading.Thread(target=watch)
     watcher.start()
     result = action(*arguments)  # kept alive until the watcher has measured it

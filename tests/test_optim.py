@@ -66,15 +66,6 @@ def test_weight_decay_applies_to_matrices_only(name):
         torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected))
 
 
-def test_muon_updates_only_the_matrices_of_the_blocks():
-    model = GPT(CONFIG)
-    names = dict(model.named_parameters())
-    muon = [g for g in build_optimizer(model, "muon", lr=0.1).param_groups if g["muon"]]
-    assert [n for g in muon for n in g["param_names"]] == [
-        n for n, p in names.items() if n.startswith("h.") and p.ndim == 2
-    ]
-
-
 def test_known_values_of_the_schedules():
     def rate(step, schedule):
         return learning_rate(

@@ -99,16 +99,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, optimizer
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_resume_from_latest_starts_a_new_run_and_changes_nothing_in_a_complete_one(
-    data_dir, tmp_path
-):
-    config = tiny_config(data_dir, tmp_path, resume_from="latest")
-    first = run(config)
-    before = weights(tmp_path)
-    assert run(config) == first
-    assert weights(tmp_path) == before
-
-
 def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path, save_every=2, keep_last=2))
     assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-6", "checkpoint-8"]

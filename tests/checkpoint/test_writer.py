@@ -118,14 +118,6 @@ def test_a_folders_lock_excludes_other_processes_and_ends_with_a_kill(tmp_path):
         pass
 
 
-def test_a_run_refuses_a_locked_folder(data_dir, tmp_path):
-    with (
-        lock_folder(tmp_path),
-        pytest.raises(OSError, match="in use by process .* or choose another --output_dir"),
-    ):
-        run(tiny_config(data_dir, tmp_path))
-
-
 def test_training_continues_while_a_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
     gate = threading.Event()
     write = CheckpointWriter._write

@@ -7,13 +7,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
 import yaml
 from conftest import load_recipe, make_text, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
-from gpt2_accel.data import sources
 from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
@@ -118,33 +116,6 @@ def test_data_of_the_same_text_or_of_no_text_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text(make_text(300, 0))
     for text in (tmp_path / "a.txt", tmp_path / "a.txt", None):
         prepare_text(text, tmp_path / "data", char_tokenizer)
-
-
-def test_a_failed_download_names_its_address(monkeypatch):
-    monkeypatch.setattr(sources, "TINY_SHAKESPEARE", "http://127.0.0.1:9/t.txt")
-    monkeypatch.setattr(sources, "PAUSES", ())
-    with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
-        sources.tiny_shakespeare()
-
-
-@pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])
-def test_prepare_data_tokenizes_files(tmp_path, tokenizer, workers):
-    for i in range(40):
-        (tmp_path / f"{i}.txt").write_text(make_text(50, i))
-    out = tmp_path / "data"
-    arguments = ["recipes/prepare_data.py", "text", str(tmp_path), "--data_dir", str(out)]
-    arguments += ["--workers", workers, "--tokenizer", tokenizer, "--vocab_size", "300"]
-    done = python(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "train: 3" in done.stdout and "val: " in done.stdout
-    assert python(*arguments).stdout == done.stdout  # complete already
-    arguments[-1] = "301"
-    if tokenizer == "bpe":
-        assert "exists already" in one_sentence(python(*arguments))
-    (tmp_path / "one.txt").write_text(make_text(500, 1))
-    one = (tmp_path / "one.txt", "--data_dir", tmp_path / "d1")
-    done = python(*arguments[:2], *one, *arguments[-6:])
-    assert "val: 1 documents" in done.stdout
 
 
 def test_prepare_data_ends_after_submitting_jobs_to_slurm(monkeypatch, capsys):
