@@ -1,6 +1,5 @@
 """Complete runs in the test process."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import losses, run, tiny_config
+from conftest import losses, run, status, tiny_config
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -78,13 +77,8 @@ def test_the_loss_falls_below_that_of_letter_frequencies(data_dir, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, optimizer):
-    settings = {
-        "optimizer": optimizer,
-        "dropout": 0.1,
-        "save_every": 4,
-        "eval_every": 2,
-        "keep_last": 9,
-    }
+    settings = {"optimizer": optimizer, "dropout": 0.1, "save_every": 4, "eval_every": 2}
+    settings |= {"keep_last": 9}
     whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
     # The folder of a run killed after its fifth update.
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "cut/checkpoint-4")
@@ -105,7 +99,7 @@ def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path)
     for folder in (tmp_path, tmp_path / "checkpoint-6"):
         _, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values())
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert status(tmp_path)["state"] == "finished"
 
 
 def test_compiled_equals_eager_and_sampling_does_not_recompile(data_dir, tmp_path, monkeypatch):
@@ -196,8 +190,8 @@ def test_status_has_the_reason_of_a_failed_run(data_dir, tmp_path):
     path.write_bytes(path.read_bytes()[:64].ljust(size, b"\xff"))  # ids beyond the vocabulary
     with pytest.raises(ValueError, match="train_000000.bin holds the token id 65535"):
         run(tiny_config(data, tmp_path / "run"))
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["state"] == "failed" and "train_000000.bin" in status["reason"]
+    found = status(tmp_path / "run")
+    assert found["state"] == "failed" and "train_000000.bin" in found["reason"]
 
 
 def test_a_resumed_log_drops_later_steps(tmp_path):

@@ -8,12 +8,11 @@ import sysconfig
 from pathlib import Path
 
 import yaml
-from conftest import load_recipe, make_text, run_recipe
+from conftest import load_recipe, make_text, metrics, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
 
 
@@ -43,7 +42,7 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     run_recipe("quickstart", *flags.split())
     said = capsys.readouterr().out
     assert "val/bits_per_byte" in said and "sample" in said
-    history = read_json_lines(output / "metrics.jsonl")
+    history = metrics(output)
     assert history[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
@@ -52,7 +51,7 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     # Training continues from that model, with its tokenizer.
     flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
     run_recipe("quickstart", *flags.split(), "--init_from", output)
-    more = read_json_lines(f"{output}2/metrics.jsonl")
+    more = metrics(f"{output}2")
     assert more[0]["train/loss"] < history[0]["train/loss"] - 1
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
@@ -85,7 +84,7 @@ def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):
     shorter = ("--max_steps", 60, "--eval_every", 60, "--sample_every", 60)
     done = launch("recipes/shakespeare_fast.py", *flags, *shorter)
     assert done.returncode == 0, done.stderr
-    last = read_json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = metrics(tmp_path / "run")[-1]
     assert last["val/loss"] < 1.3 * nats_per_character(text.read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 

@@ -22,7 +22,7 @@ from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, launch_flags, python
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints, model_directory
+from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest, verify_data
@@ -481,72 +481,6 @@ def test_a_hub_that_never_answers_loses_only_the_upload(data_dir, tmp_path, repo
     report(
         f"the Hub never answers `{point}`, run {end}", 1, 1, f"the upload; ended in {took:.0f} s"
     )
-
-
-@long
-def test_checkpoints_that_cannot_be_removed_do_not_affect_training(
-    data_dir, tmp_path, capsys, report, undeletable
-):
-    settings = {"save_every": 2, "lr_schedule": "constant", "resume_from": "latest"}
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-
-    def linked(checkpoint):
-        checkpoint.symlink_to(checkpoint.rename(tmp_path / f"elsewhere-{checkpoint.name}"))
-
-    ways = {
-        "a mount point": undeletable,
-        "with a mount point in it": lambda checkpoint: undeletable(checkpoint / "training_state"),
-        "a link": linked,
-    }
-    for number, make in enumerate(ways.values()):
-        folder = tmp_path / f"run-{number}"
-        run(tiny_config(data_dir, folder, max_steps=4, keep_last=9, **settings))
-        for checkpoint in list_checkpoints(folder):
-            make(checkpoint)
-        capsys.readouterr()
-        assert losses(run(tiny_config(data_dir, folder, keep_last=1, **settings))) == losses(whole)
-        said = "".join(capsys.readouterr())
-        assert said.count("could not be removed") == (0 if make is linked else 2), said
-        assert status(folder)["state"] == "finished"
-        assert weights(folder) == weights(tmp_path / "whole")
-    report(
-        "checkpoints that are, or hold, mount points, or are links", len(ways), len(ways), "none"
-    )
-
-
-@long
-def test_a_killed_run_resumes_in_a_copy_without_links(data_dir, tmp_path, report):
-    hops, rng = 8, random.Random(1)
-    settings = {"max_steps": 1000, "save_every": 7, "dropout": 0.1, "resume_from": "latest"}
-    settings |= {"eval_every": 21, "keep_best": True}
-    folder = tmp_path / "run-0"
-    for hop in range(hops):
-        before = last_step(folder)
-        process = start(tiny_config(data_dir, folder, **settings))
-        while last_step(folder) <= before + 30:
-            assert process.poll() is None
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() != 0, "the run ended before the kill"
-        copy = tmp_path / f"run-{hop + 1}"
-        if hop % 2:
-            archive = shutil.make_archive(tmp_path / f"archive-{hop}", "zip", folder)
-            shutil.unpack_archive(archive, copy)
-        else:
-            subprocess.run(["cp", "-rL", folder, copy], check=True)
-        assert not any(path.is_symlink() for path in copy.rglob("*"))
-        shutil.rmtree(folder)
-        folder = copy
-    finish(tiny_config(data_dir, folder, **settings))
-    finish(tiny_config(data_dir, tmp_path / "whole", **settings))
-    assert weights(folder) == weights(tmp_path / "whole")
-    for name in ("latest", "best"):
-        link = (tmp_path / "whole" / name).resolve().name
-        assert (
-            not (folder / name).is_symlink() and Path(model_directory(folder / name)).name == link
-        )
-    report("killed, and copied without links by cp -rL or zip", hops, hops, "at most one save")
 
 
 @long
