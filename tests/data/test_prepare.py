@@ -21,7 +21,7 @@ import pytest
 from conftest import LONG, make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT, Started, python
+from launching import ROOT, Started, ask, python
 
 from gpt2_accel.data import documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
@@ -519,6 +519,7 @@ def test_a_killed_preparation_resumes_to_the_same_shards(tmp_path, times, report
         lines = (json.dumps({"text": make_text(40, 1000 * i + j)}) for j in range(1500))
         (folder / f"{i}.jsonl").write_text("\n".join(lines))
     args = ("text", folder, "--tokenizer", "bytes", "--shard_tokens", 100_000, "--workers", 2)
+    ask({"poll": []})  # starts the fork server, so that `duration` is that of the recipe
     begun = time.monotonic()
     whole = recipe(*args, "--data_dir", tmp_path / "whole" / "d")
     assert whole.returncode == 0, whole.stderr
