@@ -1,10 +1,8 @@
 """Properties of the machine, and their overrides by an environment variable."""
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,14 +94,3 @@ def test_the_loss_has_few_chunks_on_a_gpu(monkeypatch, gpu, precision, chunks):
     logits = device.logits_at_once(device.MEMORY[gpu], precision)
     assert -(-65536 // rows_at_once(x, weight, logits)) == chunks
     assert -(-65536 // rows_at_once(x, weight, LOGITS_AT_ONCE)) == 99
-
-
-def test_only_device_py_calls_torch_cuda():
-    """And `doctor.py`, which reports what torch says."""
-    package = Path(device.__file__).parent
-    callers = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if re.search(r"\btorch\.(cuda|backends\.cuda)\b", path.read_text())
-    }
-    assert callers == {"device.py", "doctor.py"}

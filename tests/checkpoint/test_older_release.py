@@ -12,12 +12,10 @@ import sys
 
 import pytest
 import torch
-from conftest import losses, make_text
+from conftest import losses, metrics
 from launching import ROOT
 
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.files import digest, read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.files import digest
 
 SETTINGS = (
     "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 16 --micro_batch_size 4 --total_batch_size 128 --max_steps 8 "
@@ -35,14 +33,9 @@ SAME_ON_EVERY_CPU = {
 }
 
 
-def test_a_checkpoint_of_release_0_1_resumes_bit_for_bit(tmp_path):
-    splits = {
-        "train": [make_text(150, seed) for seed in range(12)],
-        "val": [make_text(50, seed) for seed in range(100, 103)],
-    }
-    prepare(splits, byte_tokenizer(), tmp_path / "words", source="made up")
+def test_a_checkpoint_of_release_0_1_resumes_bit_for_bit(data_dir, tmp_path):
     shutil.copytree(ROOT / "tests/fixtures/checkpoint-0.1", tmp_path / "old/checkpoint-4")
-    flags = f"--data_dir {tmp_path}/words --output_dir {tmp_path}/run --resume_from {tmp_path}/old/checkpoint-4"
+    flags = f"--data_dir {data_dir} --output_dir {tmp_path}/run --resume_from {tmp_path}/old/checkpoint-4"
     done = subprocess.run(
         [sys.executable, ROOT / "tests/train_script.py", *SETTINGS.split(), *flags.split()],
         env=os.environ | SAME_ON_EVERY_CPU,
@@ -50,7 +43,7 @@ def test_a_checkpoint_of_release_0_1_resumes_bit_for_bit(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = losses(read_json_lines(tmp_path / "run/metrics.jsonl"))
+    found = losses(metrics(tmp_path / "run"))
     assert found == pytest.approx(EXPECTED, abs=1e-4)
     if platform.machine() == "x86_64" and torch.__version__.startswith("2.13.0"):
         assert found == EXPECTED
