@@ -11,7 +11,7 @@ whole task.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -192,32 +192,21 @@ def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> torch.Tensor:
 
 def batch_scores(batch: Sequence[Row], table: torch.Tensor) -> list[tuple[int, int, Score]]:
     """Returns (question, place, score) of each continuation of the rows; `table` is the result of `score_batch`."""
-    return [
-        score
-        for row, *figures in zip(batch, *table.tolist(), strict=True)
-        for score in row_scores(row, *figures)
-    ]
-
-
-def row_scores(
-    row: Row, nats: list[float], first_choice: list[float]
-) -> Iterator[tuple[int, int, Score]]:
-    """Yields (question, place, score) of each continuation, from the values of the row's predicted tokens."""
-    start = 0
-    for place, ids in zip(row.places, row.continuations, strict=True):
-        end = start + len(ids)
-        yield (
-            row.question,
-            place,
-            Score(
+    scores = []
+    for row, nats, first_choice in zip(batch, *table.tolist(), strict=True):
+        start = 0
+        for place, ids in zip(row.places, row.continuations, strict=True):
+            end = start + len(ids)
+            found = Score(
                 nats=math.fsum(nats[start:end]),
                 tokens=len(ids),
                 greedy=all(first_choice[start:end]),
                 last_nats=nats[end - 1],
                 last_greedy=bool(first_choice[end - 1]),
-            ),
-        )
-        start = end
+            )
+            scores.append((row.question, place, found))
+            start = end
+    return scores
 
 
 def score(
