@@ -199,13 +199,9 @@ def smoothed(y: list[float]) -> list[float]:
     reach = len(y) // 40
     if not reach:
         return y
-    finite = np.isfinite(y)
-    sums, counts = (
-        np.concatenate(([0.0], np.cumsum(part))) for part in (np.where(finite, y, 0), finite)
-    )
-    low = np.maximum(np.arange(len(y)) - reach, 0)
-    high = np.minimum(np.arange(len(y)) + reach + 1, len(y))
-    return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
+    finite, window = np.isfinite(y), np.ones(2 * reach + 1)
+    sums = np.convolve(np.where(finite, y, 0), window, "same")
+    return (sums / np.maximum(np.convolve(finite, window, "same"), 1)).tolist()
 
 
 class AttentionRecorder(TorchFunctionMode):

@@ -277,6 +277,8 @@ def samples(run: Run) -> str:
     parts = []
     for prompt in dict.fromkeys(str(sample.get("prompt", "")) for sample in run.samples):
         own = [sample for sample in run.samples if str(sample.get("prompt", "")) == prompt]
+        after = f"after {prompt!r}" if prompt else "from an empty prompt"
+        parts.append(f"<h3>{html.escape(run.name)}, {html.escape(after)}</h3>")
         every = -(-len(own) // MOST_SAMPLES)
         for number, sample in enumerate(own[::-every]):
             text, shown = str(sample.get("text", "")), " open" if number == 0 else ""
@@ -284,9 +286,6 @@ def samples(run: Run) -> str:
                 f"<details{shown}><summary>update {sample['step']:,}</summary><pre><b>"
                 f"{html.escape(prompt)}</b>{html.escape(text.removeprefix(prompt))}</pre></details>"
             )
-        after = f"after {prompt!r}" if prompt else "from an empty prompt"
-        title = f"<h3>{html.escape(run.name)}, {html.escape(after)}</h3>"
-        parts.insert(len(parts) - len(own[::-every]), title)
     return "".join(parts)
 
 
