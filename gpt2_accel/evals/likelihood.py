@@ -12,7 +12,6 @@ whole task.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -34,8 +33,7 @@ BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
 LOGIT_VALUES = 2**27  # maximum logits of a batch, likewise: 512 MiB in fp32
 
 
-@dataclass
-class Question:
+class Question(NamedTuple):
     """A context and its possible continuations, as token ids; none is empty."""
 
     context: list[int]
@@ -102,9 +100,7 @@ def fit_rows(questions: Sequence[Question], n_positions: int) -> tuple[list[Row]
     continuation that exceeds `n_positions` by itself.
     """
     rows, cut = [], []
-    for number, (context, continuations) in enumerate(
-        (q.context, q.continuations) for q in questions
-    ):
+    for number, (context, continuations) in enumerate(questions):
         longest = max(map(len, continuations))
         if longest > n_positions:
             raise ValueError(
