@@ -31,7 +31,6 @@ from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import build_accelerator
-from gpt2_accel.tokenizer import tiktoken_gpt2
 
 ROOT = HERE.parent
 CPU = torch.device("cpu")
@@ -102,8 +101,10 @@ def loader_speed(config: Parts, folder: Path) -> dict[str, float]:
 
 def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
     """Measures MB/s from a JSONL file to shards, startup included, and of tiktoken on the same text."""
+    import tiktoken
+
     try:
-        encoding = tiktoken_gpt2()
+        encoding = tiktoken.get_encoding("gpt2")
     except OSError:
         return {"missing": "GPT-2's BPE is not available"}
     documents = random_sentences(config.text_mb * 10**6)

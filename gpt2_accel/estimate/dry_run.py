@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import MEMORY, PEAK_FLOPS, logits_at_once, precision_name
+from gpt2_accel.device import GPUS, logits_at_once, precision_name
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.files import readable_size
@@ -26,8 +26,8 @@ def dry_run(config: TrainConfig) -> str:
 
     Raises `ValueError` for an unknown `device`, or if the batch cannot be divided among the processes.
     """
-    if config.device not in (None, *PEAK_FLOPS):
-        raise ValueError(f"device must be one of {', '.join(PEAK_FLOPS)}, got {config.device!r}")
+    if config.device not in (None, *GPUS):
+        raise ValueError(f"device must be one of {', '.join(GPUS)}, got {config.device!r}")
     launch = read_launch(config.accelerate_config) if config.accelerate_config else this_launch()
     vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
@@ -41,10 +41,10 @@ def dry_run(config: TrainConfig) -> str:
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, length)
     times = ", ".join(
-        f"{duration(flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices))} on {devices} x {name}"
+        f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"
         for name in ([config.device] if config.device else DEVICES)
     )
-    available = MEMORY.get(config.device or "")
+    available = GPUS[config.device].memory if config.device else None
     logits = available and logits_at_once(available, launch.mixed_precision)
     memory = memory_by_part(config, shape, launch, micro_batch_size, logits)
     parts = ", ".join(f"{part} {readable_size(size)}" for part, size in memory.items())
