@@ -103,6 +103,8 @@ SERVERS = (
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
+    "git clone ADDRESS mine && cd mine": "needs the repository's address",
+    "python recipes/report.py runs/quickstart runs/changed": "tests/report/test_report.py does",
     "make gpu PART=tests": "tests/benchmarks/test_gpu.py does",
     "pip install git+ADDRESS": "installs",
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
