@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
+from gpt2_accel.models import evaluating
 from gpt2_accel.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -242,20 +243,17 @@ def run_sharded(
     `interrupted` is called before each round and must agree on all ranks; if True, the result is empty.
     """
     plain = unwrap(accelerator, model)
-    was_training = plain.training
-    plain.eval()
     found: list[tuple[Batch, torch.Tensor]] = []
-    for first in range(0, len(batches), accelerator.num_processes):
-        if interrupted():
-            plain.train(was_training)
-            return []
-        mine = first + accelerator.process_index
-        # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
-        batch = batches[min(mine, len(batches) - 1)]
-        values = run(plain, batch)
-        if mine < len(batches):
-            found.append((batch, values))
-    plain.train(was_training)
+    with evaluating(plain):
+        for first in range(0, len(batches), accelerator.num_processes):
+            if interrupted():
+                return []
+            mine = first + accelerator.process_index
+            # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
+            batch = batches[min(mine, len(batches) - 1)]
+            values = run(plain, batch)
+            if mine < len(batches):
+                found.append((batch, values))
     sizes = [values.numel() for _, values in found]
     flat = torch.cat([values.flatten() for _, values in found]).cpu() if found else torch.empty(0)
     results: list[Result] = []

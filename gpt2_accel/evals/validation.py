@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from gpt2_accel.data.loader import EvalLoader
 from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
+from gpt2_accel.models import evaluating
 
 
 @torch.no_grad()
@@ -29,17 +30,13 @@ def validation_loss(
     - `val/bits_per_byte`: the code length of the tokens, separators included, per byte of text; comparable across
       tokenizers. It is missing if the number of bytes is unknown.
     """
-    was_training = model.training
-    model.eval()
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
-    with Prefetch(loader, loader.device) as batches:
+    with evaluating(model), Prefetch(loader, loader.device) as batches:
         for input_ids, targets in batches:
             if interrupted():
-                model.train(was_training)
                 return {}
             nats = model(input_ids, targets, reduction="none").sum(dim=1).float()
             found.append(torch.stack((nats, (targets != -100).sum(dim=1).to(nats.dtype))))
-    model.train(was_training)
     totals = torch.zeros(2, loader.windows, device=accelerator.device)
     mine = torch.from_numpy(loader.numbers).to(totals.device)
     totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # the padding comes last

@@ -5,7 +5,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -301,14 +300,3 @@ def likeliest(
         raise ValueError(NOT_FINITE)
     probabilities, best = logits.softmax(dim=-1).topk(min(count, len(logits)))
     return list(zip(best.tolist(), probabilities.tolist(), strict=True))
-
-
-@contextmanager
-def evaluating(model: LanguageModel) -> Iterator[None]:
-    """Puts the model into evaluation mode inside the context, and restores its mode afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

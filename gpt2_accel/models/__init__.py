@@ -6,7 +6,8 @@ by name: its module here and its conversion in `hf/`.
 Shape letters: B batch, T sequence, C width, S cached positions, H heads of keys and values, D channels of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -187,3 +188,14 @@ class LanguageModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.head_weight.dtype
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode inside the context, and restores its mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.report.names import in_words
 from gpt2_accel.report.reader import Run, read_run
 
@@ -228,11 +228,8 @@ def attention_weights(model: LanguageModel, input_ids: torch.Tensor) -> torch.Te
 
     Each row sums to 1. Works for any model that computes causal attention by `F.scaled_dot_product_attention`.
     """
-    was_training = model.training
-    model.eval()
-    with AttentionRecorder() as recorder:
+    with evaluating(model), AttentionRecorder() as recorder:
         model(input_ids)
-    model.train(was_training)
     return torch.cat(recorder.found)
 
 
