@@ -120,7 +120,7 @@ class LlamaConfig(ModelConfig):
     def check_dropout(cls, dropout: float) -> None:
         """Raises `ValueError` if `dropout` is not 0."""
         if dropout:
-            raise ValueError(f"{cls.architecture} has no dropout: leave --dropout at 0")
+            raise ValueError(f"{cls.architecture} has no dropout: give --dropout 0")
 
     @property
     def parameter_count(self) -> int:

@@ -253,7 +253,7 @@ def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused
 def test_settings_that_an_architecture_does_not_have_are_refused(kind):
     settings = Settings()
     settings.dropout = 0.1
-    with pytest.raises(ValueError, match=f"{kind.architecture} has no dropout: leave --dropout"):
+    with pytest.raises(ValueError, match=f"{kind.architecture} has no dropout: give --dropout 0"):
         kind.from_settings(settings, 100)
     settings.depth = 4
     with pytest.raises(ValueError, match="gpt2 has no --depth: give --n_layer, --n_head, --n_embd"):
