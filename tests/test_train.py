@@ -210,7 +210,7 @@ def test_bad_settings_are_refused_before_anything_is_written(data_dir, tmp_path,
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but Accelerate sees 1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but Accelerate has num_processes 1"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
     ],
 )

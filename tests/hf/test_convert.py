@@ -5,7 +5,14 @@ import pytest
 import torch
 from conftest import peak_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config, pipeline
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    T5Config,
+    pipeline,
+)
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.convert import to_hf
@@ -281,8 +288,8 @@ def test_a_pickle_loads_tensors_only(tmp_path):
 
 
 def test_other_architectures_and_missing_directories_are_refused(tmp_path):
-    LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'llama'"):
+    MistralConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'mistral'"):
         from_pretrained(tmp_path)
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'t5'"):
