@@ -10,16 +10,18 @@ each new token. It runs for `--no_cache_tokens` tokens in the middle of the text
 only for batches up to `--no_cache_batch`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from results import RESULTS, ratios, summary, write_result
+from timing import seconds_of
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import parse_config, setting
+from gpt2_accel.device import best_device
 from gpt2_accel.generation.sampling import DTYPES, Sampling, tokens
 from gpt2_accel.hf.gpt2 import hf_config, to_hf
 
@@ -42,17 +44,10 @@ def main() -> None:
     config = parse_config(Benchmark)
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
-    )
-    print(f"{config.size} on {device} ({name}), torch {torch.__version__}")
-    print(
-        "| dtype | batch | generation | tokens/s | x HF | fastest round |\n|---|---|---|---|---|---|"
-    )
+    print("| dtype | batch | generation | tokens/s | x HF | fastest round |\n" + "|---" * 6 + "|")
     rows = []
     for dtype in config.dtypes:
-        model, hf = build_models(config.size, DTYPES[dtype], device)
+        model, hf = build_models(config.size, DTYPES[dtype])
         for batch_size in config.batch_sizes:
             runs = contestants(config, model, hf, batch_size)
             rows += compete(config, dtype, batch_size, runs)
@@ -61,45 +56,43 @@ def main() -> None:
     write_result("generate", figures, config.results)
 
 
-def build_models(size: str, dtype: torch.dtype, device: str) -> tuple[GPT, GPT2LMHeadModel]:
+def build_models(size: str, dtype: torch.dtype) -> tuple[GPT, GPT2LMHeadModel]:
     """Builds a model, and the same model in `transformers`."""
     torch.manual_seed(0)
     model = GPT(GPTConfig.from_name(size)).eval()
     hf = GPT2LMHeadModel(hf_config(model.config, end_of_text=None))
     hf.load_state_dict(to_hf(model), strict=False)  # the head is tied
-    return model.to(device, dtype), hf.to(device, dtype).eval()
+    return model.to(best_device(), dtype), hf.to(best_device(), dtype).eval()
 
 
 def contestants(
     config: Benchmark, model: GPT, hf: GPT2LMHeadModel, batch_size: int
-) -> dict[str, Callable[[], int]]:
-    """Returns the contestants by name; each generates once and returns its new tokens per row."""
-    device = model.device
-    prompt = torch.randint(50257, (batch_size, config.prompt_tokens), device=device)
-    sampling = Sampling(config.new_tokens, temperature=0)
+) -> dict[str, Callable[[], object]]:
+    """Returns the contestants by name; each generates once."""
+    prompt = torch.randint(50257, (batch_size, config.prompt_tokens), device=model.device)
 
     @torch.no_grad()
-    def without_cache() -> int:
+    def without_cache() -> None:
         before = (config.new_tokens - config.no_cache_tokens) // 2
         input_ids = torch.cat((prompt, prompt.new_zeros(batch_size, before)), dim=1)
         for _ in range(config.no_cache_tokens):
             x = model(input_ids)[:, -1]
             input_ids = torch.cat((input_ids, x.argmax(-1, keepdim=True)), dim=1)
-        return config.no_cache_tokens
 
-    def hf_generate() -> int:
-        mask = torch.ones_like(prompt)
+    def hf_generate() -> None:
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        hf.generate(prompt, attention_mask=mask, max_new_tokens=config.new_tokens, **options)
-        return config.new_tokens
+        options |= {"attention_mask": torch.ones_like(prompt)}
+        hf.generate(prompt, max_new_tokens=config.new_tokens, **options)
 
-    def toolkit(compile: bool) -> int:
-        return sum(1 for _ in tokens(model, prompt.tolist(), sampling, compile=compile))
+    def toolkit(compile: bool) -> None:
+        sampling = Sampling(config.new_tokens, temperature=0)
+        for _ in tokens(model, prompt.tolist(), sampling, compile=compile):
+            pass
 
     found = {
         "HF generate": hf_generate,
-        "gpt2_accel": lambda: toolkit(compile=False),
-        "gpt2_accel, compiled": lambda: toolkit(compile=True),
+        "gpt2_accel": partial(toolkit, compile=False),
+        "gpt2_accel, compiled": partial(toolkit, compile=True),
     }
     if config.no_cache_tokens and batch_size <= config.no_cache_batch:
         found = {"no cache": without_cache, **found}
@@ -107,30 +100,24 @@ def contestants(
 
 
 def compete(
-    config: Benchmark, dtype: str, batch_size: int, runs: dict[str, Callable[[], int]]
+    config: Benchmark, dtype: str, batch_size: int, runs: dict[str, Callable[[], object]]
 ) -> list[dict]:
     """Runs all contestants in turn; prints and returns a row for each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round in range(config.rounds + 1):
+    for number in range(config.rounds + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
-            written = run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            took = time.perf_counter() - start
-            if round:  # round 0 warms up and compiles
-                seconds[name].append(took / written)
+            new = config.no_cache_tokens if name == "no cache" else config.new_tokens
+            took = seconds_of(run, best_device())
+            if number:  # round 0 warms up and compiles
+                seconds[name].append(took / new)
     rows = []
     for name, each in seconds.items():
         speed = summary([batch_size / one for one in each])
         ratio = summary(ratios(seconds["HF generate"], each))
         row = {"dtype": dtype, "batch_size": batch_size, "name": name}
         rows.append({**row, "tokens_per_second": speed, "speed": ratio})
-        print(
-            f"| {dtype} | {batch_size} | {name} | {speed['median']:.1f} | {ratio['median']:.2f} | "
-            f"{speed['high']:.1f} |",
-            flush=True,
-        )
+        cells = f"{speed['median']:.1f} | {ratio['median']:.2f} | {speed['high']:.1f}"
+        print(f"| {dtype} | {batch_size} | {name} | {cells} |", flush=True)
     return rows
 
 

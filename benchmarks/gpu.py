@@ -26,6 +26,9 @@ LONGEST = 480  # seconds of a part
 CHECKS = ("train", "resume", "deterministic", "export", "evaluation", "document_mask")
 CHECKS += ("auto_batch", "fp16", "fsdp2", "generation")
 LINES = 12  # of a failed step's output
+TINY_LADDER = "--size tiny --sequence_length 32 --steps 1 --accumulation 2 --attention 1 2 32 16"
+TINY_TEXT = "--new_tokens 4 --rounds 1 --no_cache_tokens 0 --dtypes float32"
+PARTS = ("tests", "bench", "ladder", "generate", "profile")
 
 
 @dataclass
@@ -40,48 +43,33 @@ class Step:
 def steps(part: str, cuda: bool, results: Path) -> list[Step]:
     """Returns the steps of a part, with tiny models unless there is a GPU."""
 
-    def script(name: str, *arguments: str) -> tuple[str, ...]:
-        return (str(HERE / f"{name}.py"), *arguments)
+    def script(name: str, flags: str, *more: str) -> tuple[str, ...]:
+        return (str(HERE / f"{name}.py"), *flags.split(), *more)
 
     into = ("--results", str(results))
-    kind = "cuda" if cuda else "cpu"
     if part == "tests":
         return [Step(name, script("gpu_checks", name), 90) for name in CHECKS]
     if part == "bench":
-        size = "gpt2" if cuda else "tiny"
-        rounds = ("--rounds", "5" if cuda else "1")
+        rounds = 5 if cuda else 1
+
+        def training(size: str) -> tuple[str, ...]:
+            return script("training", f"--size {size} --rounds {rounds}", *into)
+
         found = [
-            Step("training", script("training", "--size", size, *rounds, *into), 220),
-            Step("kernels", script("kernels", *into), 60),
+            Step("training", training("gpt2" if cuda else "tiny"), 220),
+            Step("kernels", script("kernels", "", *into), 60),
         ]
-        large = [
-            Step(name, script("training", "--size", name, *rounds, *into), 100)
-            for name in ("alone", "switches")
-        ]
-        return [*found, *large] if cuda else found
+        large = ("alone", "switches") if cuda else ()
+        return found + [Step(size, training(size), 100) for size in large]
     if part == "ladder":
-        tiny = ("--size", "tiny", "--sequence_length", "32", "--steps", "1", "--accumulation", "2")
-        tiny += ("--attention", "1", "2", "32", "16")
-        folder = ("--output_dir", str(results / kind / "ladder"))
-        recipe = str(HERE.parent / "recipes" / "speed_ladder.py")
-        return [Step("ladder", (recipe, *folder, *(() if cuda else tiny)), LONGEST)]
-    if part == "generate":
-        sizes = ("--batch_sizes", "1", "8", *into)
-        tiny = (
-            "--new_tokens",
-            "4",
-            "--rounds",
-            "1",
-            "--no_cache_tokens",
-            "0",
-            "--dtypes",
-            "float32",
-        )
-        return [Step("generate", script("generate", *sizes, *(() if cuda else tiny)), LONGEST)]
-    return [Step("profile", script("profile_updates", *into), LONGEST)]
-
-
-PARTS = ("tests", "bench", "ladder", "generate", "profile")
+        folder = ("--output_dir", str(results / ("cuda" if cuda else "cpu") / "ladder"))
+        command = script("../recipes/speed_ladder", "" if cuda else TINY_LADDER, *folder)
+    elif part == "generate":
+        flags = f"--batch_sizes 1 8 {'' if cuda else TINY_TEXT}"
+        command = script("generate", flags, *into)
+    else:
+        command = script("profile_updates", "", *into)
+    return [Step(part, command, LONGEST)]
 
 
 def run(step: Step, left: float) -> dict:

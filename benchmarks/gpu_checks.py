@@ -45,24 +45,12 @@ def settings(folder: Path, name: str, **changes) -> dict:
     if not data.exists():
         text = [f"the cat {i % 7} sat on the mat. " * (20 + 9 * i) for i in range(30)]
         prepare({"train": text, "val": text[:6]}, byte_tokenizer(), data, source="synthetic")
-    return {
-        "data_dir": str(data),
-        "output_dir": str(folder / name),
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": WIDTH,
-        "n_positions": LENGTH,
-        "micro_batch_size": 4,
-        "total_batch_size": 8 * LENGTH,
-        "max_steps": UPDATES,
-        "learning_rate": 5e-3,
-        "warmup_steps": 2,
-        "log_every": 1,
-        "eval_every": 0,
-        "sample_every": 0,
-        "save_every": 0,
-        **changes,
-    }
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "n_positions": LENGTH}
+    batch = {"micro_batch_size": 4, "total_batch_size": 8 * LENGTH, "max_steps": UPDATES}
+    rate = {"learning_rate": 5e-3, "warmup_steps": 2}
+    every = {"log_every": 1, "eval_every": 0, "sample_every": 0, "save_every": 0}
+    where = {"data_dir": str(data), "output_dir": str(folder / name)}
+    return where | shape | batch | rate | every | changes
 
 
 def losses(metrics: list[dict]) -> list[float]:
@@ -156,39 +144,29 @@ def auto_batch(folder: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(2e9 / total)
     else:
         os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"free_memory": 6_000_000})
-    metrics = run(
-        folder, "run", micro_batch_size=0, total_batch_size=sequences * LENGTH, max_steps=2
-    )
+    batch = {"micro_batch_size": 0, "total_batch_size": sequences * LENGTH}
+    metrics = run(folder, "run", **batch, max_steps=2)
     assert all(map(math.isfinite, losses(metrics)))
     described = json.loads((folder / "run" / "run.json").read_text())["batch"]
-    print(described)
-    assert f"x {sequences} sequences" not in described, (
-        "the largest size fitted: no error was caught"
-    )
+    assert f"x {sequences} sequences" not in described, f"no error was caught: {described}"
 
 
 def fp16(folder: Path) -> None:
     """fp16 with a gradient scaler learns as bf16 does."""
     if not CUDA:
-        print("skipped: fp16 needs a GPU")
-        return
-    metrics = run(folder, "run", precision="fp16", max_steps=2 * UPDATES)
-    found = losses(metrics)
+        return print("skipped: fp16 needs a GPU")
+    found = losses(run(folder, "run", precision="fp16", max_steps=2 * UPDATES))
     assert found[-1] < found[0] / 2, found
 
 
 def fsdp2(folder: Path) -> None:
     """FSDP2 over NCCL on one rank gives the losses of one process, and its model opens."""
     if not CUDA:
-        print("skipped: FSDP2 needs a GPU")
-        return
+        return print("skipped: FSDP2 needs a GPU")
     from gpt2_accel import from_pretrained
 
-    flags = [
-        str(part)
-        for name, value in settings(folder, "sharded", save_every=12, eval_every=12).items()
-        for part in (f"--{name}", value)
-    ]
+    options = settings(folder, "sharded", save_every=12, eval_every=12)
+    flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file"]
     config = ROOT / "accelerate_configs" / "8xa100_fsdp2.yaml"
     script = ROOT / "recipes" / "pretrain_124m.py"
@@ -213,17 +191,6 @@ def generation(folder: Path) -> None:
     print(tokenizer.decode([ids[0] for ids in alone]))
 
 
-CHECKS = (
-    train, resume, deterministic, export, evaluation, document_mask, auto_batch, fp16, fsdp2,
-    generation,
-)  # fmt: skip
-
-
-def main() -> None:
-    found = {check.__name__: check for check in CHECKS}
-    with tempfile.TemporaryDirectory() as folder:
-        found[sys.argv[1]](Path(folder))
-
-
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as name:
+        globals()[sys.argv[1]](Path(name))

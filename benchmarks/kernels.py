@@ -9,6 +9,9 @@ kernels that runs, and FlexAttention with a block mask of documents. In bf16 on 
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,12 @@ from gpt2_accel.device import has_block_masks, logits_at_once, total_memory
 from gpt2_accel.kernels import block_attention, cross_entropy
 
 Step = Callable[[], object]
+# Modules and functions of other losses, which map (x, weight, targets) to the mean loss.
+OTHERS = {
+    "torch linear_cross_entropy": "torch.nn.functional linear_cross_entropy",
+    "Liger": "liger_kernel.transformers.functional liger_fused_linear_cross_entropy",
+    "cut-cross-entropy": "cut_cross_entropy linear_cross_entropy",
+}
 
 
 def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str, Step]:
@@ -36,7 +45,7 @@ def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str,
 
     def ours(logits: int) -> Step:
         def loss(x, weight, targets):
-            kernels.logits_at_once = logits
+            kernels.choose(logits_at_once=logits)
             return cross_entropy.linear_cross_entropy(x, weight, targets, vocab_size=vocab)
 
         return step(loss)
@@ -44,30 +53,17 @@ def losses(rows: int, width: int, vocab: int, device: torch.device) -> dict[str,
     def plain(x, weight, targets):
         return F.cross_entropy(F.linear(x, weight).float(), targets)
 
-    kernels.fuse = cuda
-    chosen = logits_at_once(total_memory(device), "bf16") if cuda else rows * vocab
+    kernels.choose(fuse=cuda)
     found = {
-        "all logits, compiled" if cuda else "all logits": step(
-            torch.compile(plain) if cuda else plain
-        ),
+        f"all logits{', compiled' * cuda}": step(torch.compile(plain) if cuda else plain),
         "toolkit, chunks of a CPU": ours(cross_entropy.LOGITS_AT_ONCE),
         "toolkit, 8 chunks": ours(-(-rows * vocab // 8)),
-        "toolkit": ours(chosen),
+        "toolkit": ours(logits_at_once(total_memory(device), "bf16") if cuda else rows * vocab),
     }
-    if hasattr(F, "linear_cross_entropy"):
-        found["torch linear_cross_entropy"] = step(F.linear_cross_entropy)
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        found["Liger"] = step(lambda x, w, t: liger_fused_linear_cross_entropy(x, w, t))
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-
-        found["cut-cross-entropy"] = step(linear_cross_entropy)
-    except ImportError:
-        pass
+    for name, place in OTHERS.items():
+        module, function = place.split()
+        with suppress(ImportError, AttributeError):
+            found[name] = step(getattr(import_module(module), function))
     return found
 
 
@@ -92,14 +88,12 @@ def attentions(shape: tuple[int, int, int, int], device: torch.device) -> dict[s
     found = {name.lower(): only(getattr(SDPBackend, name)) for name in kinds}
     documents = (torch.rand(B, T, device=device) < 0.003).cumsum(dim=1)
     dense = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-    found["documents, dense mask"] = step(
-        lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    )
+    masked = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=dense)
+    found["documents, dense mask"] = step(masked)
     if has_block_masks(device):
         blocks = block_attention.document_blocks(documents)
-        found["documents, block mask"] = step(
-            lambda: block_attention.block_attention(q, k, v, blocks)
-        )
+        masked = partial(block_attention.block_attention, q, k, v, blocks)
+        found["documents, block mask"] = step(masked)
     return found
 
 
@@ -127,16 +121,15 @@ def main() -> None:
     options = parser.parse_args()
     device = this_device()
     cuda = device.type == "cuda"
-    size = (
-        {"rows": 65536, "width": 768, "vocab": 50304}
-        if cuda
-        else {"rows": 64, "width": 32, "vocab": 512}
-    )
+    rows, width, vocab = (65536, 768, 50304) if cuda else (64, 32, 512)
+    size = {"rows": rows, "width": width, "vocab": vocab}
     shape = (32, 12, 1024, 64) if cuda else (1, 2, 32, 16)
-    repeats = 20 if cuda else 2
-    loss = measure(losses(**size, device=device), device, repeats)
-    attention = measure(attentions(shape, device), device, repeats)
-    figures = {"size": size, "shape": shape, "loss": loss, "attention": attention}
+    figures = {
+        "size": size,
+        "shape": shape,
+        "loss": measure(losses(**size, device=device), device, 20 if cuda else 2),
+        "attention": measure(attentions(shape, device), device, 20 if cuda else 2),
+    }
     write_result("kernels", figures, options.results)
 
 

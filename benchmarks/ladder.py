@@ -1,24 +1,22 @@
 """The speed ladder: measures a training step of GPT-2 as improvements are added one by one.
 
 `run_ladder` measures all `RUNGS` and writes the results; its command is `recipes/speed_ladder.py`. Each rung runs in
-its own process, `rung.py`, so it has empty caches and its own peak memory, and a failure does not affect other rungs.
+its own process, `worker.py`, so it has empty caches and its own peak memory, and a failure does not affect other rungs.
 """
 
 import csv
-import json
 import math
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 import torch
-from rung import Variant, Workload, ladder_config
+from processes import Job, run_job
 
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import atomic_files
-from gpt2_accel.models.gpt2 import SIZES
+from gpt2_accel.models.gpt2 import SIZES, GPTConfig
 from gpt2_accel.report.figures import COLOURS, INK, new_figure, set_title
 
 LADDER_SIZES = (*SIZES, "tiny")
@@ -26,7 +24,10 @@ LADDER_SIZES = (*SIZES, "tiny")
 
 @dataclass(frozen=True)
 class Rung:
-    """One improvement: its changes to `Variant`, and the published results after it (see `PUBLISHED`)."""
+    """One improvement: its changes to the `Job`, and the published results after it (see `PUBLISHED`).
+
+    The value None is the one that `run_ladder` gets.
+    """
 
     name: str
     changes: dict[str, object] = field(default_factory=dict)
@@ -49,46 +50,26 @@ RUNGS = (
     Rung("fp32, eager, by hand", {}, 12_525, 1000),
     Rung("no stored mask", {"stored_mask": False}, 12_526),
     Rung("TF32", {"tf32": True}, 27_648, 333),
-    Rung("fused AdamW", {"fused": True}, 28_399, 90),
+    Rung("fused AdamW", {"optimizer": "toolkit"}, 28_399, 90),
     Rung("pinned, prefetched data", {"prefetch": True}, 28_402),
     Rung("fp16", {"precision": "fp16"}),
     Rung("bf16", {"precision": "bf16"}, 45_486, 300),
     Rung("torch's LayerNorm, GELU", {"hand_norm_gelu": False}, 55_256),
     Rung("SDPA / flash", {"hand_attention": False}, 91_901, 96),
     Rung("compile", {"compile": True}, 112_046, 130),
-    Rung("no biases", {"bias": False}),
-    Rung("vocabulary 50,304", {"vocab_size": 50304}, 127_345, 93),
+    Rung("no biases", {"shape": {"bias": False}}),
+    Rung("vocabulary 50,304", {"shape": {"vocab_size": 50304}}, 127_345, 93),
     Rung("chunked cross-entropy", {"chunked_loss": True}),
-    Rung("larger micro-batch", {"large_batch": True}, 142_156),
-    Rung("accumulation", {"accumulate": True}, None, 89),
+    Rung("larger micro-batch", {"batch_size": None}, 142_156),
+    Rung("accumulation", {"accumulation": None}, None, 89),
     Rung("DDP over all devices", {"ddp": True}, 419_259),
 )
 
-
-def default_workload(device_type: str) -> Workload:
-    """Returns build-nanogpt's workload for a GPU, and one of about ten minutes on 2 cores for a CPU."""
-    if device_type == "cpu":
-        return Workload("gpt2", 2, 8, 512, 4, steps=3, warmup=1, attention=[4, 8, 512, 64])
-    return Workload("gpt2", 16, 64, 1024, 8, steps=20, warmup=5, attention=[32, 8, 2048, 64])
-
-
-# Signs of a process that ran out of memory: of torch on CUDA, torch on a CPU, Python, and the system.
-OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "SIGKILL")
-
-
-def run_job(job: dict, processes: int = 1) -> dict:
-    """Runs a job in a new process, or with torchrun in several; returns its result, or {"problem": message}."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    script = str(Path(__file__).with_name("rung.py"))
-    command = [sys.executable, *(launcher if processes > 1 else []), script, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    if done.returncode == -9 or any(sign in done.stderr for sign in OUT_OF_MEMORY):
-        return {"problem": "not enough memory"}
-    print(done.stderr, file=sys.stderr)
-    last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    return {"problem": f"failed: {last}"}
+# The values that `run_ladder` takes where it gets None: build-nanogpt's on a GPU, about ten minutes on 2 cores of a CPU.
+DEFAULTS = {"size": "gpt2", "micro_batch_size": 16, "sequence_length": 1024, "accumulation": 8}
+DEFAULTS |= {"steps": 20, "warmup": 5, "attention": [32, 8, 2048, 64]}
+CPU_DEFAULTS = {"size": "gpt2", "micro_batch_size": 2, "sequence_length": 512, "accumulation": 4}
+CPU_DEFAULTS |= {"steps": 3, "warmup": 1, "attention": [4, 8, 512, 64]}
 
 
 @dataclass
@@ -118,132 +99,130 @@ HEAD = (
     "| step | ms | tokens | tokens/s | memory, GB | MFU | x before | LLMs-from-scratch, tokens/s "
     "| build-nanogpt, ms | remark |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"
 )
+FORMATS = {"ms": ",.1f", "tokens": ",d", "tokens_per_second": ",.0f", "peak_memory_gb": ".2f"}
+FORMATS |= {"mfu": ".1%", "gain": ".2f"}
+FORMATS |= {"llms_from_scratch_tokens_per_second": ",d", "build_nanogpt_ms": ",d"}
 
 
 def run_ladder(output_dir: str | Path, **chosen: object) -> list[Row]:
     """Measures all rungs, prints each row, and writes the table to `output_dir` as Markdown, CSV and PNG.
 
-    The files are written after each rung, in case the next one does not end. `chosen` are fields of `Workload`; None is
-    the device's default. Without matplotlib there is no picture. Raises `RuntimeError` if the device cannot be
-    described.
+    The files are written after each rung, in case the next one does not end. `chosen` are the settings of `DEFAULTS`
+    and `large_micro_batch_size`, by default four times the other; None is the device's default. Without matplotlib
+    there is no picture. Raises `RuntimeError` if the device cannot be described.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)  # fails before ten minutes of measurements
-    device = run_job({})
+    device = run_job(Job("device"))
     if "problem" in device:
         raise RuntimeError(f"the device cannot be described: {device['problem']}")
-    workload = choose_workload(device["type"], chosen)
-    title = describe(workload, device)
+    defaults = CPU_DEFAULTS if device["type"] == "cpu" else DEFAULTS
+    chosen = defaults | {name: value for name, value in chosen.items() if value}
+    job = first_job(chosen)
+    small, large = job.batch_size, chosen.get("large_micro_batch_size", 4 * job.batch_size)
+    late = {"batch_size": large, "accumulation": chosen["accumulation"]}
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in device["flops"].items())
+    title = (
+        f"# Speed ladder: {chosen['size']} on {device['name']}\n\n"
+        f"torch {torch.__version__}; {small} x {chosen['sequence_length']} tokens, from the larger micro-batch on "
+        f"{large}, accumulated {chosen['accumulation']} times; median of {chosen['steps']} steps after "
+        f"{chosen['warmup']}.\nMatrix products measured here, in TFLOP/s: {rates}. MFU is the share of the fastest."
+    )
     print(f"{title}\n\n{HEAD}", flush=True)
     rows: list[Row] = []
-    variant = Variant()
+    # All rungs use the FLOPs of the first rung's model, so that MFU is proportional to tokens/s.
+    flops = flops_per_token(GPTConfig(**job.shape), chosen["sequence_length"])
+    share = flops / max(device["flops"].values())  # of the peak, of one token a second
     for number, rung in enumerate(RUNGS, start=1):
-        reason = device["lacking"].get(rung.name)
-        variant = variant if reason else replace(variant, **rung.changes)
-        rows.append(measure_rung(number, rung, reason, workload, variant, device, rows))
-        print(markdown_row(rows[-1]), flush=True)
+        row = Row(number, rung.name)
+        row.llms_from_scratch_tokens_per_second = rung.llms_from_scratch
+        row.build_nanogpt_ms = rung.build_nanogpt
+        if reason := device["lacking"].get(rung.name):
+            row.remark = f"lacking: {reason}"
+        else:
+            job = changed(job, rung, late)
+            row.devices = device["devices"] if job.ddp else 1
+            measure(row, job, share, rows)
+            if row.remark:  # the only change that needs more memory
+                job = replace(job, batch_size=small)
+        rows.append(row)
+        print(markdown_row(row), flush=True)
         write_results(Path(output_dir), title, rows, "")
-        if rows[-1].remark and variant.large_batch:  # the only rung that needs more memory
-            variant = replace(variant, large_batch=False)
-    attention = attention_table(workload.attention)
+    attention = attention_table(chosen["attention"], device)
     print(f"\n{attention}")
     write_results(Path(output_dir), title, rows, attention)
-    print(
-        f"\nwrote {', '.join(sorted(p.name for p in Path(output_dir).iterdir()))} in {output_dir}"
-    )
+    written = sorted(path.name for path in Path(output_dir).iterdir())
+    print(f"\nwrote {', '.join(written)} in {output_dir}")
     return rows
 
 
-def choose_workload(device_type: str, chosen: dict[str, object]) -> Workload:
-    """Returns the device's default workload with the `chosen` values."""
-    chosen = {name: value for name, value in chosen.items() if value}
-    if "micro_batch_size" in chosen:
-        chosen.setdefault("large_micro_batch_size", 4 * chosen["micro_batch_size"])
-    return replace(default_workload(device_type), **chosen)
+def first_job(chosen: dict) -> Job:
+    """Returns the job of the first rung."""
+    config = GPTConfig(50257, chosen["sequence_length"], n_layer=1, n_head=2, n_embd=32)
+    if chosen["size"] != "tiny":
+        config = GPTConfig.from_name(chosen["size"], n_positions=chosen["sequence_length"])
+    slow = {
+        "hand_attention": True,
+        "hand_norm_gelu": True,
+        "stored_mask": True,
+        "optimizer": "slow",
+    }
+    times = {"warmup": chosen["warmup"], "turns": [1] * chosen["steps"]}
+    return Job("loop", asdict(config), chosen["micro_batch_size"], **times, **slow)
 
 
-def describe(workload: Workload, device: dict) -> str:
-    """Returns the lines above the table: model, device, sizes, and the peak of the MFU."""
-    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in device["flops"].items())
-    return (
-        f"# Speed ladder: {workload.size} on {device['name']}\n\n"
-        f"torch {torch.__version__}; {workload.micro_batch_size} x {workload.sequence_length} tokens, from "
-        f"the larger micro-batch on {workload.large_micro_batch_size}, accumulated "
-        f"{workload.accumulation} times; median of {workload.steps} steps after {workload.warmup}.\n"
-        f"Matrix products measured here, in TFLOP/s: {rates}. MFU is the share of the fastest."
-    )
+def changed(job: Job, rung: Rung, late: dict[str, int]) -> Job:
+    """Returns `job` with the changes of a rung; `late` has the values of those that are None."""
+    changes = {name: late[name] if value is None else value for name, value in rung.changes.items()}
+    return replace(job, **changes | {"shape": job.shape | changes.get("shape", {})})
 
 
-def measure_rung(
-    number: int,
-    rung: Rung,
-    reason: str | None,
-    workload: Workload,
-    variant: Variant,
-    device: dict,
-    before: list[Row],
-) -> Row:
-    """Measures one rung, unless there is a `reason` why the device cannot run it."""
-    row = Row(number, rung.name, remark=f"lacking: {reason}" if reason else "")
-    row.llms_from_scratch_tokens_per_second = rung.llms_from_scratch
-    row.build_nanogpt_ms = rung.build_nanogpt
-    if reason:
-        return row
-    row.devices = device["devices"] if variant.ddp else 1
-    job = {"workload": asdict(workload), "variant": asdict(variant)}
+def measure(row: Row, job: Job, share: float, before: list[Row]) -> None:
+    """Measures a rung and fills its row. `share` is the MFU of one token per second on one device."""
     found = run_job(job, row.devices)
     if "problem" in found:
         row.remark = found["problem"]
-        return row
-    row.ms, row.tokens, row.loss = 1e3 * found["seconds"], found["tokens"], found["loss"]
-    row.tokens_per_second = found["tokens"] / found["seconds"]
-    row.peak_memory_gb = found["peak_memory"] / 1e9
-    # All rungs use the FLOPs of the first rung's model, so that MFU is proportional to tokens/s.
-    flops = flops_per_token(ladder_config(workload, Variant()), workload.sequence_length)
-    row.mfu = row.tokens_per_second / row.devices * flops / max(device["flops"].values())
+        return
+    seconds = median(found["seconds"])
+    row.ms, row.loss, row.peak_memory_gb = 1e3 * seconds, found["loss"], found["memory"] / 1e9
+    row.tokens = job.batch_size * job.shape["n_positions"] * job.accumulation * row.devices
+    row.tokens_per_second = row.tokens / seconds
+    row.mfu = row.tokens_per_second / row.devices * share
     speeds = [other.tokens_per_second for other in before if other.tokens_per_second]
     row.gain = row.tokens_per_second / speeds[-1] if speeds else None
-    return row
 
 
 def markdown_row(row: Row) -> str:
-    """Formats a row of the table."""
-    cells = (
-        f"{row.step} {row.name}",
-        shown(row.ms, ",.1f"),
-        shown(row.tokens, ",d"),
-        shown(row.tokens_per_second, ",.0f"),
-        shown(row.peak_memory_gb, ".2f"),
-        shown(row.mfu, ".1%"),
-        shown(row.gain, ".2f"),
-        shown(row.llms_from_scratch_tokens_per_second, ",d"),
-        shown(row.build_nanogpt_ms, ",d"),
-        row.remark,
-    )
-    return f"| {' | '.join(cells)} |"
+    """Formats a row of the table; None becomes an empty cell."""
+    values = ((getattr(row, name), form) for name, form in FORMATS.items())
+    cells = ("" if value is None else format(value, form) for value, form in values)
+    return f"| {row.step} {row.name} | {' | '.join(cells)} | {row.remark} |"
 
 
-def shown(value: float | None, form: str) -> str:
-    """Formats a value; None becomes an empty string."""
-    return "" if value is None else format(value, form)
+def attention_table(shape: list[int], device: dict) -> str:
+    """Measures standard attention and SDPA alone; returns a table with the published results.
 
-
-def attention_table(shape: list[int]) -> str:
-    """Measures standard attention and SDPA alone; returns a table with the published results."""
-    found = {kind: run_job({"attention": shape, "kind": kind}) for kind in PUBLISHED_ATTENTION}
-    dtype = next((one["dtype"] for one in found.values() if "dtype" in one), "")
+    In fp16 on CUDA, otherwise in bf16, or in fp32 if the device only emulates bf16.
+    """
+    half = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
+    dtype = next(name for name in half if name in device["flops"])
     lines = [
         f"Causal attention alone, forward and backward, B, H, T, D = {', '.join(map(str, shape))}, {dtype}; "
         "published: a T4, fp16, 32, 8, 2048, 64.\n",
         "| attention | ms | memory, GB | x standard | published, ms | x standard |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    standard = found["standard"].get("seconds", math.nan)
+    standard = math.nan
     for kind, published in PUBLISHED_ATTENTION.items():
-        one, gain = found[kind], PUBLISHED_ATTENTION["standard"] / published
-        measured = f"{one.get('problem')} | | "
-        if "seconds" in one:
-            ratio = standard / one["seconds"]
-            measured = f"{1e3 * one['seconds']:.2f} | {one['peak_memory'] / 1e9:.2f} | {ratio:.2f}"
+        by_hand, gain = kind == "standard", PUBLISHED_ATTENTION["standard"] / published
+        job = Job("attention", attention=shape, precision=half[dtype], hand_attention=by_hand)
+        found = run_job(replace(job, turns=[1] * 10))
+        measured = f"{found.get('problem')} | | "
+        if "problem" not in found:
+            seconds = median(found["seconds"])
+            standard = seconds if by_hand else standard
+            measured = (
+                f"{1e3 * seconds:.2f} | {found['memory'] / 1e9:.2f} | {standard / seconds:.2f}"
+            )
         lines.append(f"| {kind} | {measured} | {published} | {gain:.2f} |")
     return "\n".join(lines)
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from processes import HERE, python
 from results import RESULTS, summary, write_result
 from synthetic_data import many_characters, random_sentences, random_shards
-from timing import seconds_each, this_device
+from timing import seconds_each, seconds_of, this_device
 
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.checkpoint.state_dict import optimizer_tensors, unwrap
@@ -30,9 +31,9 @@ from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import build_accelerator
-from gpt2_accel.tokenizer import tiktoken_gpt2
 
-ROOT = Path(__file__).parent.parent
+ROOT = HERE.parent
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -47,33 +48,20 @@ class Parts:
 def main() -> None:
     config = parse_config(Parts)
     found = {}
-    for name, measure in {
-        "import": import_time,
-        "first_update": first_update,
-        "loader": loader_speed,
-        "preparation": preparation_speed,
-        "checkpoint": checkpoint_time,
-    }.items():
+    for name, measure in PARTS.items():
         with tempfile.TemporaryDirectory() as folder:
             found[name] = measure(config, Path(folder))
         print(name, json.dumps(found[name]), flush=True)
     write_result("parts", found, config.results)
 
 
-def python(*arguments: str | Path) -> None:
-    """Runs Python in a new process. Raises `RuntimeError` with the end of its stderr if it fails."""
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-
-
 def import_time(config: Parts, folder: Path) -> dict[str, float]:
     """Measures the seconds to import the loop."""
-    cpu = torch.device("cpu")
-    return summary(
-        seconds_each(lambda: python("-c", "import gpt2_accel.train"), cpu, repeats=config.rounds)
-    )
+
+    def start() -> None:
+        python("-c", "import gpt2_accel.train")
+
+    return summary(seconds_each(start, CPU, repeats=config.rounds))
 
 
 def first_update(config: Parts, folder: Path) -> dict[str, float]:
@@ -100,27 +88,23 @@ def loader_speed(config: Parts, folder: Path) -> dict[str, float]:
     """Measures the tokens per second of the training batches, copy to the device included."""
     random_shards(folder / "data", 50257, 2**20)
     device = this_device()
-    loader = TrainLoader(
-        open_split(folder / "data", "train"),
-        sequence_length=1024,
-        micro_batch_size=8,
-        seed=1337,
-        device=device,
-    )
+    split, options = open_split(folder / "data", "train"), {"seed": 1337, "device": device}
+    loader = TrainLoader(split, sequence_length=1024, micro_batch_size=8, **options)
 
     def read() -> None:
         for _ in loader.update(0, 8 * 200):
             pass
 
-    return summary(
-        [8 * 200 * 1024 / each for each in seconds_each(read, device, repeats=config.rounds)]
-    )
+    seconds = seconds_each(read, device, repeats=config.rounds)
+    return summary([8 * 200 * 1024 / each for each in seconds])
 
 
 def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
     """Measures MB/s from a JSONL file to shards, startup included, and of tiktoken on the same text."""
+    import tiktoken
+
     try:
-        encoding = tiktoken_gpt2()
+        encoding = tiktoken.get_encoding("gpt2")
     except OSError:
         return {"missing": "GPT-2's BPE is not available"}
     documents = random_sentences(config.text_mb * 10**6)
@@ -136,10 +120,7 @@ def preparation_speed(config: Parts, folder: Path) -> dict[str, float | str]:
         for text in documents:
             encoding.encode_ordinary(text)
 
-    speeds = [
-        size / seconds_each(run, torch.device("cpu"), warmup=0, repeats=1)[0]
-        for run in (prepare, alone)
-    ]
+    speeds = [size / seconds_of(run, CPU) for run in (prepare, alone)]
     return {"speed": speeds[0], "tiktoken": speeds[1], "workers": config.workers, "mb": size}
 
 
@@ -154,9 +135,8 @@ def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
     optimizer.zero_grad()
     training = Training({}, "nothing", 0, 0.0, 0.0, "", {})
     tokenizer = many_characters(unwrap(accelerator, model).config.vocab_size)
-    writer = CheckpointWriter(
-        folder, tokenizer, keep_last=1, saved=lambda path: None, print_line=print
-    )
+    quiet = {"saved": lambda path: None, "print_line": print}
+    writer = CheckpointWriter(folder, tokenizer, keep_last=1, **quiet)
     facts = {"guard": {}, "data": "", "position": {}, "val_loss": None, "run_id": ""}
     seconds = {"save": [], "copy": []}
     for step in range(config.rounds + 1):
@@ -171,6 +151,14 @@ def checkpoint_time(config: Parts, folder: Path) -> dict[str, dict[str, float]]:
         del copies
     return {name: summary(each[1:]) for name, each in seconds.items()}
 
+
+PARTS = {
+    "import": import_time,
+    "first_update": first_update,
+    "loader": loader_speed,
+    "preparation": preparation_speed,
+    "checkpoint": checkpoint_time,
+}
 
 if __name__ == "__main__":
     cli.run(main)

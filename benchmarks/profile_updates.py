@@ -29,27 +29,22 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
 
 def trace_run(folder: Path, batch_size: int) -> list[dict]:
     """Trains for a few updates on random tokens; returns the events of the trace, which is `folder`/run/trace-0.json."""
-    cuda = this_device().type == "cuda"
-    precision = "no" if not cuda else "bf16" if has_bf16(this_device()) else "fp16"
-    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if cuda else "NO"
+    device = this_device()
+    cuda = device.type == "cuda"
+    precision = "no" if not cuda else "bf16" if has_bf16(device) else "fp16"
+    backend = "INDUCTOR" if cuda else "NO"
+    os.environ |= {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": backend}
     shape = {} if cuda else TINY
-    length = shape.get("n_positions", 1024)
     random_shards(folder / "data", 50257 if cuda else 65, 2**20 if cuda else 2**14)
-    train(
-        TrainConfig(
-            data_dir=str(folder / "data"),
-            output_dir=str(folder / "run"),
-            micro_batch_size=batch_size,
-            total_batch_size=2 * batch_size * length,
-            max_steps=6 + UPDATES,
-            profile=UPDATES,
-            eval_every=0,
-            sample_every=0,
-            save_every=0,
-            **shape,
-        )
-    )
+    settings = {
+        "data_dir": str(folder / "data"),
+        "output_dir": str(folder / "run"),
+        "micro_batch_size": batch_size,
+        "total_batch_size": 2 * batch_size * shape.get("n_positions", 1024),
+        "max_steps": 6 + UPDATES,
+        "profile": UPDATES,
+    }
+    train(TrainConfig(**settings, **shape, eval_every=0, sample_every=0, save_every=0))
     return json.loads((folder / "run" / "trace-0.json").read_text())["traceEvents"]
 
 
@@ -57,27 +52,23 @@ def most_expensive(events: list[dict]) -> dict:
     """Returns the operations with the most time, and the time of all: on a GPU of its kernels, else of the operators."""
     kinds = {event.get("cat") for event in events}
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if "kernel" in kinds else ("cpu_op",)
-    spent, calls = defaultdict(float), defaultdict(int)
+    times: dict[str, list[float]] = defaultdict(list)  # milliseconds of each call
     for event in events:
         if event.get("cat") in wanted and "dur" in event:
-            spent[event["name"]] += event["dur"] / 1e3
-            calls[event["name"]] += 1
+            times[event["name"]].append(event["dur"] / 1e3)
+    spent = {name: sum(each) for name, each in times.items()}
     total = sum(spent.values())
-    slowest = sorted(spent, key=spent.get, reverse=True)[:SHOWN]
-    return {
-        "kind": wanted[0],
-        "updates": UPDATES,
-        "milliseconds": total / UPDATES,
-        "operations": [
-            {
-                "name": name,
-                "milliseconds": spent[name] / UPDATES,
-                "share": spent[name] / total,
-                "calls": calls[name] / UPDATES,
-            }
-            for name in slowest
-        ],
-    }
+    operations = [
+        {
+            "name": name,
+            "milliseconds": spent[name] / UPDATES,
+            "share": spent[name] / total,
+            "calls": len(times[name]) / UPDATES,
+        }
+        for name in sorted(spent, key=spent.get, reverse=True)[:SHOWN]
+    ]
+    totals = {"updates": UPDATES, "milliseconds": total / UPDATES}
+    return {"kind": wanted[0], **totals, "operations": operations}
 
 
 def main() -> None:

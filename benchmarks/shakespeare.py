@@ -7,25 +7,23 @@
 split, the last 10% of the text, in windows of the training length.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from nanogpt import CPU_SHAPE, UPDATES
+from processes import python
 from results import RESULTS, ratios, summary, write_result
+from timing import seconds_of
 
 from gpt2_accel import GPT, GPTConfig, cli, from_pretrained
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.data.sources import split_text, tiny_shakespeare
 from gpt2_accel.device import has_bf16
 
-ROOT = Path(__file__).parent.parent
-CONFIG = "cpu_bf16" if has_bf16(torch.device("cpu")) else "cpu"
+CPU = torch.device("cpu")
+CONFIG = "cpu_bf16" if has_bf16(CPU) else "cpu"
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{CONFIG}.yaml"]
 GOAL = 1.90
 
@@ -45,9 +43,8 @@ def main() -> None:
         text = tiny_shakespeare(config.input)
     except OSError as error:
         print(f"not measured: {error}")
-        write_result(
-            "shakespeare", {"missing": "tiny Shakespeare is not available"}, config.results
-        )
+        missing = {"missing": "tiny Shakespeare is not available"}
+        write_result("shakespeare", missing, config.results)
         return
     found = {name: {"seconds": [], "loss": []} for name in ("recipe", "nanogpt")}
     for number in range(config.rounds):
@@ -65,36 +62,25 @@ def main() -> None:
 
 
 def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]]:
-    """Runs one round; returns the seconds and the loss of both."""
-    recipe, plain = str(folder / "recipe"), str(folder / "plain")
-    given = ["--input", str(folder / "input.txt"), "--output_dir"]
+    """Runs one round; returns the seconds of the whole process and the loss of both."""
     flags = [part for flag in config.recipe_flags for part in f"--{flag}".split("=")]
-    data = ["--data_dir", str(folder / "data")]
-    fast = wall_time(
-        [*LAUNCH, "recipes/shakespeare_fast.py", *given, recipe, *data, *flags], folder
-    )
-    slow = wall_time(
-        ["benchmarks/nanogpt.py", *given, plain, "--updates", str(config.updates)], folder
-    )
+    recipe = [*LAUNCH, "recipes/shakespeare_fast.py", "--data_dir", folder / "data", *flags]
+    plain = ["benchmarks/nanogpt.py", "--updates", config.updates]
+
+    def seconds(command: list, name: str) -> float:
+        def run() -> None:
+            given = ("--input", folder / "input.txt", "--output_dir", folder / name)
+            python(*command, *given, TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"))
+
+        return seconds_of(run, CPU)
+
+    fast, slow = seconds(recipe, "recipe"), seconds(plain, "plain")
     model = GPT(GPTConfig(len(set(text)), **CPU_SHAPE))
-    model.load_state_dict(torch.load(Path(plain) / "model.pt"))
+    model.load_state_dict(torch.load(folder / "plain" / "model.pt"))
     return {
-        "recipe": (fast, validation_loss(from_pretrained(recipe), text)),
+        "recipe": (fast, validation_loss(from_pretrained(str(folder / "recipe")), text)),
         "nanogpt": (slow, validation_loss(model, text)),
     }
-
-
-def wall_time(command: list[str], folder: Path) -> float:
-    """Returns the wall time of a Python command in seconds. Raises `RuntimeError` with its stderr if it fails."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-    begun = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    seconds = time.perf_counter() - begun
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    return seconds
 
 
 @torch.no_grad()

@@ -1,22 +1,12 @@
-"""Synthetic data: shards of random tokens, and text of random words.
+"""Synthetic data: shards of random tokens, and text of random words."""
 
-`python synthetic_data.py SHAPE TOKENS FOLDER` writes shards for a model with the shape, given as JSON, and prints
-whether the device is a CUDA GPU, whether it has bf16, and the FLOPs per token, as a line of JSON.
-"""
-
-import json
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
-from timing import this_device
 from transformers import PreTrainedTokenizerBase
 
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.device import has_bf16
-from gpt2_accel.estimate.flops import flops_per_token
-from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import char_tokenizer
 
 FIRST = 0x10000  # 65,536 characters without gaps start at this code point
@@ -54,17 +44,3 @@ def random_sentences(size: int) -> list[str]:
         documents.append("".join(chance.choices(sentences, k=chance.randint(5, 60))))
         total += len(documents[-1])
     return documents
-
-
-def main() -> None:
-    shape, tokens, folder = sys.argv[1:]
-    config = GPTConfig(**json.loads(shape))
-    random_shards(folder, config.vocab_size, int(tokens))
-    flops = flops_per_token(config, config.n_positions)
-    device = this_device()
-    facts = {"cuda": device.type == "cuda", "bf16": has_bf16(device), "flops_per_token": flops}
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main()

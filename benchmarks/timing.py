@@ -18,18 +18,20 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of a call of `run`, which include the work of `device`."""
+    synchronize(device)
+    begun = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begun
+
+
 def seconds_each(
     run: Callable[[], object], device: torch.device, *, warmup: int = 1, repeats: int = 5
 ) -> list[float]:
-    """Returns the seconds of `repeats` calls of `run`, after `warmup` calls. Each includes the work of `device`."""
-    seconds = []
-    for _ in range(warmup + repeats):
-        synchronize(device)
-        begun = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return seconds[warmup:]
+    """Returns the seconds of `repeats` calls of `run`, after `warmup` calls."""
+    return [seconds_of(run, device) for _ in range(warmup + repeats)][warmup:]
 
 
 def peak_memory(device: torch.device) -> int:

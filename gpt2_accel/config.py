@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -20,6 +20,12 @@ from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
+
+
+Type = TypeVar("Type")
+# The type of a field that says what to do in this call, such as `--dry_run`. It is no setting of the run: a run does not
+# save it.
+Command = Annotated[Type, "command"]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -98,7 +104,7 @@ class TrainConfig:
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"
     )
-    verify_data: bool = setting(False, "check all data against its checksums first")
+    verify_data: Command[bool] = setting(False, "check all data against its checksums first")
 
     architecture: str | None = setting(
         None, f"{', '.join(ARCHITECTURES)}; default that of init_from, or gpt2 without it"
@@ -190,18 +196,20 @@ class TrainConfig:
 
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
-    dry_run: bool = setting(False, "print the memory and FLOPs estimate, then exit")
-    accelerate_config: str | None = setting(
+    dry_run: Command[bool] = setting(False, "print the memory and FLOPs estimate, then exit")
+    accelerate_config: Command[str | None] = setting(
         None,
         "Accelerate config whose processes and precision --dry_run plans for; default the launch's",
     )
-    device: str | None = setting(None, "GPU that --dry_run plans for, such as 'A100'")
-    eval_only: bool = setting(False, "evaluate the model on the validation data, then exit")
-    profile: int = setting(0, "updates to trace, after the first five, into trace-<rank>.json")
+    device: Command[str | None] = setting(None, "GPU that --dry_run plans for, such as 'A100'")
+    eval_only: Command[bool] = setting(
+        False, "evaluate the model on the validation data, then exit"
+    )
+    profile: Command[int] = setting(
+        0, "updates to trace, after the first five, into trace-<rank>.json"
+    )
 
     def __post_init__(self) -> None:
-        if self.sequence_length is None:
-            self.sequence_length = self.n_positions
         check_ranges(
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
@@ -235,20 +243,24 @@ class TrainConfig:
                     f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
                 )
 
-    def fit_micro_batch(self, processes: int) -> str | None:
-        """Halves `micro_batch_size` until the processes divide an update evenly.
+    @property
+    def tokens_per_sequence(self) -> int:
+        """The length of a training sequence."""
+        return self.n_positions if self.sequence_length is None else self.sequence_length
 
-        Returns a note for the user, or None if nothing changed. The order of the data does not depend on it.
+    def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
+        """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not
+        depend on it.
 
-        Raises what `batch_schedule` raises.
+        Returns the size, and a note for the user, None if nothing changed. Raises what `batch_schedule` raises.
         """
-        given, each = self.micro_batch_size, self.batch_schedule(processes).full // processes
-        self.micro_batch_size = halved(given, each)
-        if self.micro_batch_size == given:
-            return None
-        return (
-            f"micro_batch_size {self.micro_batch_size} in place of {given}: each process has {each} sequences of an "
-            f"update of {self.total_batch_size:,} tokens"
+        each = self.batch_schedule(processes).full // processes
+        fitting = halved(size, each)
+        if fitting == size:
+            return size, None
+        return fitting, (
+            f"micro_batch_size {fitting} in place of {size}: each process has {each} sequences of an update of "
+            f"{self.total_batch_size:,} tokens"
         )
 
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
@@ -256,19 +268,19 @@ class TrainConfig:
 
         Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`.
         """
-        tokens = self.sequence_length * processes
+        length = self.tokens_per_sequence
+        tokens = length * processes
         if self.total_batch_size % tokens:
             nearest = max(1, round(self.total_batch_size / tokens)) * tokens
             raise ValueError(
                 f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of sequence_length x "
-                f"processes = {self.sequence_length} x {processes} = {tokens}: try {nearest}"
+                f"processes = {length} x {processes} = {tokens}: try {nearest}"
             )
         if self.ramp_tokens and self.ramp_start % processes:
             raise ValueError(
                 f"ramp_start ({self.ramp_start} sequences) is not a multiple of the {processes} processes: "
                 "set one that is, and that divides the full batch"
             )
-        length = self.sequence_length
         return BatchSchedule(
             self.total_batch_size // length,
             self.ramp_start,
@@ -277,9 +289,15 @@ class TrainConfig:
             seen=seen,
         )
 
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the run by name, without those that are commands."""
+        hints = get_type_hints(TrainConfig, include_extras=True)
+        commands = {name for name, hint in hints.items() if get_origin(hint) is Annotated}
+        return {name: value for name, value in asdict(self).items() if name not in commands}
+
     def save(self, path: str | Path) -> None:
-        """Writes all settings as a YAML file that `--config` reads."""
-        write_file(path, yaml.safe_dump(asdict(self), sort_keys=False))
+        """Writes the settings as a YAML file that `--config` reads."""
+        write_file(path, yaml.safe_dump(self.settings(), sort_keys=False))
 
 
 Config = TypeVar("Config")

@@ -12,47 +12,38 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import psutil
 import torch
 from torch import nn
 
 OVERRIDES = "GPT2_ACCEL_DEVICE"
-# Dense FLOP/s in bf16 (V100 and T4: fp16) by words of the device's name, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100 40GB": 312e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-# Memory in bytes of the same, of the largest version where the name does not say it.
-MEMORY = {
-    "B200": 180e9,
-    "H200": 141e9,
-    "H100 PCIe": 80e9,
-    "H100": 80e9,
-    "A100 40GB": 40e9,
-    "A100": 80e9,
-    "L40S": 48e9,
-    "L40": 48e9,
-    "L4": 24e9,
-    "A10": 24e9,
-    "V100": 32e9,
-    "T4": 16e9,
-    "RTX 4090": 24e9,
-    "RTX 3090": 24e9,
+
+
+class Gpu(NamedTuple):
+    """Figures of NVIDIA's data sheets: dense FLOP/s in bf16 (V100 and T4: fp16), and bytes of memory."""
+
+    peak_flops: float
+    memory: float
+
+
+# By words of the device's name; the memory is that of the largest version where the name does not say it.
+GPUS = {
+    "B200": Gpu(2250e12, 180e9),
+    "H200": Gpu(989e12, 141e9),
+    "H100 PCIe": Gpu(756e12, 80e9),
+    "H100": Gpu(989e12, 80e9),
+    "A100 40GB": Gpu(312e12, 40e9),
+    "A100": Gpu(312e12, 80e9),
+    "L40S": Gpu(362e12, 48e9),
+    "L40": Gpu(181e12, 48e9),
+    "L4": Gpu(121e12, 24e9),
+    "A10": Gpu(125e12, 24e9),
+    "V100": Gpu(125e12, 32e9),
+    "T4": Gpu(65e12, 16e9),
+    "RTX 4090": Gpu(165e12, 24e9),
+    "RTX 3090": Gpu(71e12, 24e9),
 }
 # The dtypes of mixed precision, by Accelerate's names.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,7 +172,7 @@ def peak_flops(name: str) -> float | None:
 
     `name` is what `device_name` returns.
     """
-    found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
+    found = (gpu.peak_flops for words, gpu in GPUS.items() if re.search(rf"\b{words}\b", name))
     return next(found, None)
 
 
@@ -279,19 +270,10 @@ class HostCopy:
 
 @overridable
 def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of a CUDA device, or of the machine for other devices.
-
-    Raises `ValueError` if the system does not report them.
-    """
+    """Returns the free bytes of a CUDA device, or of the machine for other devices."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        raise ValueError(
-            "this system does not report its free memory: set --micro_batch_size to a number"
-        ) from error
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return psutil.virtual_memory().available
 
 
 @overridable

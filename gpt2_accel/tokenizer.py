@@ -6,7 +6,6 @@ load it.
 
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB_SIZE = 50257
+# OpenAI's file of GPT-2's merges, by the address under which tiktoken caches it.
+GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 LARGEST_BPE = 2**20  # tokens; the trainer allocates memory for all of them at once
 # `fingerprint` of GPT-2's BPE; tiktoken gives the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
@@ -47,49 +49,24 @@ CHARACTERS = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newline
 
 
 def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
-    """Returns GPT-2's byte-level BPE of 50,257 tokens, built from tiktoken's copy.
+    """Returns GPT-2's byte-level BPE of 50,257 tokens, built from OpenAI's list of merges.
 
-    tiktoken downloads the vocabulary once, to `TIKTOKEN_CACHE_DIR` if that is set.
+    tiktoken downloads the list once, to `TIKTOKEN_CACHE_DIR` if that is set. Raises `OSError` if it is neither cached
+    nor reachable.
     """
+    from tiktoken.load import read_file_cached
     from transformers import GPT2Tokenizer
 
-    encoding = tiktoken_gpt2()
-    symbols = byte_symbols()
-    ranks = encoding._mergeable_ranks
-    vocab = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
-    merges = [
-        tuple("".join(symbols[byte] for byte in part) for part in merged_pair(token, ranks))
-        for token in ranks
-        if len(token) > 1
-    ]
-    vocab[END_OF_TEXT] = encoding.eot_token
-    return GPT2Tokenizer(vocab=vocab, merges=merges)
-
-
-@functools.cache
-def tiktoken_gpt2():
-    """Returns tiktoken's `gpt2` encoding. Raises `OSError` if it is neither cached nor reachable."""
-    import tiktoken
-
     try:
-        return tiktoken.get_encoding("gpt2")
+        lines = read_file_cached(GPT2_MERGES, GPT2_MERGES_SHA256).decode().split("\n")
     except Exception as error:  # whatever the HTTP client raises
         raise OSError(
             "tiktoken cannot load GPT-2's vocabulary: connect to a network once, or set "
             f"TIKTOKEN_CACHE_DIR to a folder that holds it ({error})"
         ) from error
-
-
-def merged_pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Returns the two tokens whose merge is `token`, by applying the merges of lower rank."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        candidates = [
-            ranks.get(left + right, len(ranks)) for left, right in itertools.pairwise(parts)
-        ]
-        i = candidates.index(min(candidates))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
+    merges = [tuple(line.split()) for line in lines[1:-1]]  # the first line is a version
+    tokens = [*sorted(byte_symbols()), *map("".join, merges), END_OF_TEXT]
+    return GPT2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
 
 
 @functools.cache
@@ -333,7 +310,8 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
     backend, mark, probe = tokenizer.backend_tokenizer, fingerprint(tokenizer), PROBE
     plain = functools.partial(encode_text, backend)
     if mark == GPT2_FINGERPRINT:
-        fast = functools.partial(encode_gpt2, tiktoken_encoding(backend))
+        encoding = tiktoken_encoding(backend)
+        fast = functools.partial(encoding.encode_to_numpy, disallowed_special=())
     elif mark == BYTES_FINGERPRINT:
         fast = encode_bytes
     elif (table := character_table(backend)) is not None:
@@ -343,11 +321,6 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
         return plain
     # Vocabulary and merges may be equal, and the normalizer or the pre-tokenizer not.
     return fast if np.array_equal(fast(probe), plain(probe)) else plain
-
-
-def encode_gpt2(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
-    """Encodes a text by tiktoken."""
-    return encoding.encode_to_numpy(text, disallowed_special=())
 
 
 def encode_bytes(text: str) -> np.ndarray:

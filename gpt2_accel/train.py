@@ -25,11 +25,12 @@ from gpt2_accel.optim import learning_rate, set_learning_rate
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
-from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.metadata import end_summary
 from gpt2_accel.runtime.processes import AnyRank, main_process_first, on_main_process
-from gpt2_accel.runtime.setup import TrainInputs, TrainState, setup
+from gpt2_accel.runtime.setup import TrainInputs, setup
 from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime.state import TrainState
+from gpt2_accel.runtime.status import read_status
 from gpt2_accel.runtime.trackers import check_trackers
 
 
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> bool:
     check_trackers(config.report_to)
     accelerator = build_accelerator(config.deterministic, config.gather_fp32)
     state, inputs = setup(config, accelerator)
-    model, optimizer, schedule = state.model, state.optimizer, inputs.schedule
+    model, optimizer, schedule = state.model, state.optimizer, state.schedule
     if config.eval_only:
         for _, evaluate in inputs.evaluations:
             accelerator.print(json.dumps(evaluate(accelerator, model)))
@@ -112,18 +113,18 @@ def train(config: TrainConfig) -> bool:
                     run.log.evaluation(results)
                     converged |= state.early_stopping.exhausted(results.get("val/loss"))
             if due(config.sample_every, step, inputs.updates) and not stopping:
-                write_samples(run, state)
+                write_samples(run)
             last = stopping or converged or step == inputs.updates
             # A checkpoint waits for a good update: if the run diverges, the newest precedes the bad updates.
             save_due |= due(config.save_every, step, inputs.updates)
             if (last or (save_due and problem is None)) and not diverged:
-                run.save(state, step)
+                run.save()
                 save_due = False
             run.log.end_step()
             run.profile.step()
 
         if diverged:
-            save_before_divergence(run, state, problem)
+            save_before_divergence(run, problem)
         run.wait_for_checkpoint()
         run.log.print_line(end_summary(run.log))
         if converged:
@@ -132,9 +133,9 @@ def train(config: TrainConfig) -> bool:
             )
         finished = converged or state.step >= inputs.updates
         if finished:
-            export_model(run, state)
+            export_model(run)
         else:
-            run.log.stopped(run.stop.reason or "a signal to another process")
+            run.stopped(run.stop.reason or "a signal to another process")
     close(accelerator)
     return finished
 
@@ -186,12 +187,12 @@ def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> 
     return finished and inputs.checkpoint.resolve().parent == run_dir
 
 
-def write_samples(run: RunContext, state: TrainState) -> None:
+def write_samples(run: RunContext) -> None:
     """Generates a sample from each of `config.sample_prompts`, on the main process only, uncompiled, in fp32.
 
     A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
     """
-    config, accelerator, model = run.config, run.accelerator, state.model
+    config, accelerator, model = run.config, run.accelerator, run.state.model
     plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
     with main_process_first():  # may exceed the time limit of a collective
         if accelerator.is_main_process:
@@ -201,25 +202,26 @@ def write_samples(run: RunContext, state: TrainState) -> None:
                 run.log.sample(sample.prompt, sample.prompt + sample.text)
 
 
-def save_before_divergence(run: RunContext, state: TrainState, problem: str) -> None:
-    """Saves a checkpoint of the weights, which bad updates do not change, and raises `ValueError`."""
-    bad = state.guard.bad_in_a_row
-    run.save(state, state.step - bad)
+def save_before_divergence(run: RunContext, problem: str) -> None:
+    """Saves a checkpoint of the step before the bad updates, which do not change the weights, and raises `ValueError`."""
+    state, bad = run.state, run.state.guard.bad_in_a_row
+    state.step -= bad
+    run.save()
     run.wait_for_checkpoint()
     raise ValueError(
         f"{bad} updates in a row were skipped, the last because {problem}: resume from checkpoint-"
-        f"{state.step - bad} with a lower --learning_rate, or look at the samples listed in "
+        f"{state.step} with a lower --learning_rate, or look at the samples listed in "
         f"{run.config.output_dir}/metrics.jsonl"
     )
 
 
-def export_model(run: RunContext, state: TrainState) -> None:
+def export_model(run: RunContext) -> None:
     """Writes the final model into the run's folder, marks the run as finished, and pushes it if `push_to_hub` is set.
 
     Raises `OSError` if the model cannot be written.
     """
     config, accelerator = run.config, run.accelerator
-    plain = full_model(accelerator, state.model)
+    plain = full_model(accelerator, run.state.model)
     if accelerator.is_main_process:
         try:
             save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
@@ -230,7 +232,7 @@ def export_model(run: RunContext, state: TrainState) -> None:
                 f"the final model could not be written to {config.output_dir} ({first_line(error)}): free "
                 "space or make it writable, then continue from the last checkpoint with --resume_from latest"
             ) from error
-    run.log.finished()
+    run.finished()
     if accelerator.is_main_process and config.push_to_hub:
         try:
             draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")

@@ -32,11 +32,12 @@ from launching import ROOT
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 from gpt2_accel.train import train
 
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
+long = pytest.mark.skipif(not LONG, reason="in make test-reliability")
 FAULTS: list[tuple[str, int, int, str]] = []
 WORDS = [
     "the",
@@ -85,6 +86,13 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
     return items
 
 
+def tokenizer_of(kind: str, text: str):
+    """Returns a tokenizer: "bytes", or "bpe" or "characters" of a text."""
+    if kind == "bytes":
+        return byte_tokenizer()
+    return train_bpe([text], 270) if kind == "bpe" else char_tokenizer(text)
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Byte-level shards: 12 documents for training, 3 for validation."""
@@ -95,6 +103,15 @@ def data_dir(tmp_path_factory):
     }
     prepare(splits, byte_tokenizer(), path, source="made up")
     return path
+
+
+@pytest.fixture(scope="session")
+def trained(data_dir, tmp_path_factory):
+    """The folder of a run of 250 updates of a model with 64 positions. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    long = {"n_positions": 64, "total_batch_size": 4 * 64, "max_steps": 250, "eval_every": 250}
+    run(tiny_config(data_dir, folder, **long))
+    return folder
 
 
 def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
@@ -120,12 +137,44 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
     return TrainConfig(**settings)
 
 
-def run(config: TrainConfig) -> list[dict]:
-    """Trains in this process, with Accelerate's state reset; returns the lines of metrics.jsonl."""
+def reset_accelerate() -> None:
+    """Forgets Accelerate's settings, as a new process does."""
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run(config: TrainConfig) -> list[dict]:
+    """Trains in this process, with Accelerate's state reset; returns the lines of metrics.jsonl."""
+    reset_accelerate()
     train(config)
-    return read_json_lines(os.path.join(config.output_dir, "metrics.jsonl"))
+    return metrics(config.output_dir)
+
+
+def metrics(run_dir) -> list[dict]:
+    """Returns the lines of a run's metrics.jsonl."""
+    return read_json_lines(Path(run_dir) / "metrics.jsonl")
+
+
+def status(run_dir) -> dict:
+    """Returns the content of a run's status.json."""
+    return json.loads((Path(run_dir) / "status.json").read_text())
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Returns all files below a folder, without the lock."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in paths}
+
+
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
+    """Makes all parameters random, also biases and norms, so that swapped tensors change the logits."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+        if hasattr(model, "head_weight"):  # the rows of padding stay zero
+            for weight in (model.head_weight, next(model.parameters())):
+                weight[model.config.vocab_size :] = 0
+    return model.eval()
 
 
 def losses(metrics: list[dict]) -> list[float]:
@@ -138,11 +187,20 @@ def fixed_seed():
 
 
 def load_recipe(name):
+    """Imports a recipe anew, without running it."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def run_recipe(name: str, *flags) -> None:
+    """Runs a recipe's `main` in this process."""
+    reset_accelerate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
+        load_recipe(name).main()
 
 
 def small_notebook() -> dict:
@@ -185,6 +243,24 @@ def report():
 
 
 @pytest.fixture
+def small_disk(tmp_path):
+    """A function that mounts a disk of some MiB. Skips the test if mounting is not allowed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(size):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", disk]
+        if subprocess.run(command, check=False).returncode:
+            pytest.skip("mounting a small file system takes root")
+        return disk
+
+    yield mount
+    gc.collect()  # frees tensors that may still map a file of the disk
+    if disk.is_mount():
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture
 def undeletable(tmp_path):
     """Makes a folder a mount point, which even root cannot remove. Skips the test if mounting is not allowed."""
 
@@ -210,19 +286,20 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))
 
 
+def anonymous_memory() -> int:
+    """Returns this process's anonymous memory, in bytes."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+
 def peak_of(action, *arguments) -> int:
     """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
 
-    def anonymous():
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
-
     def watch():
         while not done:
-            peaks.append(anonymous())
+            peaks.append(anonymous_memory())
             time.sleep(0.002)
 
-    done, peaks, before = False, [], anonymous()
+    done, peaks, before = False, [], anonymous_memory()
     watcher = threading.Thread(target=watch)
     watcher.start()
     result = action(*arguments)  # kept alive until the watcher has measured it

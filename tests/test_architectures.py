@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import as_flags, hellaswag_items, losses, run, tiny_config
+from conftest import as_flags, hellaswag_items, losses, metrics, run, tiny_config
 from launching import launch
 from safetensors.torch import load_file
 from transformers import pipeline
 
 from gpt2_accel.estimate.dry_run import dry_run
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.report.page import write_report
 from gpt2_accel.report.reader import read_run
@@ -43,7 +42,7 @@ def trained(architecture, data_dir, tmp_path_factory):
 
 
 def test_training_lowers_the_loss_and_resumes_to_the_bit(architecture, data_dir, trained, tmp_path):
-    whole = read_json_lines(trained / "metrics.jsonl")
+    whole = metrics(trained)
     assert losses(whole)[-1] < losses(whole)[0] - 0.3
     changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
     changes |= {"resume_from": str(trained / "checkpoint-4"), "eval_every": 4, "save_every": 4}
@@ -127,7 +126,7 @@ def test_sharded_training_equals_training_on_one_process(architecture, data_dir,
     script = ("tests/fsdp_script.py", *as_flags(config))
     done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")
     assert done.returncode == 0, done.stderr
-    sharded = read_json_lines(tmp_path / "sharded/metrics.jsonl")
+    sharded = metrics(tmp_path / "sharded")
     assert losses(sharded) == pytest.approx(losses(one), abs=1e-5)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "sharded"))
     for name, tensor in ours.items():

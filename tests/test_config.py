@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,8 +42,18 @@ def test_saved_settings_round_trip(tmp_path):
     assert parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
+def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
+    config = parse_config(Recipe, ["--profile", "2", "--verify_data", "true"])
+    config.save(tmp_path / "config.yaml")
+    assert not {"profile", "verify_data", "dry_run"} & {*config.settings()}
+    again = parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")])
+    assert again.profile == 0 and not again.verify_data
+    (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(asdict(Recipe(profile=0))))
+    assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]) == Recipe()
+
+
 def test_sequence_length_defaults_to_n_positions():
-    assert parse_config(Recipe, ["--n_positions", "64"]).sequence_length == 64
+    assert parse_config(Recipe, ["--n_positions", "64"]).tokens_per_sequence == 64
     assert parse_config(Recipe, ["--sequence_length", "32"]).sequence_length == 32
 
 

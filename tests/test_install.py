@@ -9,11 +9,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import site
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -21,7 +19,6 @@ import pytest
 from conftest import make_text, small_notebook
 from launching import ROOT
 
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.recipe_command import FOLDERS
 from gpt2_accel.runtime.trackers import TRACKERS
 
@@ -32,7 +29,6 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
 PINNED = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 NOTEBOOK = ("ipykernel", "nbclient")
-QUIET = "--eval_every 0 --sample_every 0 --save_every 5 --log_every 1 --lr_schedule constant"
 
 # Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
@@ -118,7 +114,7 @@ def test_setup_cfg_lists_every_package():
     assert listed == sorted(expected)
 
 
-def test_the_installed_wheel_trains_resumes_and_samples(installed, tmp_path):
+def test_the_installed_wheel_trains_and_samples(installed, tmp_path):
     env = environment(installed)
     (tmp_path / "accelerate.py").write_text("raise ImportError('the wrong accelerate')")
     where = done(["python", "-P", "-c", IMPORTS], tmp_path, env)
@@ -128,41 +124,13 @@ def test_the_installed_wheel_trains_resumes_and_samples(installed, tmp_path):
         (tmp_path / f"my_texts/{number}.txt").write_text(make_text(200, number))
     prepare = "gpt2-accel prepare-data text my_texts/ --tokenizer bytes --workers 1 --data_dir"
     done(f"{prepare} data/mine", tmp_path, env)
-    train = f"gpt2-accel launch cpu quickstart --data_dir data/mine --output_dir runs/mine {SMALL} {QUIET}"
-    run = tmp_path / "runs/mine"
-    stopped = interrupted(f"{train} --max_steps 1000000", run, tmp_path, env)
-    steps = stopped + 3
-    said = done(f"{train} --max_steps {steps}", tmp_path, env)
-    assert f"updates {stopped:,} to {steps:,}" in said
+    train = "gpt2-accel launch cpu quickstart --data_dir data/mine --output_dir runs/mine"
+    said = done(f"{train} {SMALL} --max_steps 3 --eval_every 0 --sample_every 0", tmp_path, env)
     assert "gpt2-accel sample --model runs/mine" in said
-    lines = read_json_lines(run / "metrics.jsonl")
-    assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, steps + 1)]
     sample = "gpt2-accel sample --model runs/mine --prompt the --max_new_tokens 3 --num_samples 1"
     assert done(sample, tmp_path, env).startswith("the")
     config = (ROOT / "accelerate_configs/8xa100.yaml").read_text()
     assert done("gpt2-accel config 8xa100", tmp_path, env) == config
-
-
-def interrupted(command: str, run: Path, cwd: Path, env: dict) -> int:
-    """Starts a run and ends its launcher by SIGTERM after some updates; returns the step of its last checkpoint."""
-    with open(cwd / "log.txt", "w") as log:
-        launcher = subprocess.Popen(command.split(), cwd=cwd, env=env, stdout=log, stderr=log)
-    try:
-        ends = time.monotonic() + 120
-        while len(read_json_lines(run / "metrics.jsonl")) < 3:
-            assert launcher.poll() is None and time.monotonic() < ends, (
-                cwd / "log.txt"
-            ).read_text()
-            time.sleep(0.05)
-        launcher.terminate()
-        assert launcher.wait(30) == -signal.SIGTERM  # as `accelerate launch` itself
-        while (status := json.loads((run / "status.json").read_text()))["state"] == "running":
-            assert time.monotonic() < ends
-            time.sleep(0.05)
-    finally:
-        launcher.kill()
-    assert status["state"] == "stopped" and status["requeue"]
-    return status["step"]
 
 
 @pytest.mark.skipif(not LONG, reason="installs for minutes: make test-install")

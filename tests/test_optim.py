@@ -53,12 +53,6 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
         torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
 
 
-def test_orthogonalize_wide_tall_and_square_matrices():
-    for shape in ((2, 8, 32), (1, 32, 8), (3, 16, 16)):
-        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
-        assert values.min() > 0.3 and values.max() < 1.5
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weight_decay_applies_to_matrices_only(name):
     model = GPT(CONFIG)
@@ -70,22 +64,6 @@ def test_weight_decay_applies_to_matrices_only(name):
     for parameter in model.parameters():
         expected = 0.95 if parameter.ndim == 2 else 1.0
         torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected))
-
-
-def test_muon_updates_only_the_matrices_of_the_blocks():
-    model = GPT(CONFIG)
-    names = dict(model.named_parameters())
-    muon = [g for g in build_optimizer(model, "muon", lr=0.1).param_groups if g["muon"]]
-    assert [n for g in muon for n in g["param_names"]] == [
-        n for n, p in names.items() if n.startswith("h.") and p.ndim == 2
-    ]
-
-
-def test_unknown_optimizer_or_schedule_is_refused():
-    with pytest.raises(ValueError, match="adamw, muon"):
-        build_optimizer(GPT(CONFIG), "sgd", lr=0.1)
-    with pytest.raises(ValueError, match="cosine"):
-        learning_rate(0, peak=1.0, schedule="step", max_steps=10)
 
 
 def test_known_values_of_the_schedules():
@@ -103,7 +81,7 @@ def test_known_values_of_the_schedules():
     assert rate(109, "constant") == 1.0
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (256, 256), (256, 64)])
+@pytest.mark.parametrize("shape", [(64, 64), (256, 256), (256, 64), (64, 256)])
 def test_orthogonalize_brings_singular_values_near_one(shape):
     matrices = torch.randn(4, *shape)
     before = torch.linalg.svdvals(matrices) / matrices.norm(dim=(-2, -1))[:, None]

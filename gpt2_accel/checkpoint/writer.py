@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 class Snapshot:
     """A checkpoint in host memory, ready to be written."""
 
-    step: int
     model: LanguageModel
     optimizer: dict[str, torch.Tensor]
     state: dict
@@ -80,24 +79,16 @@ class CheckpointWriter:
 
     def save(
         self,
-        step: int,
         accelerator: Accelerator,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        state: dict,
         training: Training,
-        *,
-        guard: dict,
-        data: str,
-        position: dict[str, int],
-        val_loss: float | None,
-        run_id: str,
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        Waits for the previous write first. All ranks call it. `step` is the number of updates done; `guard` the state
-        of the guard and of early stopping; `data` the fingerprint of the data; `position` the number of sequences read
-        and the settings of their order; `val_loss` the validation loss, None if not evaluated at this step; `run_id`
-        the run's id in the trackers.
+        Waits for the previous write first. All ranks call it. `state` is that of `TrainState.state_dict` with `data`,
+        the fingerprint of the data, and `val_loss`, None if not evaluated at this step.
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return
@@ -106,22 +97,12 @@ class CheckpointWriter:
         optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
         if not accelerator.is_main_process:
             return
-        snapshot = Snapshot(
-            step,
-            plain,
-            optimizer_state,
-            {
-                "step": step,
-                "optimizer": optimizer_name(optimizer),
-                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
-                "guard": guard,
-                "data": data,
-                "position": position,
-                "val_loss": val_loss,
-                "run_id": run_id,
-            },
-            training,
-        )
+        state = {
+            **state,
+            "optimizer": optimizer_name(optimizer),
+            "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
+        }
+        snapshot = Snapshot(plain, optimizer_state, state, training)
         self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
         self._thread.start()
 
@@ -146,7 +127,8 @@ class CheckpointWriter:
             self._thread.join()
 
     def _write(self, snapshot: Snapshot) -> None:
-        path = self.run_dir / f"checkpoint-{snapshot.step}"
+        step = snapshot.state["step"]
+        path = self.run_dir / f"checkpoint-{step}"
         try:
             with atomic_directory(path, replace=True) as folder:
                 save_pretrained(
@@ -165,7 +147,7 @@ class CheckpointWriter:
             self._error = error
             self.print_line(f"{path.name} could not be written, training continues: {error}")
             return
-        self.rotate(snapshot.step)
+        self.rotate(step)
         self.saved(path)
 
     def rotate(self, step: int) -> None:

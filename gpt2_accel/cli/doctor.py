@@ -126,13 +126,12 @@ def packages() -> Iterator[Row]:
 
 def devices() -> Iterator[Row]:
     """The CPU and each GPU with its memory, and the speed of a product in each precision of the one that trains."""
-    import psutil
     import torch
 
     from gpt2_accel import device
     from gpt2_accel.cores import usable_cpus
 
-    free, total = psutil.virtual_memory().available, device.total_memory()
+    free, total = device.free_memory(torch.device("cpu")), device.total_memory()
     cores = f"{usable_cpus()} of {os.cpu_count()} cores, {device.cpu_instructions()}"
     yield Row("ok", "cpu", f"{cores}, {free / 1e9:.1f} of {total / 1e9:.1f} GB of memory free")
     for i in range(torch.cuda.device_count()):

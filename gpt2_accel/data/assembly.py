@@ -10,7 +10,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -26,9 +25,6 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.tokenizing import COUNTS, add_counts, record_path, tokens_path
 from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 2**22  # tokens copied at once
 
@@ -52,16 +48,17 @@ def finish(plan: Plan) -> dict:
 
 def assemble(plan: Plan) -> dict:
     """Writes the shards; returns the manifest."""
-    count = len(plan.pieces)
+    count, tokenizer, mark = len(plan.pieces), plan.tokenizer, fingerprint(plan.tokenizer)
     records = [json.loads(record_path(plan.work, i).read_text()) for i in range(count)]
     check_splits(plan, records)
+    name = tokenizer.name_or_path or type(tokenizer).__name__
     return {
         "format": MANIFEST_FORMAT,
         "version": VERSION,
         "tokenizer": {
-            "name": tokenizer_name(plan.tokenizer),
-            "vocab_size": len(plan.tokenizer),
-            "fingerprint": fingerprint(plan.tokenizer),
+            "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+            "vocab_size": len(tokenizer),
+            "fingerprint": mark,
             "end_of_text": plan.separator,
         },
         "dtype": plan.dtype.name,
@@ -91,13 +88,6 @@ def check_splits(plan: Plan, records: list[dict]) -> None:
             )
 
 
-def tokenizer_name(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns the tokenizer's name in the manifest."""
-    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
-        return "gpt2"
-    return tokenizer.name_or_path or type(tokenizer).__name__
-
-
 def total_counts(records: list[dict]) -> dict[str, int]:
     """Adds up the counts of all pieces; `longest` is the maximum. A document of several pieces counts once."""
     totals, last = dict.fromkeys(COUNTS, 0), dict.fromkeys(COUNTS, 0)
@@ -117,13 +107,10 @@ def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
     jobs: list[tuple[str, str, list[tuple[Path, int, int]]]] = []  # split, file, parts
     for split in sorted({split for record in records for split in record["splits"]}):
         for number, parts in enumerate(layout(plan, records, split)):
-            validates = plan.validation_shard and number == 0
-            name = (
-                "val_000000.bin"
-                if validates
-                else f"{split}_{number - plan.validation_shard:06d}.bin"
-            )
-            jobs.append(("val" if validates else split, name, parts))
+            if plan.validation_shard and number == 0:
+                jobs.append(("val", "val_000000.bin", parts))
+            else:
+                jobs.append((split, f"{split}_{number - plan.validation_shard:06d}.bin", parts))
     uses = Counter(path for _, _, parts in jobs for path, _, _ in parts)
     lock = Lock()
     table = bytes_per_token(plan.tokenizer) if plan.validation_shard else None

@@ -106,6 +106,7 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
         return finished_before(plan)
     # datatrove records finished tasks here, so each plan has its own folder.
     logs = plan.work.with_name(f"{plan.work.name}.logs") / str(plan.hash)[:16]
+    options = {}
     if kind == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor as Executor
 
@@ -114,12 +115,8 @@ def run_on(kind: str, plan: Plan, workers: int, slurm: dict[str, Any]) -> dict |
         options = {**slurm, "cpus_per_task": 1, "mem_per_cpu_gb": 4}
     elif kind == "ray":
         from datatrove.executor.ray import RayPipelineExecutor as Executor
-
-        options = {}
     else:
         from datatrove.executor.local import LocalPipelineExecutor as Executor
-
-        options = {}
     begin(plan)
     if (plan.work / MANIFEST).exists():
         return finish(plan)

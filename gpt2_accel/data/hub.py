@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 from gpt2_accel.data.documents import (
@@ -18,7 +19,7 @@ from gpt2_accel.data.documents import (
     piece_size,
     split_document,
 )
-from gpt2_accel.data.sources import ParquetPiece, column_of, open_parquet, parquet_pieces, reading
+from gpt2_accel.data.sources import column_of, open_parquet, parquet_pieces, reading
 from gpt2_accel.files import first_line
 
 SECONDS_TO_ANSWER = 8
@@ -111,15 +112,12 @@ def row_group_pieces(
         rows, sizes = zip(*pool.map(count, urls), strict=True)
         each = piece_bytes or piece_size(sum(sizes))
         is_held_out = hold_out(sum(rows)) if hold_out else ByHash()
-        before = [sum(rows[:i]) for i in range(len(rows))]
-        pieces: list[list[ParquetPiece]] = list(
-            pool.map(
-                lambda url, first: parquet_pieces(url, column, "", is_held_out, each, first),
-                urls,
-                before,
-            )
+        first_rows = accumulate(rows, initial=0)
+        rest = {"column": column, "name": "", "is_held_out": is_held_out, "piece_bytes": each}
+        found = pool.map(
+            lambda url, row: parquet_pieces(url, first_row=row, **rest), urls, first_rows
         )
-    return [piece for of_file in pieces for piece in of_file]
+        return list(chain.from_iterable(found))
 
 
 def open_builder(name: str, options: dict[str, Any]):

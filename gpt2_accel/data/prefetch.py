@@ -1,8 +1,10 @@
 """Reads the next micro-batches in a background thread while the device computes."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -36,18 +38,16 @@ class Prefetch:
 
     def __next__(self) -> Batch:
         while len(self._upcoming) <= AHEAD:
-            self._upcoming.append(self._thread.submit(self._stream.run, self._read))
+            read = partial(next, self._batches, None)
+            self._upcoming.append(self._thread.submit(self._stream.run, read))
         batch, copied = self._upcoming.popleft().result()
         if batch is None:
             raise StopIteration
         self._stream.hand_over(batch, copied)
         return batch
 
-    def _read(self) -> Batch | None:
-        return next(self._batches, None)
 
-
-class PrefetchLoader:
+class PrefetchLoader(Prefetch):
     """The micro-batches of the updates `steps` of a `schedule`, read ahead also across updates. A context manager.
 
     It takes the place of `loader` in the training loop, which asks for these updates in order.
@@ -57,20 +57,12 @@ class PrefetchLoader:
         self.micro_batches = loader.micro_batches
         self._schedule, self._steps = schedule, iter(steps)
         batches = (batch for step in steps for batch in loader.update(*self._position(step)))
-        self._prefetch = Prefetch(batches, loader.device)
-
-    def __enter__(self) -> "PrefetchLoader":
-        self._prefetch.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._prefetch.__exit__(*error)
+        super().__init__(batches, loader.device)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
-        """Yields what `TrainLoader.update` yields."""
+        """Returns what `TrainLoader.update` yields."""
         assert (first, sequences) == self._position(next(self._steps))
-        for _ in range(self.micro_batches(sequences)[1]):
-            yield next(self._prefetch)
+        return itertools.islice(self, self.micro_batches(sequences)[1])
 
     def _position(self, step: int) -> tuple[int, int]:
         return self._schedule.first(step), self._schedule.sequences(step)

@@ -294,11 +294,10 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
             f"the folders of a mixture must differ from each other and from {data_dir}: name each once"
         )
     manifests = {folder: read_manifest(folder) for folder in weights}
-    for folder in weights:
-        if "mixture" in manifests[folder]:
-            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
     first, *others = manifests.values()
     for folder, manifest in manifests.items():
+        if "mixture" in manifest:
+            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
         if manifest["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
             raise ValueError(
                 f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with the same"
@@ -326,12 +325,11 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
 
 def total_of(split: str, manifests: list[dict]) -> dict:
     """Returns the manifest's entry of a split over several folders, without shards."""
-    entries = [manifest["splits"][split] for manifest in manifests]
-    totals = {}
+    total = {}
     for name in ("tokens", "documents", "bytes"):
-        counts = [entry[name] for entry in entries]
-        totals[name] = None if None in counts else sum(counts)
-    return {**totals, "shards": []}
+        counts = [manifest["splits"][split][name] for manifest in manifests]
+        total[name] = None if None in counts else sum(counts)
+    return {**total, "shards": []}
 
 
 def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:

@@ -33,12 +33,8 @@ from gpt2_accel.data.documents import (
 )
 from gpt2_accel.files import first_line, parse_json
 
-ROW_SUFFIXES = (
-    ".jsonl",
-    ".jsonl.gz",
-    ".jsonl.zst",
-    ".parquet",
-)  # files with one document per row
+# Files with one document per row.
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SUFFIXES = (".txt", *ROW_SUFFIXES)
 LONGEST_LINE = 2**26  # bytes of a line of JSON
 FEWEST, MOST = 0.01, 0.15  # bounds of the validation share if whole documents are held out
@@ -242,7 +238,7 @@ def column_of(row: Any, column: str, place: str) -> str:
     """Returns the text of a row, empty for null. Raises `ValueError` if the column is missing or not a text."""
     if not isinstance(row, dict):
         raise ValueError(
-            f"{place}, holds {kind_of(row)}, not an object: write {{{column!r}: …}}, one per line"
+            f"{place}, holds a value of type {type(row).__name__}, not an object: write {{{column!r}: …}}, one per line"
         )
     if column not in row:
         raise ValueError(
@@ -250,14 +246,10 @@ def column_of(row: Any, column: str, place: str) -> str:
         )
     if not isinstance(row[column] or "", str):
         raise ValueError(
-            f"{place}, has {kind_of(row[column])} in {column!r}, not a text: choose another by --column, or correct it"
+            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text: choose another by "
+            "--column, or correct it"
         )
     return row[column] or ""
-
-
-def kind_of(value: object) -> str:
-    """Describes the type of a value in messages."""
-    return f"a value of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -365,7 +357,7 @@ def pieces_of(
         else:
             check_text(path)
             split = split_of(is_held_out(name))
-            pieces += text_pieces(text_spans(path, 0, path.stat().st_size, split, piece_bytes))
+            pieces += text_pieces(path, 0, path.stat().st_size, split, piece_bytes)
     return pieces
 
 
@@ -409,29 +401,24 @@ def json_pieces(
     ]
 
 
-def text_spans(path: Path, start: int, end: int, split: str, piece_bytes: int) -> list[Span]:
-    """Splits bytes [start, end) of a text file, which is one document, into spans of about `piece_bytes`."""
+def text_pieces(path: Path, start: int, end: int, split: str, piece_bytes: int) -> list[TextPiece]:
+    """Splits bytes [start, end) of a text file, which is one document, into pieces of about `piece_bytes`."""
     modified = path.stat().st_mtime_ns
     cuts = (next_cut(path, place) for place in range(start + piece_bytes, end, piece_bytes))
     borders = [start, *(cut for cut in cuts if cut is not None and cut < end), end]
     return [
-        Span(str(path), left, right, split, left == start, modified)
+        TextPiece((Span(str(path), left, right, split, left == start, modified),), right - left)
         for left, right in itertools.pairwise(borders)
     ]
 
 
-def one_text_pieces(path: Path, val_share: float, piece_bytes: int) -> list[Piece]:
+def one_text_pieces(path: Path, val_share: float, piece_bytes: int) -> list[TextPiece]:
     """Splits a text file into pieces, its last `val_share` for validation. Raises the error of `check_text`."""
     check_text(path)
     end = path.stat().st_size
     cut = next_cut(path, int(end * (1 - val_share))) or end
-    spans = text_spans(path, 0, cut, "train", piece_bytes)
-    return text_pieces(spans + text_spans(path, cut, end, "val", piece_bytes))
-
-
-def text_pieces(spans: list[Span]) -> list[Piece]:
-    """Returns one piece per span."""
-    return [TextPiece((span,), span.end - span.start) for span in spans]
+    train = text_pieces(path, 0, cut, "train", piece_bytes)
+    return train + text_pieces(path, cut, end, "val", piece_bytes)
 
 
 def join_texts(pieces: list[Piece], piece_bytes: int) -> list[Piece]:

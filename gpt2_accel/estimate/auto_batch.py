@@ -25,7 +25,7 @@ def fitting_batch_size(
     Raises `ValueError` if not even one sequence fits.
     """
     per_rank, rest = divmod(
-        config.total_batch_size, config.sequence_length * accelerator.num_processes
+        config.total_batch_size, config.tokens_per_sequence * accelerator.num_processes
     )
     if rest or not per_rank:
         return 1  # the check of the batch sizes raises the error
@@ -54,7 +54,7 @@ def try_size(
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
-        shape = (size, config.sequence_length)
+        shape = (size, config.tokens_per_sequence)
         tokens = torch.randint(0, 100, shape, device=accelerator.device)
         with accelerator.no_sync(model):
             model(tokens, tokens).backward()
@@ -81,10 +81,10 @@ def compute_size(
     needed = 12 * weights // shards + activation_bytes(
         plain.config,
         size,
-        config.sequence_length,
+        config.tokens_per_sequence,
         accelerator.mixed_precision,
         config.checkpoint_activations,
-        kernels.logits_at_once,
+        kernels.choices.logits_at_once,
     )
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from gpt2_accel.config import AUTO, TrainConfig, load_yaml
+from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import MEMORY, PEAK_FLOPS, logits_at_once, precision_name
+from gpt2_accel.device import GPUS, logits_at_once, precision_name
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.files import readable_size
@@ -26,8 +26,8 @@ def dry_run(config: TrainConfig) -> str:
 
     Raises `ValueError` for an unknown `device`, or if the batch cannot be divided among the processes.
     """
-    if config.device not in (None, *PEAK_FLOPS):
-        raise ValueError(f"device must be one of {', '.join(PEAK_FLOPS)}, got {config.device!r}")
+    if config.device not in (None, *GPUS):
+        raise ValueError(f"device must be one of {', '.join(GPUS)}, got {config.device!r}")
     launch = read_launch(config.accelerate_config) if config.accelerate_config else this_launch()
     vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
@@ -35,20 +35,18 @@ def dry_run(config: TrainConfig) -> str:
         vocab_size = manifest["tokenizer"]["vocab_size"]
         data = f"{manifest['splits']['train']['tokens']:,} tokens"
     shape = model_shape(config, vocab_size)
-    if config.micro_batch_size == AUTO:
-        config.micro_batch_size = 1
-    devices = launch.num_processes
-    note = config.fit_micro_batch(devices)
+    devices, length = launch.num_processes, config.tokens_per_sequence
+    micro_batch_size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     updates = config.batch_schedule(devices).updates(config.max_steps)
     tokens = config.max_steps * config.total_batch_size
-    flops = tokens * flops_per_token(shape, config.sequence_length)
+    flops = tokens * flops_per_token(shape, length)
     times = ", ".join(
-        f"{duration(flops / (PEAK_FLOPS[name] * TYPICAL_MFU * devices))} on {devices} x {name}"
+        f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"
         for name in ([config.device] if config.device else DEVICES)
     )
-    available = MEMORY.get(config.device or "")
+    available = GPUS[config.device].memory if config.device else None
     logits = available and logits_at_once(available, launch.mixed_precision)
-    memory = memory_by_part(config, shape, launch, logits)
+    memory = memory_by_part(config, shape, launch, micro_batch_size, logits)
     parts = ", ".join(f"{part} {readable_size(size)}" for part, size in memory.items())
     needed = sum(memory.values())
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
@@ -58,7 +56,7 @@ def dry_run(config: TrainConfig) -> str:
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(launch.mixed_precision)}{sharded}",
         f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if available else ''}: {parts}; "
-        f"micro-batch {config.micro_batch_size} x {config.sequence_length}, before compilation",
+        f"micro-batch {micro_batch_size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
         note,
     ]

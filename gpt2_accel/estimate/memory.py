@@ -23,12 +23,16 @@ class Launch:
 
 
 def memory_by_part(
-    config: TrainConfig, shape: ModelConfig, accelerator: Accelerator | Launch, logits: int | None
+    config: TrainConfig,
+    shape: ModelConfig,
+    accelerator: Accelerator | Launch,
+    micro_batch_size: int,
+    logits: int | None,
 ) -> dict[str, int]:
     """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
 
     AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
-    `logits` is the device's `kernels.logits_at_once`.
+    `logits` is the device's `kernels.choices.logits_at_once`.
     """
     shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
     with torch.device("meta"):
@@ -36,15 +40,14 @@ def memory_by_part(
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     matrices = 4 * sum(parameter.numel() for _, parameter in hidden_matrices(model))
     saved = matrices if config.optimizer == "muon" else 0
-    size = config.micro_batch_size
     return {
         "weights": weights // shards,
         "gradients": weights // shards,
         "optimizer": (2 * weights - saved) // shards,
         "activations": activation_bytes(
             shape,
-            size,
-            config.sequence_length,
+            micro_batch_size,
+            config.tokens_per_sequence,
             accelerator.mixed_precision,
             config.checkpoint_activations,
             logits,
@@ -63,7 +66,7 @@ def activation_bytes(
     """Returns the bytes of the activations of (batch, length) tokens at the peak, without compilation.
 
     The count includes the tensors that autograd saves for the backward, measured on fake tensors, and the logits and
-    their gradients; `at_once` is the device's `kernels.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
+    their gradients; `at_once` is the device's `kernels.choices.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
     """
     if checkpointed:
         one = activation_bytes(

@@ -11,8 +11,7 @@ whole task.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -34,8 +33,7 @@ BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
 LOGIT_VALUES = 2**27  # maximum logits of a batch, likewise: 512 MiB in fp32
 
 
-@dataclass
-class Question:
+class Question(NamedTuple):
     """A context and its possible continuations, as token ids; none is empty."""
 
     context: list[int]
@@ -102,9 +100,7 @@ def fit_rows(questions: Sequence[Question], n_positions: int) -> tuple[list[Row]
     continuation that exceeds `n_positions` by itself.
     """
     rows, cut = [], []
-    for number, (context, continuations) in enumerate(
-        (q.context, q.continuations) for q in questions
-    ):
+    for number, (context, continuations) in enumerate(questions):
         longest = max(map(len, continuations))
         if longest > n_positions:
             raise ValueError(
@@ -192,32 +188,21 @@ def score_batch(model: torch.nn.Module, batch: Sequence[Row]) -> torch.Tensor:
 
 def batch_scores(batch: Sequence[Row], table: torch.Tensor) -> list[tuple[int, int, Score]]:
     """Returns (question, place, score) of each continuation of the rows; `table` is the result of `score_batch`."""
-    return [
-        score
-        for row, *figures in zip(batch, *table.tolist(), strict=True)
-        for score in row_scores(row, *figures)
-    ]
-
-
-def row_scores(
-    row: Row, nats: list[float], first_choice: list[float]
-) -> Iterator[tuple[int, int, Score]]:
-    """Yields (question, place, score) of each continuation, from the values of the row's predicted tokens."""
-    start = 0
-    for place, ids in zip(row.places, row.continuations, strict=True):
-        end = start + len(ids)
-        yield (
-            row.question,
-            place,
-            Score(
+    scores = []
+    for row, nats, first_choice in zip(batch, *table.tolist(), strict=True):
+        start = 0
+        for place, ids in zip(row.places, row.continuations, strict=True):
+            end = start + len(ids)
+            found = Score(
                 nats=math.fsum(nats[start:end]),
                 tokens=len(ids),
                 greedy=all(first_choice[start:end]),
                 last_nats=nats[end - 1],
                 last_greedy=bool(first_choice[end - 1]),
-            ),
-        )
-        start = end
+            )
+            scores.append((row.question, place, found))
+            start = end
+    return scores
 
 
 def score(

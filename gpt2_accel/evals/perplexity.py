@@ -13,6 +13,7 @@ earlier, to be full. A shorter stride gives tokens more context and costs more.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,11 +29,8 @@ from gpt2_accel.tokenizer import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CORPUS_OF = {
-    "wikitext2": "wikitext",
-    "wikitext103": "wikitext",
-    "ptb": "ptb",
-}  # task -> the corpus of `detokenize`
+# Task -> the corpus of `detokenize`.
+CORPUS_OF = {"wikitext2": "wikitext", "wikitext103": "wikitext", "ptb": "ptb"}
 
 
 @dataclass
@@ -136,16 +134,14 @@ def text_loss(
         for window in windows(number, len(document.ids), config.n_positions, stride)
     ]
 
-    def run(plain: torch.nn.Module, batch: Sequence[Window]) -> torch.Tensor:
-        return window_loss(plain, batch, documents)
-
     def read(batch: Sequence[Window], nats: torch.Tensor) -> list[tuple[Window, float]]:
-        return list(zip(batch, nats.cpu().double().sum(dim=1).tolist(), strict=True))
+        return list(zip(batch, nats.double().sum(dim=1).tolist(), strict=True))
 
     batches = batched(
         sorted(todo, key=lambda window: (-window.length, window.context, window)),
         lambda batch: fits(len(batch), *shape(batch), config.vocab_size),
     )
+    run = partial(window_loss, documents=documents)
     found = dict(run_sharded(accelerator, model, batches, run, read, interrupted))
     return (todo, [found[window] for window in todo]) if found else ([], [])
 

@@ -68,21 +68,15 @@ def markdown_table(
     `comparable` are the tasks that ran on the data of the published results. Published results of a released model
     are in brackets after its value if the model is among `results`, and in a separate column if not.
     """
-    nothing = ("", (None,) * len(BASELINES))
     sizes = [name.rpartition("/")[2] for name in BASELINES]
-    metrics = {
-        metric: PUBLISHED.get(metric, nothing)
-        if metric.partition("/")[0] in comparable
-        else nothing
-        for found in results.values()
-        for metric in found
-        if not metric.endswith("_stderr")
-    }
-    others = [size for size in sizes if size not in {name.rpartition("/")[2] for name in results}]
-    if all(found == nothing for found in metrics.values()):
-        others = []
+    names = dict.fromkeys(name for found in results.values() for name in found)
+    metrics = [name for name in names if not name.endswith("_stderr")]
+    known = {name for name in PUBLISHED.keys() & names if name.partition("/")[0] in comparable}
+    shown = {name.rpartition("/")[2] for name in results}
+    others = [size for size in sizes if known and size not in shown]
     rows = [["metric", *results, *(f"{size}, published" for size in others), "convention"]]
-    for metric, (publisher, figures) in metrics.items():
+    for metric in metrics:
+        publisher, figures = PUBLISHED[metric] if metric in known else ("", [None] * len(sizes))
         published = dict(zip(sizes, figures, strict=True))
         cells = [
             cell(metric, found, published.get(name.rpartition("/")[2]))
@@ -92,13 +86,9 @@ def markdown_table(
         source = f" (published: {publisher})" if publisher else ""
         rows.append([metric, *cells, convention(metric) + source])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| "
-        + " | ".join(map(str.ljust, row, widths))
-        + " |"  # aligned, to be readable as plain text
-        for row in [rows[0], ["-" * width for width in widths], *rows[1:]]
-    ]
-    return "\n".join(lines)
+    rows.insert(1, ["-" * width for width in widths])
+    # Aligned, to be readable as plain text.
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
 def cell(metric: str, results: Mapping[str, float], published: float | None) -> str:

@@ -55,42 +55,29 @@ def from_hub(source: Source) -> list[dict]:
 
 
 def parse_file(path: Path, lines: bool) -> list[dict]:
-    """Returns the items of a local file; unless it is JSONL, each of its `lines` or the whole text is an item."""
+    """Returns the items of a local file; unless it is JSONL, each of its `lines` or the whole text is an item.
+
+    Blank items are left out. Raises `ValueError` for an item that is too long to be scored.
+    """
     if (size := path.stat().st_size) > LARGEST_FILE:
         raise ValueError(f"{path} has {size:,} bytes, at most {LARGEST_FILE:,} are read: cut it")
-    text = read_text(path)
-    if path.suffix == ".jsonl":
-        return parse_lines(text, str(path))
-    parts = re.split(r"\r?\n", text) if lines else [text]
-    for number, part in enumerate(parts, start=1):
-        check_length(part, f"{path}, line {number}," if lines else str(path))
-    return [{"text": part} for part in parts if part.strip()]
-
-
-def parse_lines(text: str, name: str) -> list[dict]:
-    """Returns the objects of a JSONL file, without blank lines; error messages call the file `name`."""
+    text, is_jsonl = read_text(path), path.suffix == ".jsonl"
+    by_line = lines or is_jsonl
     items = []
-    for number, line in enumerate(
-        text.split("\n"), start=1
-    ):  # splitlines() would also split at U+2028
-        if not line.strip():
-            continue
-        check_length(line, f"{name}, line {number},")
-        item = parse_line(line.encode(), f"{name}, line {number}")
-        if not isinstance(item, dict):
+    # splitlines() would also split at U+2028.
+    for number, part in enumerate(re.split(r"\r?\n", text) if by_line else [text], start=1):
+        where = f"{path}, line {number}," if by_line else str(path)
+        if len(part) > LONGEST_LINE:
             raise ValueError(
-                f"{name}, line {number}, is not a JSON object: write one {{…}} per line"
+                f"{where} has {len(part):,} characters, more than the {LONGEST_LINE:,} that an item may have: cut it"
             )
+        if not part.strip():
+            continue
+        item = parse_line(part.encode(), where.removesuffix(",")) if is_jsonl else {"text": part}
+        if not isinstance(item, dict):
+            raise ValueError(f"{where} is not a JSON object: write one {{…}} per line")
         items.append(item)
     return items
-
-
-def check_length(item: str, where: str) -> None:
-    """Raises `ValueError` for an item that is too long to be scored."""
-    if len(item) > LONGEST_LINE:
-        raise ValueError(
-            f"{where} has {len(item):,} characters, more than the {LONGEST_LINE:,} that an item may have: cut it"
-        )
 
 
 def field(item: dict, name: str, kind: type | UnionType, where: str):

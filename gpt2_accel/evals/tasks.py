@@ -59,9 +59,10 @@ def prepare_task(
         data = load_hellaswag(items, tokenizer, config.n_positions, style)
         notes += note_of_cut(task, data.cut, len(items), config.n_positions)
         if data.left_out:
+            more = " and more" if len(data.left_out) > 8 else ""
             notes.append(
-                f"{task}: {len(data.left_out):,} of {len(items):,} items are skipped, because they have an "
-                f"ending of more than {config.n_positions:,} tokens: {shorten(data.left_out)}"
+                f"{task}: {len(data.left_out):,} of {len(items):,} items are skipped, because they have an ending of "
+                f"more than {config.n_positions:,} tokens: {', '.join(map(str, data.left_out[:8]))}{more}"
             )
         return Prepared([partial(hellaswag, data=data, prefix=task)], notes)
     found = texts(task, items)
@@ -91,11 +92,6 @@ def note_of_cut(task: str, cut: int, items: int, n_positions: int) -> list[str]:
         f"{task}: {cut:,} of {items:,} contexts are too long for the model's {n_positions:,} positions and "
         "were cut from the left"
     ]
-
-
-def shorten(numbers: Sequence[int]) -> str:
-    """Formats the first eight numbers of a list."""
-    return ", ".join(map(str, numbers[:8])) + (" and more" if len(numbers) > 8 else "")
 
 
 def prepare_loss(

@@ -4,6 +4,7 @@ A repository's root is a model directory. With the strategy `checkpoint` its fol
 for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -71,23 +72,27 @@ def is_repo_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", name) is not None
 
 
-def push(
-    folder: str | Path, repo_id: str, *, private: bool = True, message: str = "Upload the model"
-) -> str:
+def push(folder: Path, repo_id: str, *, private: bool) -> str:
     """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
 
-    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Raises
-    the errors of the Hub client.
+    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
+    again after temporary errors. Raises the errors of the Hub client.
     """
     api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    commit = api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        commit_message=message,
-        delete_patterns=list(REPLACED),
-    )
-    return str(commit.repo_url)
+    for attempt in itertools.count(1):
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message="Upload the model",
+                delete_patterns=list(REPLACED),
+            )
+            return str(commit.repo_url)
+        except Exception as error:  # from the client, its HTTP library or the network
+            if is_final(error) or attempt == ATTEMPTS:
+                raise
+            time.sleep(PAUSE * 2 ** (attempt - 1))
 
 
 def stage(source: Path, target: Path, repo_id: str) -> None:
@@ -156,21 +161,9 @@ def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str
         if not (folder / "README.md").exists():
             (folder / "README.md").write_text(card, encoding="utf-8")
         try:
-            return push_patiently(folder, repo_id, private=private, message="Upload the model")
+            return push(folder, repo_id, private=private)
         except Exception as error:
             raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
-
-
-def push_patiently(folder: Path, repo_id: str, **options) -> str:
-    """Calls `push`, and retries it after temporary errors."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return push(folder, repo_id, **options)
-        except Exception as error:  # from the client, its HTTP library or the network
-            if is_final(error) or attempt == ATTEMPTS:
-                raise
-            time.sleep(PAUSE * 2 ** (attempt - 1))
-    raise AssertionError("not reached")
 
 
 def is_final(error: Exception) -> bool:

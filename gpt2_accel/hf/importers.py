@@ -1,5 +1,6 @@
 """Importers for other toolkits' checkpoints: nanoGPT's and build-nanogpt's `.pt`, llm.c's `.bin`."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -77,10 +78,8 @@ def unpadded(
     """Removes `torch.compile`'s prefix from the names, and the vocabulary padding."""
     for key, tensor in tensors.items():
         name = key.removeprefix("_orig_mod.")
-        yield (
-            name,
-            tensor[:vocab_size] if name.endswith(("wte.weight", "lm_head.weight")) else tensor,
-        )
+        padded = name.endswith(("wte.weight", "lm_head.weight"))
+        yield name, tensor[:vocab_size] if padded else tensor
 
 
 def read_llmc(path: Path) -> GPT:
@@ -112,17 +111,12 @@ def read_llmc(path: Path) -> GPT:
     shapes = {"wte.weight": (rows, C), "wpe.weight": (n_positions, C)}
     shapes |= {f"h.{i}.{kind}": shape for kind, shape in layers.items() for i in range(n_layer)}
     shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
-    count = sum(int(np.prod(shape)) for shape in shapes.values())
-    expected = LLMC_HEADER_BYTES + count * dtype.itemsize
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    expected = LLMC_HEADER_BYTES + sum(sizes) * dtype.itemsize
     if path.stat().st_size != expected:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {expected}")
     storage = torch.from_file(str(path), size=expected, dtype=torch.uint8)
     flat = storage[LLMC_HEADER_BYTES:].view(dtype)
-    sizes = [int(np.prod(shape)) for shape in shapes.values()]
-    tensors = {
-        name: part.view(shape)
-        for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True)
-    }
-    return build(
-        config, from_hf(unpadded(tensors, vocab_size), config, str(path), own_tensor=LINEAR)
-    )
+    parts = zip(shapes.items(), flat.split(sizes), strict=True)
+    tensors = unpadded({name: part.view(shape) for (name, shape), part in parts}, vocab_size)
+    return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))

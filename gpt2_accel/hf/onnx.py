@@ -59,14 +59,12 @@ def write_onnx(model: LanguageModel, path: Path) -> None:
 @contextmanager
 def plain_and_quiet() -> Iterator[None]:
     """Turns the kernels and the exporter's warnings off, which tell of torchvision and of deprecated calls in torch."""
-    log, enabled = logging.getLogger("torch.onnx"), kernels.enabled
+    log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
-    kernels.enabled = False
     try:
-        with warnings.catch_warnings():
+        with kernels.chosen(enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        kernels.enabled = enabled
         log.setLevel(level)

@@ -12,14 +12,7 @@ from pathlib import Path
 from huggingface_hub.utils import disable_progress_bars
 
 from gpt2_accel.files import first_line
-from gpt2_accel.hf.hub import (
-    LAST_CHECKPOINT,
-    check_repo_id,
-    push_patiently,
-    reason,
-    stage,
-    stage_checkpoint,
-)
+from gpt2_accel.hf import hub
 from gpt2_accel.recipe_command import recipe_command
 
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
@@ -49,7 +42,7 @@ class Uploads:
         seconds_left: Callable[[], float] = lambda: math.inf,
     ):
         if repo_id is not None:
-            check_repo_id(repo_id)
+            hub.check_repo_id(repo_id)
         self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
         self.strategy, self.private, self.seconds_left = strategy, private, seconds_left
         self.scratch = self.run_dir / ".uploads"
@@ -97,9 +90,9 @@ class Uploads:
             return
         folder = self.scratch / f"{time.time_ns()}"
         try:
-            stage(directory, folder, self.repo_id)
+            hub.stage(directory, folder, self.repo_id)
             if self.strategy == "checkpoint":
-                stage_checkpoint(checkpoint, folder / LAST_CHECKPOINT)
+                hub.stage_checkpoint(checkpoint, folder / hub.LAST_CHECKPOINT)
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
             return
@@ -123,10 +116,10 @@ class Uploads:
                     self._worker = None
                     return
             try:
-                url = push_patiently(folder, self.repo_id, private=self.private)
+                url = hub.push(folder, self.repo_id, private=self.private)
                 self.print_line(f"uploaded to {url}")
             except Exception as error:
-                self.print_line(f"could not upload to {self.repo_id}: {reason(error)}")
+                self.print_line(f"could not upload to {self.repo_id}: {hub.reason(error)}")
             shutil.rmtree(folder, ignore_errors=True)
 
 

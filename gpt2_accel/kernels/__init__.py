@@ -1,17 +1,48 @@
 """Optional kernels that are faster than plain PyTorch on some devices.
 
 The model calls a kernel if its module's `applies` returns True, and plain PyTorch otherwise. The environment variable
-`GPT2_ACCEL_KERNELS=off`, or `kernels.enabled = False`, turns all kernels off.
+`GPT2_ACCEL_KERNELS=off` turns all kernels off.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-# What `build_accelerator` chooses for the device, with the values of a CPU here.
-logits_at_once: int | None = None  # of the loss; None: `cross_entropy.LOGITS_AT_ONCE`
-# Torch's attention kernels, the preferred first; empty: torch's own order.
-sdpa_order: tuple[str, ...] = ()
-block_masks = False  # for documents, in place of dense masks
-# Whether kernels compile their elementwise parts also outside compiled modules: with compilation by block the loss is
-# outside.
-fuse = False
-enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on").lower() not in ("off", "0", "false")
+
+@dataclass(frozen=True)
+class KernelChoices:
+    """What `runtime.accelerator.tune` chooses for the device; the defaults are those of a CPU.
+
+    `enabled` turns all kernels on. `logits_at_once` is the loss's number of logits in a chunk; None is
+    `cross_entropy.LOGITS_AT_ONCE`. `sdpa_order` names torch's attention kernels, the preferred first; empty is torch's
+    own order. `block_masks` takes block masks for documents in place of dense ones. `fuse` compiles the kernels'
+    elementwise parts also outside compiled modules: with compilation by block the loss is outside.
+    """
+
+    enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on").lower() not in ("off", "0", "false")
+    logits_at_once: int | None = None
+    sdpa_order: tuple[str, ...] = ()
+    block_masks: bool = False
+    fuse: bool = False
+
+
+choices = KernelChoices()
+
+
+def choose(**changes: object) -> None:
+    """Replaces `choices` by a copy with these fields."""
+    global choices
+    choices = replace(choices, **changes)
+
+
+@contextmanager
+def chosen(**changes: object) -> Iterator[None]:
+    """Like `choose`, inside the context only."""
+    global choices
+    before = choices
+    choose(**changes)
+    try:
+        yield
+    finally:
+        choices = before

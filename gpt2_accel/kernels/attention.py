@@ -26,7 +26,7 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
     """Whether to use `causal_attention` for queries of shape (B, H, T, D): in training, in bf16, on a CPU, for a short
     sequence, without a mask or dropout."""
     trains = torch.is_grad_enabled() and q.requires_grad
-    if not (kernels.enabled and trains and mask is None and not dropout):
+    if not (kernels.choices.enabled and trains and mask is None and not dropout):
         return False
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
 
@@ -38,10 +38,10 @@ def preferred(length: int, causal: bool) -> AbstractContextManager:
     """
     order = [
         getattr(SDPBackend, name)
-        for name in kernels.sdpa_order
+        for name in kernels.choices.sdpa_order
         if name != "CUDNN_ATTENTION" or length % CUDNN_LENGTHS == 0
     ]
-    if not (kernels.enabled and causal and order):
+    if not (kernels.choices.enabled and causal and order):
         return nullcontext()
     return sdpa_kernel(order, set_priority=True)
 

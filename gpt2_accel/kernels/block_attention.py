@@ -16,8 +16,13 @@ NARROWEST = 16  # channels of a head
 
 
 def applies(width: int, dropout: float = 0.0) -> bool:
-    """Whether to use block masks for heads of `width` channels: if `kernels.block_masks` is set, without dropout."""
-    return kernels.enabled and kernels.block_masks and width >= NARROWEST and not dropout
+    """Whether to use block masks for heads of `width` channels: if `kernels.choices.block_masks` is set, without dropout."""
+    return (
+        kernels.choices.enabled
+        and kernels.choices.block_masks
+        and width >= NARROWEST
+        and not dropout
+    )
 
 
 def document_blocks(documents: torch.Tensor) -> BlockMask:

@@ -25,7 +25,7 @@ FP16_SCALE = 4.0
 
 def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the logits of x: (N, C) and weight: (V, C) are more than `LOGITS_AT_ONCE`."""
-    return kernels.enabled and len(x) * len(weight) > LOGITS_AT_ONCE
+    return kernels.choices.enabled and len(x) * len(weight) > LOGITS_AT_ONCE
 
 
 def rows_at_once(x: torch.Tensor, weight: torch.Tensor, logits: int) -> int:
@@ -47,7 +47,7 @@ def linear_cross_entropy(
     The result is the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of each
     row, (N,), 0 for ignored rows. Under autocast the products are in its dtype. The mean has no second derivative.
     """
-    at_once = kernels.logits_at_once or LOGITS_AT_ONCE
+    at_once = kernels.choices.logits_at_once or LOGITS_AT_ONCE
     if reduction == "mean" and torch.is_grad_enabled():
         device = x.device.type
         if torch.is_autocast_enabled(device):
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         # In fp16 the columns of larger chunks could add up to infinity.
         half = x.dtype == torch.float16
         rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
-        fuse = kernels.fuse or torch.compiler.is_compiling()
+        fuse = kernels.choices.fuse or torch.compiler.is_compiling()
         total, _, _ = chunked_cross_entropy(x, weight, targets, vocab_size, rows, fuse)
         return mean_of(total, targets)
     # Here each chunk also has two copies in fp32.

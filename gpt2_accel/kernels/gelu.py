@@ -10,7 +10,12 @@ from gpt2_accel import kernels
 def applies(x: torch.Tensor, approximate: str) -> bool:
     """Whether to use `tanh_gelu` for `F.gelu(x, approximate=approximate)`."""
     on_cpu = x.device.type == "cpu"
-    return kernels.enabled and approximate == "tanh" and on_cpu and torch.compiler.is_compiling()
+    return (
+        kernels.choices.enabled
+        and approximate == "tanh"
+        and on_cpu
+        and torch.compiler.is_compiling()
+    )
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from gpt2_accel.device import cpu_instructions
 
 def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x: (…, in) is one row, for weight: (out, in), on a CPU and outside of training."""
-    if not kernels.enabled or torch.is_grad_enabled():
+    if not kernels.choices.enabled or torch.is_grad_enabled():
         return False
     return x.numel() == weight.shape[1] and x.device.type == "cpu"
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "
     validation = "val/loss" if nats else "val/bits_per_byte"
     figure, [[ax]] = new_figure(width, 4.2 if width == WIDE else 3.2)
     shown = []
-    for run, colour in zip(runs, cycle(len(runs)), strict=True):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
         x, y = thinned(*run.curve("train/loss", axis))
         if not nats:
             unit = run.bits_per_byte
@@ -126,7 +127,7 @@ def metrics_figure(
     for ax, name in zip(axes.flat, names, strict=False):
         training = name.startswith("train/")
         shown = [0.0] if training else []
-        for run, colour in zip(runs, cycle(len(runs)), strict=True):
+        for run, colour in zip(runs, cycle(COLOURS), strict=False):
             x, y = thinned(*run.curve(name, axis))
             shown += y if training else settled(y)
             marker = "o" if len(x) <= (1 if training else 60) else None
@@ -179,11 +180,6 @@ def draw_gpt2_line(ax: "Axes", runs: list[Run], name: str) -> list[float]:
     return [value for value, _ in drawn]
 
 
-def cycle(count: int) -> list[str]:
-    """Returns a colour for each of `count` runs."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
-
-
 def short_number(value: float) -> str:
     """Formats a number such as 1.5B, 10M, 300k, 20."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -203,13 +199,9 @@ def smoothed(y: list[float]) -> list[float]:
     reach = len(y) // 40
     if not reach:
         return y
-    finite = np.isfinite(y)
-    sums, counts = (
-        np.concatenate(([0.0], np.cumsum(part))) for part in (np.where(finite, y, 0), finite)
-    )
-    low = np.maximum(np.arange(len(y)) - reach, 0)
-    high = np.minimum(np.arange(len(y)) + reach + 1, len(y))
-    return ((sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)).tolist()
+    finite, window = np.isfinite(y), np.ones(2 * reach + 1)
+    sums = np.convolve(np.where(finite, y, 0), window, "same")
+    return (sums / np.maximum(np.convolve(finite, window, "same"), 1)).tolist()
 
 
 class AttentionRecorder(TorchFunctionMode):

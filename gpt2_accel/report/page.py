@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
-from gpt2_accel.report.figures import AXES, NARROW, WIDE
+from gpt2_accel.report.figures import AXES, COLOURS, NARROW, WIDE
 from gpt2_accel.report.names import compares, in_words
 from gpt2_accel.report.reader import Run
 from gpt2_accel.tokenizer import encode, load_tokenizer
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
+VISIBLE = str.maketrans("\n\t ", "⏎⇥·")  # in a token
 MOST_TOKENS = 24  # of the text whose attention is drawn
 MOST_SAMPLES = 12  # of one prompt that are shown, evenly over the run
 
@@ -79,7 +81,8 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
     page.section("Samples", *(samples(run) for run in runs if run.samples))
     for run in runs if text else []:
         add_attention(page, run, text)
-    page.section("Left out", problems(runs))
+    problems = ((run.folder, line) for run in runs for line in dict.fromkeys(run.problems))
+    page.section("Left out", bullets([f"{folder}: {line}" for folder, line in problems]))
     title = ", ".join(run.name for run in runs)
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     document = template.substitute(title=html.escape(title), body=page.body())
@@ -103,19 +106,18 @@ def tell_apart(runs: list[Run]) -> None:
 def table_of_runs(runs: list[Run]) -> str:
     """Returns the table of the runs' metadata and progress, one column per run."""
     rows: dict[str, Callable[[Run], str]] = {
-        "state": lambda run: state_of(run),
+        "state": state_of,
         "parameters": lambda run: number(run.metadata.get("parameters")),
         "data": lambda run: run.metadata.get("data"),
         "tokens": lambda run: number(run.last("tokens")),
-        "training": lambda run: time_of(run),
-        "FLOPs": lambda run: compute_of(run),
+        "training": time_of,
+        "FLOPs": compute_of,
         "hardware": lambda run: run.metadata.get("hardware"),
         "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
     }
     for name in compared_metrics(runs):
         rows[in_words(name)] = lambda run, name=name: newest(run, name)
-    colours = figures.cycle(len(runs))
-    heads = [heading(run.name, colour) for run, colour in zip(runs, colours, strict=True)]
+    heads = [heading(run.name, c) for run, c in zip(runs, cycle(COLOURS), strict=False)]
     return table(heads, {title: [value(run) for run in runs] for title, value in rows.items()})
 
 
@@ -141,7 +143,7 @@ def table_of_evaluations(runs: list[Run]) -> str:
     """Returns the table of `evaluation.json`'s results, one column per model, with conventions and notes."""
     found = [
         (run, colour, name, entry)
-        for run, colour in zip(runs, figures.cycle(len(runs)), strict=True)
+        for run, colour in zip(runs, cycle(COLOURS), strict=False)
         for name, entry in run.evaluated.items()
     ]
     if not found:
@@ -275,6 +277,8 @@ def samples(run: Run) -> str:
     parts = []
     for prompt in dict.fromkeys(str(sample.get("prompt", "")) for sample in run.samples):
         own = [sample for sample in run.samples if str(sample.get("prompt", "")) == prompt]
+        after = f"after {prompt!r}" if prompt else "from an empty prompt"
+        parts.append(f"<h3>{html.escape(run.name)}, {html.escape(after)}</h3>")
         every = -(-len(own) // MOST_SAMPLES)
         for number, sample in enumerate(own[::-every]):
             text, shown = str(sample.get("text", "")), " open" if number == 0 else ""
@@ -282,9 +286,6 @@ def samples(run: Run) -> str:
                 f"<details{shown}><summary>update {sample['step']:,}</summary><pre><b>"
                 f"{html.escape(prompt)}</b>{html.escape(text.removeprefix(prompt))}</pre></details>"
             )
-        after = f"after {prompt!r}" if prompt else "from an empty prompt"
-        title = f"<h3>{html.escape(run.name)}, {html.escape(after)}</h3>"
-        parts.insert(len(parts) - len(own[::-every]), title)
     return "".join(parts)
 
 
@@ -300,23 +301,11 @@ def add_attention(page: Page, run: Run, text: str) -> None:
         run.problems.append(f"its attention is not drawn: {error}")
         return
     draw = partial(figures.attention_figure, figures.attention_weights(model, torch.tensor([ids])))
-    tokens = " | ".join(visible(tokenizer.decode([i])) for i in ids)
+    tokens = " | ".join(tokenizer.decode([i]).translate(VISIBLE) for i in ids)
     caption = (
         f"Each row is a token, and shows how much it attends to each token up to itself: {tokens}"
     )
     page.section(f"Attention of {run.name}", page.picture(f"{run.name}-attention", draw, caption))
-
-
-def visible(token: str) -> str:
-    """Returns a token with visible spaces and newlines."""
-    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
-
-
-def problems(runs: list[Run]) -> str:
-    """Lists what could not be drawn, and why."""
-    return bullets(
-        [f"{run.folder}: {line}" for run in runs for line in dict.fromkeys(run.problems)]
-    )
 
 
 def bullets(lines: list[str]) -> str:

@@ -12,7 +12,7 @@ from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.evals.results_file import read_record
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.runtime.log import read_status
+from gpt2_accel.runtime.status import read_status
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 # What OpenAI's GPT-2 124M reaches: (metric, part of the data's source, value, source of the value).
@@ -46,8 +46,8 @@ class Run:
     @property
     def evaluations(self) -> list[str]:
         """The names of all evaluation results, such as `val/loss`, without standard errors."""
-        names = (name for line in self.lines for name in line if is_evaluation(name))
-        return list(dict.fromkeys(names))
+        names = dict.fromkeys(name for line in self.lines for name in line if "/" in name)
+        return [n for n in names if not n.startswith("train/") and not n.endswith("_stderr")]
 
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
         """(x, y) of a metric over `tokens`, `minutes` or `hours` of training, or `flops`; empty where one is
@@ -93,11 +93,6 @@ class Run:
             return [each and "tokens" in line and line["tokens"] * each for line in self.lines]
         scale = {"hours": 1, "minutes": 60}[axis]
         return [hours and hours * scale for hours in training_hours(self.lines)]
-
-
-def is_evaluation(name: str) -> bool:
-    """Whether a name in `metrics.jsonl` is an evaluation's result."""
-    return "/" in name and not name.startswith("train/") and not name.endswith("_stderr")
 
 
 def training_hours(lines: list[dict]) -> list[float | None]:
@@ -172,9 +167,10 @@ def note_lost_lines(run: Run, name: str, whole: int) -> None:
 
 def complete_metadata(run: Run) -> None:
     """Fills in metadata that older releases did not record, from the model and the data."""
-    if "flops_per_token" not in run.metadata and has_model(run.folder):
+    directory = Path(model_directory(run.folder))
+    if "flops_per_token" not in run.metadata and (directory / "config.json").is_file():
         try:
-            shape = read_config(Path(model_directory(run.folder)))
+            shape = read_config(directory)
             length = run.settings.get("sequence_length") or shape.n_positions
             run.metadata["parameters"] = shape.parameter_count
             run.metadata["vocab_size"] = shape.vocab_size
@@ -191,8 +187,3 @@ def complete_metadata(run: Run) -> None:
         except (OSError, ValueError):
             if "data" not in run.metadata:
                 run.problems.append(f"its data, {run.settings['data_dir']}, is not there any more")
-
-
-def has_model(folder: Path) -> bool:
-    """Whether a run's folder holds weights."""
-    return (Path(model_directory(folder)) / "config.json").is_file()

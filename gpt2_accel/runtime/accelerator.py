@@ -92,15 +92,17 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     """Sets what torch and the kernels should use on the device, in Accelerate's `precision`."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
-        kernels.logits_at_once = logits_at_once(total_memory(device), precision)
+        kernels.choose(logits_at_once=logits_at_once(total_memory(device), precision))
     if device.type == "cpu" and torch.get_num_threads() > usable_cpus():
         # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
         torch.set_num_threads(usable_cpus())
-    if device.type == "cpu" and kernels.enabled:
+    if device.type == "cpu" and kernels.choices.enabled:
         tune_memory()
-    kernels.fuse = compiled
-    kernels.sdpa_order = attention_order(device, deterministic)
-    kernels.block_masks = has_block_masks(device)
+    kernels.choose(
+        fuse=compiled,
+        sdpa_order=attention_order(device, deterministic),
+        block_masks=has_block_masks(device),
+    )
     # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
     # default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64

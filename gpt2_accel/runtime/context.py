@@ -14,15 +14,19 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import data_fingerprint
 from gpt2_accel.device import device_name, peak_flops
-from gpt2_accel.files import lock_folder, write_json
+from gpt2_accel.files import lock_folder, read_json_lines, write_json
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
-from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.clock import TrainingClock
+from gpt2_accel.runtime.log import RunFiles, RunLog, Sink
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
 from gpt2_accel.runtime.processes import all_or_none, main_process_first
-from gpt2_accel.runtime.setup import ORDER_SETTINGS, TrainInputs, TrainState
+from gpt2_accel.runtime.progress import Terminal
+from gpt2_accel.runtime.setup import TrainInputs
 from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime.state import TrainState
+from gpt2_accel.runtime.status import Status
 from gpt2_accel.runtime.trackers import Trackers
 
 
@@ -30,7 +34,7 @@ class RunContext:
     """The context manager around a run's loop.
 
     Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`,
-    the trackers, `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an error.
+    `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an error.
     """
 
     log: RunLog
@@ -42,13 +46,14 @@ class RunContext:
     def __init__(
         self, config: TrainConfig, accelerator: Accelerator, state: TrainState, inputs: TrainInputs
     ):
-        self.config, self.accelerator, self.inputs = config, accelerator, inputs
+        self.config, self.accelerator = config, accelerator
+        self.state, self.inputs = state, inputs
         plain = unwrap(accelerator, state.model)
         self.metadata = describe_run(
-            config, plain, accelerator, inputs.loader, inputs.schedule, state.run_id
+            config, plain, accelerator, inputs.loader, state.schedule, state.run_id
         )
-        self.first_step = state.step
         self._data = data_fingerprint(config.data_dir)
+        self._status: Status | None = None  # of the main process
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
@@ -62,8 +67,8 @@ class RunContext:
         config, run_dir = self.config, Path(self.config.output_dir)
         stack.enter_context(lock_run_dir(run_dir, self.accelerator))
         self.stop = stack.enter_context(StopRequest(config.max_hours))
-        self.log = stack.enter_context(self._open_log())
-        stack.enter_context(Trackers(config, self.metadata, self.accelerator, self.log))
+        sinks = self._open_sinks(stack) if self.accelerator.is_main_process else []
+        self.log = self._build_log(sinks)
         self.uploads = stack.enter_context(
             start_uploads(config, self.accelerator, self.log.print_line, self.stop)
         )
@@ -71,34 +76,29 @@ class RunContext:
             profiler(config.profile, run_dir, self.accelerator, self.log.print_line)
         )
         self.writer = stack.enter_context(self._start_writer())
-        steps = range(self.first_step, self.inputs.updates)
+        steps = range(self.state.step, self.inputs.updates)
         self.loader = stack.enter_context(
-            PrefetchLoader(self.inputs.loader, self.inputs.schedule, steps)
+            PrefetchLoader(self.inputs.loader, self.state.schedule, steps)
         )
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
-            self.writer.rotate(self.first_step)  # in case a kill came before it
+            self.writer.rotate(self.state.step)  # in case a kill came before it
+        self.log.clock.resume()
 
     def __exit__(self, *error) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def save(self, state: TrainState, step: int) -> None:
-        """Waits for the previous checkpoint and starts to write the one of `step` updates. All ranks call it."""
+    def save(self) -> None:
+        """Waits for the previous checkpoint and starts to write the one of this step. All ranks call it."""
         with main_process_first():  # a slow disk may exceed the time limit of a collective
             self.writer.join()
+        state = self.state
+        found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
-            step,
             self.accelerator,
             state.model,
             state.optimizer,
+            state.state_dict() | found,
             self.training(),
-            guard=state.guard.state() | state.early_stopping.state(),
-            data=self._data,
-            position={
-                "sequences": self.inputs.schedule.first(step),
-                **{name: getattr(self.config, name) for name in ORDER_SETTINGS},
-            },
-            val_loss=self.log.at_this_step("val/loss"),
-            run_id=state.run_id,
         )
 
     def wait_for_checkpoint(self) -> None:
@@ -113,31 +113,47 @@ class RunContext:
         """Returns the model card's description of the run so far."""
         return describe_training(self.config, self.metadata, self.log)
 
-    def _open_log(self) -> RunLog:
-        """Writes `config.yaml` and `run.json`, prints the summary of the run, and builds its log."""
-        config, accelerator, metadata = self.config, self.accelerator, self.metadata
-        if accelerator.is_main_process:
-            run_dir = Path(config.output_dir)
-            config.save(run_dir / "config.yaml")
-            write_json(run_dir / "run.json", asdict(metadata))
-            print(start_summary(config, metadata, accelerator, self.first_step), flush=True)
-        device = accelerator.device
+    def finished(self) -> None:
+        """Marks the run as complete: its final model is written."""
+        if self._status is not None:
+            self._status.finished()
+
+    def stopped(self, reason: str) -> None:
+        """Marks the run as ended before it is complete."""
+        if self._status is not None:
+            self._status.stopped(reason)
+        self.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
+
+    def _open_sinks(self, stack: ExitStack) -> list[Sink]:
+        """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
+        config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
+        config.save(run_dir / "config.yaml")
+        write_json(run_dir / "run.json", asdict(self.metadata))
+        print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
+        files = stack.enter_context(RunFiles(run_dir, step))
+        self._status = stack.enter_context(Status(run_dir, step, self.stop))
+        terminal = stack.enter_context(Terminal(step, self.inputs.updates))
+        trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
+        return [self._status, terminal, stack.enter_context(trackers), files]
+
+    def _build_log(self, sinks: list[Sink]) -> RunLog:
+        earlier = read_json_lines(Path(self.config.output_dir) / "metrics.jsonl") if sinks else []
+        device = self.accelerator.device
         peak = peak_flops(device_name(device))
-        return RunLog(
-            config.output_dir,
-            first_step=self.first_step,
-            max_steps=metadata.updates,
-            tokens_at=self._tokens_at,
-            flops_per_token=metadata.flops_per_token,
-            flops_per_second=peak and peak * accelerator.num_processes,
-            stop=self.stop,
+        clock = TrainingClock(
+            self.state.step,
+            self.inputs.updates,
+            self._tokens_at,
+            seconds=max((line.get("train/seconds", 0.0) for line in earlier), default=0.0),
+            flops_per_token=self.metadata.flops_per_token,
+            flops_per_second=peak and peak * self.accelerator.num_processes,
             device_type=device.type,
-            enabled=accelerator.is_main_process,
         )
+        return RunLog(sinks, clock, earlier)
 
     def _tokens_at(self, step: int) -> int:
         """Returns the number of tokens in the first `step` updates."""
-        return self.inputs.schedule.first(step) * self.config.sequence_length
+        return self.state.schedule.first(step) * self.config.tokens_per_sequence
 
     def _start_writer(self) -> CheckpointWriter:
         config = self.config

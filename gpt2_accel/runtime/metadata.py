@@ -1,7 +1,7 @@
 """Collects the metadata of a run for `run.json`, the trackers, the model card and the terminal."""
 
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from accelerate import Accelerator
 
@@ -24,7 +24,7 @@ class RunMetadata:
     """The metadata of a run beside its settings, for `run.json` and the trackers.
 
     `flops` and `tokens` are the totals of the run's `updates` updates. `batch` describes how the tokens of a full
-    update are divided. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device
+    update are divided; `micro_batch_size` and `sequence_length` are those that the settings lead to. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device
     in GB, without torch itself. `git_commit` is the working directory's commit, with `-dirty` after changes, None
     outside a repository.
     """
@@ -38,6 +38,8 @@ class RunMetadata:
     updates: int
     tokens: int
     batch: str
+    micro_batch_size: int
+    sequence_length: int
     epochs: float
     data: str
     hardware: str
@@ -59,11 +61,12 @@ def describe_run(
     Only the main process looks up what takes time: the expected memory, the commit and the versions.
     """
     shape = model.config
-    flops = flops_per_token(shape, config.sequence_length)
+    flops = flops_per_token(shape, config.tokens_per_sequence)
     updates = schedule.updates(config.max_steps)
-    tokens = schedule.first(updates) * config.sequence_length
+    tokens = schedule.first(updates) * config.tokens_per_sequence
     main = accelerator.is_main_process
-    memory = memory_by_part(config, shape, accelerator, kernels.logits_at_once) if main else {}
+    at_once, size = kernels.choices.logits_at_once, loader.micro_batch_size
+    memory = memory_by_part(config, shape, accelerator, size, at_once) if main else {}
     return RunMetadata(
         run_id=run_id,
         parameters=shape.parameter_count,
@@ -74,7 +77,9 @@ def describe_run(
         updates=updates,
         tokens=tokens,
         batch=describe_batch(config, accelerator, loader, schedule),
-        epochs=tokens / config.sequence_length / loader.windows,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.tokens_per_sequence,
+        epochs=tokens / config.tokens_per_sequence / loader.windows,
         data=describe_data(config),
         hardware=describe_hardware(accelerator, model),
         expected_gb=round(sum(memory.values()) / 1e9, 3),
@@ -93,7 +98,7 @@ def describe_batch(
         ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
     return (
         f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {size} sequences x {config.sequence_length} tokens{ramp}"
+        f"{accelerator.num_processes} processes x {size} sequences x {config.tokens_per_sequence} tokens{ramp}"
     )
 
 
@@ -112,13 +117,13 @@ def describe_hardware(accelerator: Accelerator, model: LanguageModel) -> str:
 
 def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -> Training:
     """Returns the model card's description of the run so far."""
-    tokens = log.tokens_at(log.step)
+    tokens = log.clock.tokens_at(log.step)
     return Training(
-        settings=asdict(config),
+        settings=config.settings(),
         data=metadata.data,
         tokens=tokens,
-        hours=log.seconds / 3600,
-        flops=tokens * log.flops_per_token,
+        hours=log.clock.seconds / 3600,
+        flops=tokens * log.clock.flops_per_token,
         hardware=metadata.hardware,
         results=log.results,
         updates=log.evaluated,
@@ -140,9 +145,9 @@ def start_summary(
 ) -> str:
     """Returns the summary that the terminal shows before the first update; `step` updates are done already."""
     compiled = accelerator.state.dynamo_plugin.backend.value.lower()
-    names = (name.removesuffix("_ATTENTION").lower() for name in kernels.sdpa_order)
+    names = (name.removesuffix("_ATTENTION").lower() for name in kernels.choices.sdpa_order)
     attention = ", ".join(names) or "chosen by torch"
-    if kernels.block_masks and config.document_mask:
+    if kernels.choices.block_masks and config.document_mask:
         attention = "flex, with a block mask"
     return (
         f"{metadata.parameters:,} parameters on {metadata.hardware}, compile backend {compiled}, attention {attention}\n"
@@ -155,14 +160,15 @@ def start_summary(
 
 def end_summary(log: RunLog) -> str:
     """Returns the summary that the terminal shows after the last update."""
-    tokens = log.tokens_at(log.step)
+    clock = log.clock
+    tokens = clock.tokens_at(clock.step)
     results = "".join(
         f"; at update {step:,} "
         + in_words({name: log.results[name] for name in log.results if log.evaluated[name] == step})
         for step in sorted(set(log.evaluated.values()))
     )
     return (
-        f"trained on {tokens:,} tokens ({tokens * log.flops_per_token:.2g} FLOPs) in "
-        f"{duration(log.seconds)}, {tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
-        f"{memory_gb(log.device_type):.2g} GB of memory at the end{results}"
+        f"trained on {tokens:,} tokens ({tokens * clock.flops_per_token:.2g} FLOPs) in "
+        f"{duration(clock.seconds)}, {tokens / max(clock.seconds, 1e-9):,.0f} tokens/s, "
+        f"{memory_gb(clock.device_type):.2g} GB of memory at the end{results}"
     )

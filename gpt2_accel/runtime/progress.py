@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a progress bar on a terminal, plain lines in a pipe or file."""
+"""Shows a run on the terminal: a progress bar, or plain lines in a pipe or file."""
 
 import sys
 import time
@@ -6,52 +6,67 @@ import time
 from tqdm import tqdm
 
 from gpt2_accel.estimate.flops import duration
+from gpt2_accel.runtime.log import Sink
 
 PAUSE = 15.0  # least seconds between plain lines
 
 
-class Progress:
+class Terminal(Sink):
     """A progress bar that follows the terminal's width. If stderr is a pipe or a file: a line every `PAUSE` seconds.
 
-    `done` of `total` updates are done before. Prints nothing unless `enabled`.
+    A context manager around the run's loop. `done` of `total` updates are done before.
     """
 
-    def __init__(self, done: int, total: int, *, enabled: bool = True):
-        self.done, self.total, self.enabled = done, total, enabled
+    def __init__(self, done: int, total: int):
+        self._done, self._total = done, total
         self._bar = tqdm(
             initial=done,
             total=total,
             unit="step",
             dynamic_ncols=True,
             mininterval=0.5,
-            disable=not (enabled and sys.stderr.isatty()),
+            disable=not sys.stderr.isatty(),
         )
         self._first, self._start = done, time.monotonic()
         self._next_line = 0.0
 
-    def advance(self) -> None:
-        """Notes that one more update is done."""
-        self.done += 1
-        self._bar.update()
+    def __enter__(self) -> "Terminal":
+        return self
 
-    def show(self, step: int, figures: dict[str, str]) -> None:
-        """Shows the figures of update `step`, name -> formatted value, beside the bar."""
-        self._bar.set_postfix({"at": step, **figures}, refresh=False)
+    def __exit__(self, *_) -> None:
+        """Ends the bar, which stays on the terminal."""
+        self._bar.close()
+
+    def advance(self, step: int) -> None:
+        self._bar.update(step - self._done)
+        self._done = step
+
+    def write(self, line: dict) -> None:
+        """Shows the figures of a training update beside the bar."""
+        if "train/loss" not in line:
+            return
+        shown = {
+            "loss": f"{line['train/loss']:.3f}",
+            "lr": f"{line['train/learning_rate']:.1e}",
+            "tok/s": f"{line['train/tokens_per_second']:,.0f}",
+        }
+        if "train/mfu" in line:
+            shown["mfu"] = f"{line['train/mfu']:.1%}"
+        self._bar.set_postfix({"at": line["step"], **shown}, refresh=False)
         now = time.monotonic()
-        if self.enabled and self._bar.disable and now >= self._next_line:
+        if self._bar.disable and now >= self._next_line:
             self._next_line = now + PAUSE
-            rate = (self.done - self._first) / max(now - self._start, 1e-9)
-            left = duration((self.total - self.done) / rate) if rate else "unknown time"
-            shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
-            line = f"step {self.done}/{self.total} ({self.done / self.total:.0%}): {shown}, {left} left"
+            rate = (self._done - self._first) / max(now - self._start, 1e-9)
+            left = duration((self._total - self._done) / rate) if rate else "unknown time"
+            figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
+            share = self._done / self._total
+            line = f"step {self._done}/{self._total} ({share:.0%}): {figures}, {left} left"
             print(line, file=sys.stderr, flush=True)
+
+    def sample(self, sample: dict) -> None:
+        self.print_line(f"step {sample['step']}: sample\n{sample['text']}\n")
 
     def print_line(self, text: str) -> None:
         """Prints a line above the bar."""
-        if self.enabled:
-            self._bar.write(text)
-            sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
-
-    def close(self) -> None:
-        """Ends the bar, which stays on the terminal."""
-        self._bar.close()
+        self._bar.write(text)
+        sys.stdout.flush()  # keeps the order with stderr if both go to one pipe

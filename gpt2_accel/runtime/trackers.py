@@ -8,6 +8,7 @@ first step that it lacks. wandb's offline mode does not know earlier steps: each
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from accelerate.tracking import (
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import first_line, read_json_lines
-from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.runtime.log import Sink
 from gpt2_accel.runtime.metadata import RunMetadata
 
 TRACKERS = {  # name -> what to install
@@ -67,31 +68,35 @@ def run_identity(config: TrainConfig, checkpoint: Path | None, run_id: str | Non
     return secrets.token_hex(4) if branch or run_id is None else run_id
 
 
-class Trackers:
-    """The trackers of `config.report_to`; a context manager around the run's loop. Only the main process has any.
+class Trackers(Sink):
+    """The trackers of `config.report_to`; a context manager around the run's loop. `step` updates are done before.
 
-    Entering starts them; `log` then sends them the numbers of each line of `metrics.jsonl`. Raises `OSError` if one
-    cannot be started. A tracker that fails later is reported and dropped, and the run continues.
+    Entering starts them and sends them the lines of `metrics.jsonl` that they lack. Raises `OSError` if one cannot be
+    started. A tracker that fails later is passed to `report` and dropped, and the run continues.
     """
 
     def __init__(
-        self, config: TrainConfig, metadata: RunMetadata, accelerator: Accelerator, log: RunLog
+        self,
+        config: TrainConfig,
+        metadata: RunMetadata,
+        accelerator: Accelerator,
+        step: int,
+        report: Callable[[str], None],
     ):
-        self.config, self.metadata, self.accelerator, self.log = config, metadata, accelerator, log
+        self.config, self.metadata, self.accelerator = config, metadata, accelerator
+        self.step, self.report = step, report
         self._newest: dict[GeneralTracker, int] = {}  # the last step that each tracker has
 
     def __enter__(self) -> "Trackers":
-        names = self.config.report_to if self.accelerator.is_main_process else []
         try:
-            for name in dict.fromkeys(names):
+            for name in dict.fromkeys(self.config.report_to):
                 self._start(self._build(name))
         except OSError as error:
             self.__exit__(type(error))
             raise
-        if names:
+        if self.config.report_to:
             for line in read_json_lines(Path(self.config.output_dir) / "metrics.jsonl"):
-                self._publish(line)
-            self.log.publish = self._publish
+                self.write(line)
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -106,7 +111,7 @@ class Trackers:
     def _build(self, name: str) -> GeneralTracker:
         folder = Path(self.config.output_dir)
         title = folder.resolve().name
-        about = {**asdict(self.config), **asdict(self.metadata)}
+        about = {**self.config.settings(), **asdict(self.metadata)}
         if name == "wandb":
             project = os.environ.get("WANDB_PROJECT", PROJECT)
             place = {"id": self.metadata.run_id, "name": title, "dir": str(folder)}
@@ -114,11 +119,10 @@ class Trackers:
         if name == "trackio":
             unique = f"{title}-{self.metadata.run_id}"
             return TrackioTracker(PROJECT, name=unique, resume="allow", config=about)
-        step = self.log.step
         # The folder has release 0.3's name: its runs resume as one curve.
-        tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=step + 1)
+        tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=self.step + 1)
         if (folder / "tensorboard").exists():
-            self._newest[tracker] = step
+            self._newest[tracker] = self.step
         return tracker
 
     def _start(self, tracker: GeneralTracker) -> None:
@@ -132,15 +136,15 @@ class Trackers:
             elif tracker.name == "trackio":
                 self._newest[tracker] = run._next_step - 1
             else:
-                about = yaml.safe_dump({**asdict(self.config), **asdict(self.metadata)})
-                tracker.log({"about": indent(about, "    ")}, step=self.log.step)  # Markdown's code
+                about = yaml.safe_dump({**self.config.settings(), **asdict(self.metadata)})
+                tracker.log({"about": indent(about, "    ")}, step=self.step)  # Markdown's code
         except Exception as error:  # each library has its own types
             raise OSError(
                 f"{tracker.name} cannot be started ({first_line(error)}): {HINTS[tracker.name]}"
             ) from error
         self.accelerator.trackers.append(tracker)
 
-    def _publish(self, line: dict) -> None:
+    def write(self, line: dict) -> None:
         """Sends a line of `metrics.jsonl` to each tracker that lacks its step."""
         values = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         step = values.pop("step")
@@ -153,6 +157,4 @@ class Trackers:
                 tracker.log(values, step=step, **options)
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
-                self.log.print_line(
-                    f"{tracker.name} failed and gets no further steps: {first_line(error)}"
-                )
+                self.report(f"{tracker.name} failed and gets no further steps: {first_line(error)}")

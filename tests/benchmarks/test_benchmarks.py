@@ -81,7 +81,8 @@ def test_error_of_a_contestant_is_shown(tmp_path, monkeypatch):
 
     alone = dataclasses.replace(training.SIZES["tiny"], groups=(("gpt2_accel",),))
     monkeypatch.setitem(training.SIZES, "tiny", alone)
-    monkeypatch.setattr(training, "prepare", lambda *_: {"cuda": False, "flops_per_token": 1})
+    facts = {"cuda": False, "bf16": False, "flops_per_token": 1}
+    monkeypatch.setattr(training, "run_job", lambda job: facts)
     flags = ["--size", "tiny", "--batch_size", "-1", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["training.py", *flags])
     with pytest.raises(RuntimeError, match="total_batch_size must be at least 1"):

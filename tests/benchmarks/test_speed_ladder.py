@@ -3,7 +3,7 @@
 import csv
 import importlib.util
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,14 +16,19 @@ from gpt2_accel import GPT, GPTConfig
 sys.path.append(str(ROOT / "benchmarks"))
 
 import ladder
+import processes
+from processes import Job
 from reference_model import PlainLoss, slow_gpt
-from rung import Variant, Workload, build_model
 from timing import peak_memory, seconds_each
+from worker import build_model
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
-TINY = Workload("tiny", 2, 8, 32, 2, steps=2, warmup=1, attention=[1, 2, 32, 16])
+TINY = ladder.first_job(
+    {"size": "tiny", "micro_batch_size": 2, "sequence_length": 32, "steps": 2, "warmup": 1}
+)
+LATE = {"batch_size": 8, "accumulation": 2}
 CPU = torch.device("cpu")
 
 
@@ -35,11 +40,7 @@ def forked_rungs(monkeypatch):
     def run(command, **_):
         return python(*command[1:], **hidden)
 
-    monkeypatch.setattr(ladder, "subprocess", SimpleNamespace(run=run))
-
-
-def job(workload=TINY, **changes):
-    return {"workload": asdict(workload), "variant": asdict(Variant(**changes))}
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -100,42 +101,51 @@ def test_command_writes_every_rung_and_marks_unsupported_ones(
 
 
 def test_rung_out_of_memory_or_with_an_error_is_marked(capfd, forked_rungs):
-    giant = replace(TINY, micro_batch_size=2**50)
-    assert ladder.run_job(job(giant)) == {"problem": "not enough memory"}
-    found = ladder.run_job(job(replace(TINY, size="huge")))
-    assert found["problem"].startswith("failed: ValueError: unknown model size 'huge'")
+    giant = replace(TINY, batch_size=2**50)
+    assert processes.run_job(giant) == {"problem": "not enough memory"}
+    found = processes.run_job(replace(TINY, shape={"n_embd": 31}))
+    assert found["problem"].startswith("failed: ValueError: n_embd (31) is not divisible")
     assert "Traceback" in capfd.readouterr().err
 
 
 def test_last_rung_runs_on_several_processes():
-    switches = {"hand_attention": False, "fused": True, "chunked_loss": True}
-    found = ladder.run_job(job(**switches, accumulate=True, ddp=True), processes=2)
-    assert found["tokens"] == 2 * 2 * 32 * 2, found
-    assert found["loss"] == pytest.approx(10.84, abs=0.2)
+    row = ladder.Row(16, "the last", devices=2)
+    ladder.measure(row, replace(last_job(), compile=False, prefetch=False), 1e-9, [])
+    assert row.tokens == 8 * 32 * 2 * 2 and row.tokens_per_second > 0, row
+    assert row.loss == pytest.approx(10.84, abs=0.2)
+
+
+def last_job():
+    """Returns the job of the last rung."""
+    job = TINY
+    for rung in ladder.RUNGS:
+        after = ladder.changed(job, rung, LATE)
+        assert not rung.changes or after != job
+        job = after
+    return job
 
 
 def test_each_rung_keeps_the_earlier_changes():
-    variant = Variant()
-    for rung in ladder.RUNGS:
-        assert not rung.changes or replace(variant, **rung.changes) != variant
-        variant = replace(variant, **rung.changes)
-    assert variant == Variant(
-        stored_mask=False,
-        tf32=True,
-        fused=True,
-        prefetch=True,
+    last = last_job()
+    assert last == Job(
+        "loop",
+        shape={**TINY.shape, "bias": False, "vocab_size": 50304},
+        batch_size=8,
         precision="bf16",
-        hand_norm_gelu=False,
-        hand_attention=False,
         compile=True,
-        bias=False,
-        vocab_size=50304,
+        warmup=1,
+        turns=[1, 1],
+        accumulation=2,
+        optimizer="toolkit",
+        hand_attention=False,
+        hand_norm_gelu=False,
+        stored_mask=False,
         chunked_loss=True,
-        large_batch=True,
-        accumulate=True,
+        tf32=True,
+        prefetch=True,
         ddp=True,
     )
-    assert type(build_model(TINY, variant)) is GPT
+    assert type(build_model(last)) is GPT
 
 
 def test_timing_and_peak_memory():
@@ -166,14 +176,14 @@ def test_micro_batch_that_does_not_fit_is_dropped(tmp_path, monkeypatch):
     device = {"type": "cpu", "name": "a CPU", "devices": 1, "lacking": {}, "flops": {"float32": 1}}
 
     def answer(job, processes=1):
-        if "variant" not in job:
-            return {"problem": "failed"} if "attention" in job else device
-        large = job["variant"]["large_batch"]
-        found = {"seconds": 0.5, "tokens": 100, "loss": 1.0, "peak_memory": 10**9}
-        return {"problem": "not enough memory"} if large else found
+        if job.kind == "device":
+            return device
+        if job.kind == "attention" or job.batch_size == 8:
+            return {"problem": "not enough memory"}
+        return {"seconds": [0.5], "loss": 1.0, "memory": 10**9}
 
     monkeypatch.setattr(ladder, "run_job", answer)
     monkeypatch.setattr(ladder, "write_results", lambda *results: None)
     rows = ladder.run_ladder(tmp_path, size="tiny")
     assert [row.name for row in rows if row.remark] == ["larger micro-batch"]
-    assert rows[0].gain is None and rows[-1].gain == 1 and rows[-1].tokens_per_second == 200
+    assert rows[0].gain is None and rows[-1].gain == 1 and rows[-1].tokens == 2 * 512 * 4

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import losses, run, tiny_config
+from conftest import contents, losses, run, status, tiny_config
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints, model_directory
@@ -51,8 +51,7 @@ def test_a_run_ended_by_early_stopping_stays_finished(data_dir, tmp_path):
     first = run(config)
     assert len(first) < 30
     assert len(run(config)) == len(first)
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["state"] == "finished"
+    assert status(tmp_path / "run")["state"] == "finished"
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(
@@ -127,11 +126,11 @@ def test_only_the_main_process_keeps_gathered_tensors(is_main, kept):
 @pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
 def test_starting_a_complete_run_again_changes_no_file(changes, data_dir, tmp_path, capsys):
     run(tiny_config(data_dir, tmp_path, save_every=4))
-    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    files = contents(tmp_path)
     capsys.readouterr()
     run(tiny_config(data_dir, tmp_path, **{"resume_from": "latest", **changes}))
     assert "is complete: nothing left to train" in capsys.readouterr().out
-    found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    found = contents(tmp_path)
     assert found == files
 
 
@@ -160,29 +159,16 @@ def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
     assert digest(tmp_path / "other/model.safetensors") == newest
 
 
-@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run", "/sys/kernel"])
-def test_an_output_dir_that_cannot_be_written_is_refused(place, data_dir, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    folder = tmp_path / place
-    with pytest.raises(
-        (OSError, ValueError),
-        match=f"output_dir is '{folder}', which is no folder|"
-        f"{folder} is no folder that can be written to .*--output_dir",
-    ):
-        run(tiny_config(data_dir, folder))
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize("resume_from", [None, "latest"])
 def test_a_model_without_checkpoints_is_not_overwritten(resume_from, data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", max_steps=2, resume_from=resume_from)
     run(config)
     for path in list_checkpoints(tmp_path / "run"):
         shutil.rmtree(path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    before = contents(tmp_path)
     with pytest.raises(FileExistsError, match="holds a model but no checkpoint .* --output_dir$"):
         run(config)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert contents(tmp_path) == before
 
 
 def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
@@ -190,7 +176,7 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
     run(tiny_config(data_dir, tmp_path, max_steps=2, **settings))
-    found = json.loads((tmp_path / "status.json").read_text())
+    found = status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)
     newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest

@@ -1,15 +1,15 @@
 """Token files of other trainers, mixtures, the document mask, and very large data sets."""
 
+import io
 import json
 import os
 import shutil
-import struct
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import losses, make_text, run, tiny_config
+from conftest import anonymous_memory, losses, make_text, run, tiny_config
 
 from gpt2_accel.data.loader import EvalLoader, Mixture, TrainLoader, open_split, shuffled
 from gpt2_accel.data.prepare import prepare
@@ -35,8 +35,6 @@ def llmc(tokens, magic=20240520, version=1):
 
 
 def npy(tokens):
-    import io
-
     file = io.BytesIO()
     np.save(file, tokens)
     return file.getvalue()
@@ -117,7 +115,7 @@ def test_training_on_nanogpt_files(tmp_path, gpt2):
     (tmp_path / "d").mkdir()
     (tmp_path / "d/train.bin").write_bytes(tokens.tobytes())
     (tmp_path / "d/val.bin").write_bytes(tokens[:500].tobytes())
-    last = run(tiny_config(tmp_path / "d", tmp_path / "run", max_steps=4, eval_every=4))[-1]
+    last = run(tiny_config(tmp_path / "d", tmp_path / "run", max_steps=2, eval_every=2))[-1]
     assert last["val/loss"] < 10.8 and "val/bits_per_byte" not in last
 
 
@@ -196,13 +194,7 @@ def test_evaluation_reads_each_window_of_a_mixture_once_by_shares(mixed):
     assert (len(seen), capital) == (100, 25)
 
 
-def test_invalid_mixtures_are_refused(mixed, tmp_path):
-    prepare({"train": ["abc"]}, char_tokenizer("abc"), tmp_path / "other", source="characters")
-    small = str(mixed.parent / "small")
-    with pytest.raises(ValueError, match="has another tokenizer"):
-        write_mixture(tmp_path / "m", {small: 1, str(tmp_path / "other"): 1})
-    with pytest.raises(ValueError, match="at least a thousandth"):
-        write_mixture(tmp_path / "m", {small: 1, str(mixed.parent / "LARGE"): 0})
+def test_a_mixture_of_a_mixture_is_refused(mixed, tmp_path):
     with pytest.raises(ValueError, match="is a mixture itself"):
         write_mixture(tmp_path / "m", {str(mixed): 1})
     assert not (tmp_path / "m").exists()
@@ -254,10 +246,6 @@ def test_training_with_the_document_mask(data_dir, tmp_path):
     assert losses(masked) != losses(plain)
     assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)
-    characters = char_tokenizer("abc ")
-    prepare({"train": ["abc " * 100]}, characters, tmp_path / "chars", source="characters")
-    with pytest.raises(ValueError, match="document_mask needs a token that separates documents"):
-        run(tiny_config(tmp_path / "chars", tmp_path / "d", document_mask=True))
 
 
 # Sizes
@@ -289,12 +277,9 @@ def sparse_data(folder, shards, tokens):
     return folder / "d"
 
 
-@pytest.mark.parametrize(
-    ("shards", "seconds"), [(100, 1), (13_000, 5)], ids=["10B tokens", "1.3T tokens"]
-)
-def test_large_data_opens_fast_with_few_open_files_and_little_memory(tmp_path, shards, seconds):
+def test_1_3_trillion_tokens_open_fast_with_few_open_files_and_little_memory(tmp_path):
     mixture_loader(sparse_data(tmp_path / "few", 2, 10_000))  # warms up late imports
-    data = sparse_data(tmp_path, shards, 100_000_000)
+    data = sparse_data(tmp_path, 13_000, 100_000_000)
     begun = time.perf_counter()
     loader = mixture_loader(data, sequence_length=1024)
     opened = time.perf_counter() - begun
@@ -304,16 +289,9 @@ def test_large_data_opens_fast_with_few_open_files_and_little_memory(tmp_path, s
             pass
     grown = anonymous_memory() - before
     files = len(os.listdir("/proc/self/fd"))
-    assert opened < seconds
+    assert opened < 5
     assert files < 300
     assert grown < 20 * 2**20
-    print(f"{shards} shards: opened in {opened:.2f} s, {files} files, {grown / 2**20:.1f} MiB more")
-
-
-def anonymous_memory():
-    with open("/proc/self/status") as file:
-        [line] = [line for line in file if line.startswith("RssAnon")]
-    return int(line.split()[1]) * 1024
 
 
 def test_the_order_takes_microseconds_and_batches_are_faster_than_a_gpu(tmp_path):
@@ -338,10 +316,8 @@ def test_the_order_takes_microseconds_and_batches_are_faster_than_a_gpu(tmp_path
                 pass
         speeds.append(32 * 256 * 1024 / (time.process_time() - begun))
     torch.set_num_threads(threads)
-    speed = max(speeds)
-    print(f"{order * 1e6:.2f} microseconds a sample, {speed / 1e6:.0f}M tokens/s")
     assert order < 2e-6
-    assert speed > 50 * 142_000
+    assert max(speeds) > 50 * 142_000
 
 
 def test_the_order_of_tiny_data_is_computed_for_few_epochs(tmp_path, monkeypatch):
@@ -363,7 +339,3 @@ def test_the_order_of_tiny_data_is_computed_for_few_epochs(tmp_path, monkeypatch
     monkeypatch.setattr("gpt2_accel.data.loader.shuffled", counted)
     next(loader.update(0, 4))
     assert len(epochs) <= 16
-
-
-def test_shard_header_has_its_documented_size():
-    assert HEADER.size == 64 and struct.calcsize("<8sIIQ32s8x") == 64

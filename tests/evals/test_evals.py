@@ -1,6 +1,5 @@
 """The evaluations, compared with a plain loop over transformers' GPT-2 that scores one continuation at a time."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -9,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from conftest import hellaswag_items, make_text, run, tiny_config
+from conftest import hellaswag_items, make_text, reset_accelerate
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
@@ -31,21 +29,15 @@ POSITIONS = 64
 
 @pytest.fixture
 def accelerator():
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     return Accelerator(cpu=True)
 
 
 @pytest.fixture(scope="module")
-def models(data_dir, tmp_path_factory):
+def models(trained):
     """A briefly trained model, and the same model in transformers."""
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config(
-        data_dir, folder, n_positions=POSITIONS, total_batch_size=4 * POSITIONS, max_steps=250
-    )
-    run(config)
-    hf = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
-    return from_pretrained(folder), hf.eval()
+    hf = GPT2LMHeadModel.from_pretrained(trained, dtype=torch.float32)
+    return from_pretrained(trained), hf.eval()
 
 
 @torch.no_grad()
@@ -383,24 +375,3 @@ def test_other_bad_input_is_refused(tmp_path):
         read_items("hellaswag", tmp_path / "no.jsonl")
     with pytest.raises(FileNotFoundError, match="Rowan/hellaswag cannot be read from the Hub"):
         read_items("hellaswag")
-
-
-def test_evaluations_compile_nothing_in_a_compiled_run(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    path = tmp_path / "items.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(20)))
-    text = [" ".join(item["endings"]) for item in hellaswag_items(20)]
-    assert len({len(line) for line in text}) > 10, "the items must differ in length"
-    config = {"eval_every": 2, "sample_every": 2, "sample_tokens": 5, "max_steps": 4, "n_layer": 1}
-    graphs = []
-    for changes in ({}, {"hellaswag_every": 2, "hellaswag_data": str(path)}):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        changes = {**config, **changes, "n_positions": POSITIONS, "total_batch_size": 4 * POSITIONS}
-        last = run(tiny_config(data_dir, tmp_path / f"run{len(graphs)}", **changes))[-1]
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == [2, 2], "training and the validation loss, nothing else"
-    assert {"val/loss", "val/loss_stderr", "hellaswag/acc", "hellaswag/acc_norm_per_char"} <= set(
-        last
-    )
-    assert 0 < last["hellaswag/acc"] < 1

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2LMHeadModel
 
@@ -68,17 +68,15 @@ def hf_ids(hf, prompts, max_new_tokens):
     return rows[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("prompts", [[[5]], [[1, 2, 3], [200, 100, 7]], RAGGED])
-def test_greedy_tokens_equal_transformers(model, hf, prompts):
-    assert ids(model, prompts, 40) == hf_ids(hf, prompts, 40)
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=30), min_size=1, max_size=5),
     st.integers(1, 18),
 )
-def test_greedy_tokens_equal_transformers_for_any_prompts(model, hf, prompts, length):
+@example([[5]], 40)
+@example([[1, 2, 3], [200, 100, 7]], 40)
+@example(RAGGED, 40)
+def test_greedy_tokens_equal_transformers(model, hf, prompts, length):
     assert ids(model, prompts, length) == hf_ids(hf, prompts, length)
 
 
@@ -101,8 +99,8 @@ def test_compiled_forward_gives_equal_tokens_at_every_length(model, monkeypatch)
     monkeypatch.setattr(kv_cache, "compiled", lambda: compiled)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for prompts in ([[7]], [[7] * 9], RAGGED, RAGGED[:2], [[1], [2]], [[4] * 20] * 3):
-        for length in (2, 3, 11, 60):
+    for prompts in ([[7]], [[7] * 9], RAGGED, [[4] * 20] * 3):
+        for length in (2, 55):
             assert ids(model, prompts, length, compile=True) == ids(model, prompts, length)
     # One row, several rows of one length, several rows with padding.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3

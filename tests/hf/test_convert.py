@@ -1,35 +1,19 @@
-import json
 import os
 
 import pytest
 import torch
-from conftest import peak_of
+from conftest import peak_of, randomized, tokenizer_of
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    T5Config,
-    pipeline,
-)
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.gpt2 import SIZES
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer
 
 SHAPE = {"vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
 INPUT_IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
-
-
-def randomized(model):
-    """Makes every parameter random, also biases and norms, so that swapped tensors change the logits."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
 
 
 def hf_model(**changes) -> GPT2LMHeadModel:
@@ -101,13 +85,7 @@ def same_bytes(a, b):
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_logits_of_our_model_equal_hfs(tmp_path, bias):
-    ours = GPT(GPTConfig(**SHAPE, bias=bias))
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter[: SHAPE["vocab_size"]] += (
-                torch.randn_like(parameter[: SHAPE["vocab_size"]]) / 10
-            )
-    ours.eval()
+    ours = randomized(GPT(GPTConfig(**SHAPE, bias=bias)))
     save_pretrained(ours, tmp_path)
     hf, info = GPT2LMHeadModel.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="sdpa"
@@ -161,14 +139,10 @@ def test_pipeline_generates_with_any_context_length(tmp_path):
         assert generated["generated_text"].startswith("Hi")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "chars"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "characters"])
 def test_the_saved_tokenizer_encodes_as_the_runs(tmp_path, kind):
     text = "the cat sat on the mat, über-cats. " * 20
-    tokenizer = {
-        "bytes": byte_tokenizer,
-        "bpe": lambda: train_bpe([text], 270),
-        "chars": lambda: char_tokenizer(text),
-    }[kind]()
+    tokenizer = tokenizer_of(kind, text)
     model = GPT(GPTConfig(len(tokenizer), n_positions=32, n_layer=1, n_head=2, n_embd=8))
     save_pretrained(model, tmp_path, tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -177,8 +151,8 @@ def test_the_saved_tokenizer_encodes_as_the_runs(tmp_path, kind):
     assert loaded.model_max_length == 32
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"tokenizer.json", "tokenizer_config.json", "vocab.json", "README.md"}
-    assert ("merges.txt" in names) == (kind != "chars")
-    if kind == "chars":  # an unknown character is an error in transformers too, never dropped
+    assert ("merges.txt" in names) == (kind != "characters")
+    if kind == "characters":  # an unknown character is an error in transformers too, never dropped
         with pytest.raises(Exception, match="WordLevel"):
             loaded("Z")
 
@@ -191,15 +165,6 @@ def test_saving_and_loading_make_no_second_copy_of_the_weights(tmp_path):
     del model
     loading = peak_of(from_pretrained, tmp_path)
     assert saving < 0.3 * size and loading < 1.3 * size, (saving / size, loading / size)
-
-
-def test_the_saved_config_has_the_fields_that_other_programs_read(tmp_path):
-    save_pretrained(GPT(GPTConfig(**SHAPE)), tmp_path, byte_tokenizer())
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["n_ctx"] == config["n_positions"] == 32
-    assert config["architectures"] == ["GPT2LMHeadModel"]
-    assert config["eos_token_id"] == 256
-    assert config["vocab_size"] == 257
 
 
 def test_prefixless_keys_mask_buffers_a_tied_head_and_half_precision_load(tmp_path):
@@ -287,18 +252,13 @@ def test_a_pickle_loads_tensors_only(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_other_architectures_and_missing_directories_are_refused(tmp_path):
-    MistralConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'mistral'"):
-        from_pretrained(tmp_path)
+def test_other_architectures_and_unknown_options_are_refused(tmp_path):
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'t5'"):
         from_pretrained(tmp_path)
     hf_model(scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
         from_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match="neither a folder nor a model on the Hub"):
-        from_pretrained("nobody/nothing")
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_written(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import randomized
 from launching import python
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -35,25 +36,14 @@ TOLERANCES = {"f32": 2e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 4e-2}
 
 
 def random_model(vocab_size, **options):
-    """A model with weights of a trained size, also in the biases; padding rows stay zero."""
-    model = GPT(GPTConfig(vocab_size, **{**SHAPE, **options})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn_like(parameter) / 10
-        model.wte.weight[vocab_size:] = 0
-    return model
+    """A model with weights of a trained size, also in the biases."""
+    return randomized(GPT(GPTConfig(vocab_size, **{**SHAPE, **options})))
 
 
 def random_llama(kind, vocab_size, **changes):
     """A Llama or Qwen3 whose rows are too short for q8_0 blocks in some matrices only."""
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
-    model = kind(vocab_size, 48, **sizes | changes).build().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn_like(parameter) / 10
-        model.embed_tokens.weight[vocab_size:] = 0
-        model.head_weight[vocab_size:] = 0
-    return model
+    return randomized(kind(vocab_size, 48, **sizes | changes).build())
 
 
 def own_bpe():
@@ -255,28 +245,6 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     again = export(*flags)
     assert again.returncode == 1 and output.read_bytes() == before
     assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--format", "pt"), "format must be 'gguf' or 'onnx', got 'pt'"),
-        (("--format", "onnx", "--dtype", "f16"), "dtype must be f32 for onnx, got 'f16'"),
-        (("--dtype", "q4_0"), "dtype must be f32 or f16 or bf16 or q8_0 for gguf, got 'q4_0'"),
-        (("--output", "runs/"), "output is the path of a file to write, got 'runs/'"),
-        (
-            ("--output", "README.md/a.gguf"),
-            "README.md is a file, not a folder: choose another --output",
-        ),
-        (
-            ("--output", "runs/a.onnx"),
-            "format is gguf, but runs/a.onnx ends in .onnx: give --format onnx, or choose another --output",
-        ),
-    ],
-)
-def test_the_recipe_names_a_wrong_setting(flags, message, saved, tmp_path):
-    done = export("--model", saved, "--output", tmp_path / "a", *flags)
-    assert done.returncode == 1 and done.stderr == f"export.py: {message}\n"
 
 
 def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):

@@ -15,7 +15,18 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from conftest import as_flags, hellaswag_items, losses, make_text, run, tiny_config
+from conftest import (
+    as_flags,
+    contents,
+    hellaswag_items,
+    losses,
+    make_text,
+    metrics,
+    run,
+    status,
+    tiny_config,
+    tokenizer_of,
+)
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
@@ -24,7 +35,6 @@ from test_commands import ON_HUB, prepare_folder, run_command
 
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.results_table import BASELINES
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
 from gpt2_accel.hf.convert import save_pretrained
@@ -32,7 +42,6 @@ from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.runtime import signals
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/name"
@@ -110,7 +119,7 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
     more = {**settings, "max_steps": 12, "push_to_hub": None}
     config = tiny_config(data_dir, tmp_path / "elsewhere", resume_from=REPO, **more)
     succeed(SCRIPT, *as_flags(config))
-    continued = read_json_lines(tmp_path / "elsewhere/metrics.jsonl")
+    continued = metrics(tmp_path / "elsewhere")
     whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
     assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
 
@@ -118,7 +127,7 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
     revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
     config = tiny_config(data_dir, tmp_path / "tuned", init_from=revision)
     succeed(SCRIPT, *as_flags(config))
-    tuned = read_json_lines(tmp_path / "tuned/metrics.jsonl")
+    tuned = metrics(tmp_path / "tuned")
     assert tuned[0]["train/loss"] < 4  # not a new model's 5.5
     push = ["recipes/push_to_hub.py", "--model", str(tmp_path / "tuned"), "--repo_id", "user/tuned"]
     assert f"{server.url}/user/tuned" in succeed(*push)
@@ -130,10 +139,6 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
         for content in (files, pushed):
             assert content["loss.png"].startswith(b"\x89PNG")
             assert b"\n![Loss](loss.png)\n" in content["README.md"]
-
-    done = command(*push[:-1], "not a name")
-    assert done.returncode == 1 and "'not a name' is not a name for a Hub repository" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_the_readmes_hub_commands_work(user, tmp_path):
@@ -164,7 +169,6 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
     ("faults", "expected"),
     [
         ([("POST", "/create", 401)], "could not upload to user/name: .*hf auth login"),
-        ([("POST", "/create", 403)], "could not upload to user/name: .*hf auth login"),
         ([("POST", "/commit/", 500)] * 2, "uploaded to"),
         ([("POST", "/commit/", 500)] * 4, "could not upload to user/name: .*push_to_hub.py"),
         ([("PUT", "/lfs/", "cut")], "uploaded to"),
@@ -173,8 +177,8 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
 )
 def test_a_failing_upload_never_ends_the_run(here, data_dir, tmp_path, capsys, faults, expected):
     here.faults += faults
-    metrics = run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end"))
-    assert len(metrics) == 8
+    lines = run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end"))
+    assert len(lines) == 8
     said = "".join(capsys.readouterr())
     assert re.search(expected, said), said
     assert not here.faults  # each happened
@@ -223,10 +227,6 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(here, data_
         here.gate.set()
     assert len(here.repos[REPO]["commits"]) == 3  # creation, first and last checkpoint
     assert sum("uploaded" in line for line in said) == 2
-
-
-def status(folder):
-    return json.loads((folder / "status.json").read_text())
 
 
 def ended(folder):
@@ -324,7 +324,7 @@ def test_starting_a_complete_run_again_pushes_only_what_the_hub_lacks(here, data
         data_dir, tmp_path, push_to_hub=REPO, hub_strategy="checkpoint", resume_from="latest"
     )
     run(config)
-    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    files = contents(tmp_path)
     pushed = here.files(REPO)
     commits = len(here.repos[REPO]["commits"])
     here.requests.clear()
@@ -334,18 +334,13 @@ def test_starting_a_complete_run_again_pushes_only_what_the_hub_lacks(here, data
     del here.repos[REPO]
     run(config)
     assert here.files(REPO) == pushed
-    found = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
-    assert found == files
+    assert contents(tmp_path) == files
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])
 def test_only_a_models_files_are_uploaded(kind, tmp_path):
     text = make_text(200, 0)
-    tokenizer = {
-        "bytes": byte_tokenizer,
-        "characters": lambda: char_tokenizer(text),
-        "bpe": lambda: train_bpe([text], 300),
-    }[kind]()
+    tokenizer = tokenizer_of(kind, text)
     model = GPT(GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=64))
     save_pretrained(model, tmp_path / "run", tokenizer, max_shard_size=10_000)
     written = {path.name for path in (tmp_path / "run").iterdir()}
@@ -392,7 +387,7 @@ def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
     assert card.data.license == "apache-2.0"
     assert card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation"
-    last = read_json_lines(tmp_path / "metrics.jsonl")[-1]
+    last = metrics(tmp_path)[-1]
     results = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert results["loss"] == pytest.approx(last["val/loss"], abs=1e-5)
     for part in (
@@ -410,12 +405,6 @@ def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
     script.write_text(card.text.split("```python\n")[1].split("```")[0])
     done = python(script)
     assert done.returncode == 0 and done.stdout.startswith("Hi")
-
-
-def test_an_invalid_repository_name_is_refused_before_anything_is_written(data_dir, tmp_path):
-    with pytest.raises(ValueError, match="'a/b/c' is not a name for a Hub repository"):
-        run(tiny_config(data_dir, tmp_path / "run", push_to_hub="a/b/c"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_repository_without_a_checkpoint_is_refused(user, data_dir, tmp_path):

@@ -3,6 +3,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import randomized
 from launching import python
 from transformers import AutoModelForCausalLM
 
@@ -15,12 +16,7 @@ INPUT_IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_see
 
 
 def random_model(vocab_size, **options):
-    model = GPT(GPTConfig(vocab_size, **SHAPE, **options)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter[: vocab_size if parameter.ndim > 1 else None] += torch.randn(1) / 10
-    model.wte.weight.data[vocab_size:] = 0
-    return model
+    return randomized(GPT(GPTConfig(vocab_size, **SHAPE, **options)))
 
 
 def as_theirs(model, rows, prefix=""):
@@ -116,20 +112,3 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path):
         torch.save(content, file)
         with pytest.raises(ValueError, match=message):
             read_checkpoint(file)
-    flags = ["--input", str(tmp_path / "none.pt"), "--output_dir", str(tmp_path / "out")]
-    done = python("recipes/import_checkpoint.py", *flags, "--tokenizer", "none")
-    [line] = done.stderr.splitlines()
-    assert done.returncode == 1 and "none.pt does not exist" in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_import_does_not_overwrite_files(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "model.safetensors").write_text("trained for days")
-    flags = ["--input", str(tmp_path / "a.pt"), "--tokenizer", "none"]
-    for output in (run, run / "model.safetensors"):
-        done = python("recipes/import_checkpoint.py", *flags, "--output_dir", str(output))
-        [line] = done.stderr.splitlines()
-        assert done.returncode == 1 and f"{output} exists already" in line
-    assert [path.read_text() for path in run.iterdir()] == ["trained for days"]

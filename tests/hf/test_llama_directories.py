@@ -1,11 +1,10 @@
 """Llama and Qwen3 directories: from transformers to here and back."""
 
 import json
-import sys
 
 import pytest
 import torch
-from conftest import load_recipe, losses, make_text, run, tiny_config
+from conftest import losses, make_text, run, run_recipe, tiny_config
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -234,7 +233,7 @@ def test_a_vocabulary_with_more_rows_than_tokens_goes_there_and_back(more_rows, 
 
 
 def test_a_vocabulary_with_more_rows_than_tokens_is_finetuned_sampled_and_evaluated(
-    more_rows, tmp_path, monkeypatch
+    more_rows, tmp_path
 ):
     splits = {"train": [make_text(150, i) for i in range(4)], "val": [make_text(100, 9)]}
     prepare(splits, load_tokenizer(more_rows), tmp_path / "data", source="made up")
@@ -248,8 +247,7 @@ def test_a_vocabulary_with_more_rows_than_tokens_is_finetuned_sampled_and_evalua
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert reference.config.vocab_size == 300
     flags = ["--model", tmp_path / "run", "--data_dir", tmp_path / "data"]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, flags)])
-    load_recipe("evaluate").main()
+    run_recipe("evaluate", *flags)
     [found] = json.loads((tmp_path / "run/evaluation.json").read_text()).values()
     assert found["results"]["val/loss"] == pytest.approx(whole[-1]["val/loss"], abs=1e-5)
 

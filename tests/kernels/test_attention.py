@@ -100,7 +100,6 @@ def test_operator_passes_opcheck():
 def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
     """cuDNN is left out for lengths that are not a multiple of 128, and other attention has torch's order."""
     order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
-    monkeypatch.setattr(kernels, "sdpa_order", order)
     model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
     tokens = torch.randint(50, (2, length))
     before, seen = _cur_sdpa_kernel_backends(with_priority=True), []
@@ -112,7 +111,7 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
         return plain(*args, **kwargs)
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.no_grad(), kernels.chosen(sdpa_order=order):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
         torch.testing.assert_close(model(tokens), compiled)

@@ -46,27 +46,26 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
     tokens = torch.randint(50, (2, 200))
     with torch.no_grad():
         dense = model(tokens)
-        monkeypatch.setattr(kernels, "block_masks", True)
+    with torch.no_grad(), kernels.chosen(block_masks=True):
         monkeypatch.setattr(gpt2.F, "scaled_dot_product_attention", not_called)
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
 
 
-def test_dropout_and_narrow_heads_keep_the_dense_mask(monkeypatch):
-    monkeypatch.setattr(kernels, "block_masks", True)
+def test_dropout_and_narrow_heads_keep_the_dense_mask():
     for changes in ({"dropout": 0.1}, {"n_head": 4}):
         shape = {"n_positions": 32, "n_layer": 1, "n_head": 2, "n_embd": 32, **changes}
         model = GPT(GPTConfig(50, **shape))
         model.separator = 7
-        model(torch.randint(50, (2, 32)))
+        with kernels.chosen(block_masks=True):
+            model(torch.randint(50, (2, 32)))
 
 
 def test_a_run_takes_block_masks_if_the_device_has_them(data_dir, tmp_path, monkeypatch, capsys):
     """FlexAttention has no backward on a CPU, so the run fails at its first update."""
     monkeypatch.setenv(OVERRIDES, json.dumps({"has_block_masks": True}))
-    with torch._dynamo.config.patch(optimize_ddp=True):
+    with torch._dynamo.config.patch(optimize_ddp=True), kernels.chosen():
         with pytest.raises(NotImplementedError, match="FlexAttention does not support backward"):
             run(tiny_config(data_dir, tmp_path, document_mask=True))
         assert torch._dynamo.config.optimize_ddp is False
-    kernels.block_masks = False
     assert "attention flex, with a block mask" in capsys.readouterr().out

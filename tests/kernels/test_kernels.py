@@ -27,16 +27,16 @@ def test_loss_and_gradients_are_equal_without_kernels(compiled, monkeypatch):
     for name in ("scaled_dot_product_attention", "cross_entropy"):
         plain = getattr(F, name)
         monkeypatch.setattr(F, name, lambda *a, f=plain, **k: calls.append(f) or f(*a, **k))
-    monkeypatch.setattr(kernels, "enabled", False)
     torch._dynamo.reset()
-    without = step(run, tokens)
+    with kernels.chosen(enabled=False):
+        without = step(run, tokens)
     assert len(calls) == 3  # two layers and the head
     assert abs(with_kernels[0] - without[0]) < 2e-3 * without[0]
     for one, other in zip(with_kernels[1], without[1], strict=True):
         assert (one - other).norm() < 2e-2 * other.norm()
 
 
-def test_logits_of_a_single_token_are_equal_without_kernels(monkeypatch):
+def test_logits_of_a_single_token_are_equal_without_kernels():
     model = GPT(GPTConfig(100, n_positions=16, n_layer=1, n_head=2, n_embd=32)).eval()
 
     def logits():
@@ -46,8 +46,8 @@ def test_logits_of_a_single_token_are_equal_without_kernels(monkeypatch):
 
     with torch.no_grad():
         fast = logits()
-        monkeypatch.setattr(kernels, "enabled", False)
-        torch.testing.assert_close(fast, logits())
+        with kernels.chosen(enabled=False):
+            torch.testing.assert_close(fast, logits())
 
 
 @pytest.mark.parametrize(

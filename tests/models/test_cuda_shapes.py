@@ -104,12 +104,11 @@ def tokens(rows=4, length=256):
 @pytest.mark.parametrize("mask", [None, "dense", "blocks"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_forward(kind, order, mask, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "sdpa_order", order)
-    monkeypatch.setattr(kernels, "block_masks", mask == "blocks")
     monkeypatch.setattr("gpt2_accel.kernels.block_attention.compiled_attention", lambda: without)
     model = build(kind)
     model.separator = None if mask is None else 7
-    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+    chosen = kernels.chosen(sdpa_order=order, block_masks=mask == "blocks")
+    with chosen, torch.autocast("cuda", dtype, enabled=dtype is not None):
         logits, loss = model(tokens()), model(tokens(), tokens())
         each = model(tokens(), tokens(), reduction="none")
     assert logits.shape == (4, 256, 300) and logits.device == loss.device == GPU

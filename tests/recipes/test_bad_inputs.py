@@ -19,15 +19,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import LONG, make_text, run, tiny_config
+from conftest import long, make_text, run, tiny_config
 from launching import ROOT, launch, python
 
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+from gpt2_accel.tokenizer import char_tokenizer
 
 TEXT = make_text(400, 0)
 DEEP = "[" * 100_000
 BINARY = bytes(range(256)) * 40
+CHARS = ("shakespeare_char", "shakespeare_fast", "finetune_shakespeare")
 SMALL = (
     "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 4 --total_batch_size 128 "
     "--max_steps 8 --eval_every 0 --sample_every 0 --save_every 0 --resume_from latest "
@@ -54,78 +55,36 @@ class Row(NamedTuple):
 
 
 def settings() -> Iterator[Row]:
-    recipes = [
-        "quickstart",
-        "pretrain_124m",
-        "pretrain_355m",
-        "pretrain_774m",
-        "pretrain_1558m",
-        "shakespeare_char",
-    ]
-    recipes += ["shakespeare_fast", "finetune_shakespeare"]
-    for number, (arguments, words) in enumerate(
-        {
-            "--learning_rate nan": "learning_rate must be a finite number",
-            "--learning_rate inf": "learning_rate must be a finite number",
-            "--learning_rate fast": "invalid float value: 'fast'",
-            "--learning_rate": "expected one argument",
-            "--beta1 1.5": "beta1 must be at least 0 and below 1",
-            "--beta2 nan": "beta2 must be a finite number",
-            "--max_grad_norm nan": "max_grad_norm",
-            "--max_hours nan": "max_hours",
-            "--max_hours 0": "max_hours must be above 0",
-            "--decay_share 7": "decay_share must be between 0 and 1",
-            "--min_lr_ratio 5": "min_lr_ratio must be between 0 and 1",
-            "--weight_decay -0.1": "weight_decay",
-            "--dropout 1": "dropout must be at least 0 and below 1",
-            "--seed -1": "seed must not be negative",
-            "--seed 12345678901234567890123": "seed must be below 2^63",
-            "--max_steps 99999999999999999999": "max_steps must be below 2^63",
-            "--max_steps 0": "max_steps must be at least 1",
-            "--max_steps 1e3": "invalid int value",
-            "--n_layer 0": "n_layer must be at least 1",
-            "--n_embd 0": "n_embd must be at least 1",
-            "--sequence_length 0": "sequence_length must be at least 1",
-            "--micro_batch_size -1": "micro_batch_size must not be negative",
-            "--micro_batch_size many": "micro_batch_size",
-            "--total_batch_size 0": "total_batch_size must be at least 1",
-            "--keep_best --eval_every 0": "keep_best needs evaluations",
-            "--patience 3 --keep_best false --eval_every 0": "patience needs evaluations",
-            "--optimizer sgd": "optimizer must be one of adamw, muon",
-            "--lr_schedule step": "lr_schedule must be one of",
-            "--hub_strategy never": "hub_strategy must be one of",
-            "--bias perhaps": "bias",
-            "--learning_rat 1": "did you mean learning_rate",
-            "--zzz 1": "--zzz: --help lists",
-            "word": "word",
-            "--data_dir ''": "data_dir is '', which is no folder",
-            "--output_dir ''": "output_dir is '', which is no folder",
-        }.items()
+    """One for each recipe, and what `tests/test_config.py` leaves out."""
+    for recipe, arguments, words in (
+        ("quickstart", "--learning_rate nan", "learning_rate must be a finite number"),
+        ("pretrain_124m", "--learning_rate", "expected one argument"),
+        ("pretrain_124m", "--n_layer 0", "n_layer must be at least 1"),
+        ("pretrain_355m", "--dropout 1", "dropout must be at least 0 and below 1"),
+        ("pretrain_355m", "--n_embd 0", "n_embd must be at least 1"),
+        ("pretrain_774m", "--max_steps 1e3", "invalid int value"),
+        ("pretrain_774m", "--sequence_length 0", "sequence_length must be at least 1"),
+        ("pretrain_1558m", "--micro_batch_size many", "micro_batch_size"),
+        ("pretrain_1558m", "--total_batch_size 0", "total_batch_size must be at least 1"),
+        ("shakespeare_char", "--beta2 nan", "beta2 must be a finite number"),
+        ("shakespeare_char", "--max_step 5", "--max_step: did you mean max_steps?"),
+        ("shakespeare_fast", "--keep_best --eval_every 0", "keep_best needs evaluations"),
+        ("shakespeare_fast", "--hub_strategy never", "hub_strategy must be one of"),
+        ("finetune_shakespeare", "--patience 3 --keep_best false --eval_every 0", "patience needs"),
+        ("finetune_shakespeare", "--bias perhaps", "bias"),
+        ("quickstart", "word", "word"),
+        ("quickstart", "--data_dir ''", "data_dir is '', which is no folder"),
     ):
-        yield Row(recipes[number % len(recipes)], arguments, words)
+        yield Row(recipe, arguments, words)
 
 
 def config_files() -> Iterator[Row]:
     for recipe, content, words in (
         ("quickstart", BINARY, "c.yaml is not valid YAML: it is not UTF-8 text"),
-        ("quickstart", "learning_rate: 1".encode("utf-16"), "c.yaml is not valid YAML"),
-        ("quickstart", "max_steps: 5\x00", "c.yaml is not valid YAML"),
-        ("quickstart", "a: [", "line 1"),
-        ("quickstart", "a: b: c", "line 1"),
-        ("quickstart", DEEP, "nested too deeply"),
-        ("quickstart", "max_hours: 2026-13-45", "month must be in 1..12"),
         ("quickstart", "&a [*a]", "`name: value` lines"),
-        ("quickstart", "hello", "`name: value` lines"),
-        ("quickstart", "learning_rat: 1", "did you mean learning_rate"),
-        ("quickstart", "max_steps: many", "c.yaml: max_steps is 'many', expected int"),
-        ("quickstart", "max_steps: 1.5", "c.yaml: max_steps is 1.5, expected int"),
-        ("quickstart", "max_steps: {a: 1}", "c.yaml: max_steps is {'a': 1}"),
         ("quickstart", "sample_prompts: once", "c.yaml: sample_prompts is 'once'"),
-        ("quickstart", "learning_rate: .nan", "learning_rate must be a finite number"),
-        ("quickstart", 'data_dir: "a\\0b"', "c.yaml: data_dir is"),
         ("pretrain_124m", "beta1: 2", "beta1 must be"),
         ("shakespeare_char", "input: [a]", "c.yaml: input is ['a']"),
-        ("finetune_shakespeare", "dropout: 2", "dropout must be"),
         ("sample", "top_k: many", "c.yaml: top_k is 'many', expected int"),
         ("sample", "temperature: .inf", "temperature must be"),
         ("evaluate", "tasks: 5", "c.yaml: tasks is 5"),
@@ -134,7 +93,6 @@ def config_files() -> Iterator[Row]:
         ("push_to_hub", "repo_id: a/b", "required: --model"),
     ):
         yield Row(recipe, "--config c.yaml", words, {"c.yaml": content})
-    yield Row("quickstart", "--config none.yaml", "none.yaml: there is no such file")
     yield Row("quickstart", "--config .", "there is no such file")
     yield Row("quickstart", "--config", "--config: expected one argument")
 
@@ -143,20 +101,17 @@ def environment() -> Iterator[Row]:
     tiny = "--data_dir {data} --output_dir run " + SMALL
     for env, words in (
         ({"GPT2_ACCEL_DEVICE": "{"}, "GPT2_ACCEL_DEVICE is not JSON"),
-        ({"GPT2_ACCEL_DEVICE": "[]"}, "GPT2_ACCEL_DEVICE has to be a JSON object"),
-        ({"GPT2_ACCEL_DEVICE": '{"speed": 1}'}, "GPT2_ACCEL_DEVICE has to be a JSON object"),
         ({"ACCELERATE_MIXED_PRECISION": "fp7"}, "asks for the precision 'fp7'"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "Accelerate has no fp16 for the device 'cpu'"),
         ({"ACCELERATE_DYNAMO_BACKEND": "faster"}, "the Accelerate config cannot be used here"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),
         ({"ACCELERATE_USE_CPU": "perhaps"}, "invalid truth value perhaps"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is many, but"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but Accelerate has num_processes 1"),
     ):
         yield Row("pretrain_124m", tiny, words, {}, env)
     yield Row("speed_ladder", "", "start it with python", {}, {"WORLD_SIZE": "2"})
-    for name, value in (("SERVER_PORT", "abc"), ("NUM_PORTS", "99999")):
-        variable = f"GRADIO_{name}"
-        yield Row("demo", "--model {run}", f"{variable} is '{value}'", {}, {variable: value})
+    port = {"GRADIO_SERVER_PORT": "99999"}
+    yield Row("demo", "--model {run}", "GRADIO_SERVER_PORT is '99999': give a number", {}, port)
 
 
 # Folders that a training run reads and writes
@@ -170,7 +125,7 @@ def folders() -> Iterator[Row]:
         ("pretrain_774m", tiny + "--n_positions 100000000000", "lower --n_layer, --n_embd"),
         ("pretrain_124m", tiny + "--n_head 3", "n_embd (32) is not divisible by n_head (3)"),
         ("pretrain_124m", tiny + "--sequence_length 64", "exceeds n_positions"),
-        ("pretrain_124m", tiny + "--total_batch_size 100", "total_batch_size"),
+        ("pretrain_124m", tiny + "--total_batch_size 100", "a multiple of"),
         ("pretrain_124m", tiny + "--ramp_tokens 512 --ramp_start 3", "ramp_start"),
         ("pretrain_124m", tiny + "--report_to mlflow", "unknown tracker 'mlflow'"),
         ("pretrain_124m", tiny + "--push_to_hub 'not a name'", "'not a name' is not a name"),
@@ -185,14 +140,13 @@ def folders() -> Iterator[Row]:
         ("pretrain_124m", tiny + "--output_dir {text}/run", "{text}"),
         ("pretrain_124m", tiny + "--output_dir /proc/run", "/proc/run"),
         ("pretrain_124m", SMALL + "--data_dir nowhere", "prepare_data.py text"),
-        ("pretrain_124m", SMALL + "--data_dir nowhere/fineweb_edu", "prepare_data.py fineweb-edu"),
+        ("pretrain_355m", SMALL + "--data_dir nowhere/fineweb_edu", "prepare_data.py fineweb-edu"),
         ("pretrain_124m", SMALL + "--data_dir {text}", "{text}"),
         ("pretrain_124m", SMALL + "--data_dir {model}", "manifest.json is missing"),
         ("pretrain_124m", SMALL + "--data_dir {chars} --document_mask", "document_mask"),
         ("pretrain_124m", SMALL + "--data_dir {chars} --init_from {model}", "vocabulary"),
-        ("quickstart", "--vocab_size 10", "raise vocab_size"),
-        ("quickstart", "--init_from nowhere --data_dir d", "nowhere"),
         ("quickstart", "--data_dir {text}", "{text}"),
+        ("quickstart", "--data_dir {data} --vocab_size -1", "with a vocabulary of 257, not -1"),
         ("shakespeare_char", "--input none.txt", "none.txt"),
         ("shakespeare_char", "--input {data}", "{data}"),
         ("shakespeare_fast", "--input none.txt", "none.txt"),
@@ -200,34 +154,25 @@ def folders() -> Iterator[Row]:
         ("finetune_shakespeare", "--input {text} --init_from nowhere", "nowhere"),
         ("finetune_shakespeare", "--input {text} --init_from {text}", "{text}"),
         ("finetune_shakespeare", "--input {text} --init_from nobody/none", "nobody/none"),
+        *((name, "--input {play} --data_dir {chars}", "made from another text") for name in CHARS),
     ):
         yield Row(recipe, arguments, words)
-    for content, words in (
-        (b"", "x.txt"),
-        (BINARY, "x.txt"),
-        ("é".encode("latin-1") * 500, "x.txt"),
-        (TEXT.encode("utf-16"), "x.txt"),
-    ):
+    for content, words in ((b"", "x.txt is empty"), (TEXT.encode("utf-16"), "x.txt")):
         yield Row("shakespeare_char", "--input x.txt", words, {"x.txt": content})
+    long = {"c.yaml": f"sample_prompts: [{'x' * 10**5}]"}
+    words = "the prompt has 100,000 characters"
+    yield Row("pretrain_124m", tiny + "--config c.yaml --sample_every 9", words, long)
 
 
 def data() -> Iterator[Row]:
     train = SMALL + "--data_dir d --output_dir run "
     for changes, words in (
-        ({"manifest.json": None}, "manifest.json is missing"),
-        ({"manifest.json": ""}, "not a readable manifest"),
-        ({"manifest.json": "{"}, "not a readable manifest"),
-        ({"manifest.json": "[]"}, "not a readable manifest"),
         ({"manifest.json": DEEP}, "not a readable manifest"),
-        ({"manifest.json": BINARY}, "not a readable manifest"),
         ({"manifest.json": '{"format": "other", "version": 1}'}, "is 'other' version 1"),
         ({"manifest.json": '{"format": "gpt2_accel token shards", "version": 9}'}, "version 9"),
         ({"manifest.json": '{"format": "gpt2_accel token shards", "version": 1}'}, "is damaged"),
-        ({"train_000000.bin": None}, "train_000000.bin"),
-        ({"train_000000.bin": b""}, "train_000000.bin"),
         ({"train_000000.bin": BINARY}, "train_000000.bin"),
         ({"tokenizer/tokenizer.json": None}, "tokenizer"),
-        ({"tokenizer/tokenizer.json": "{"}, "tokenizer"),
         ({"tokenizer/tokenizer.json": DEEP}, "tokenizer"),
     ):
         files = {"d": Copy("data"), **{f"d/{name}": content for name, content in changes.items()}}
@@ -239,31 +184,18 @@ def data() -> Iterator[Row]:
         name, _, arguments = recipe.partition(" ")
         files = {"d": Copy("data"), "d/train_000000.bin": BINARY}
         yield Row(name, arguments + " --data_dir d", "train_000000.bin", files)
-        files = {"d": Copy("data"), "d/manifest.json": "{}"}
-        yield Row(name, arguments + " --data_dir d", "manifest.json", files)
 
 
 def checkpoints() -> Iterator[Row]:
     train = SMALL + "--data_dir {data} --output_dir run --resume_from c "
-    state = "training_state"
     for changes, words in (
-        ({"model.safetensors": None}, "model.safetensors"),
         ({"model.safetensors": BINARY}, "model.safetensors"),
-        ({"config.json": "{}"}, "config.json"),
-        ({f"{state}/manifest.json": None}, "manifest"),
-        ({f"{state}/manifest.json": "{"}, "manifest"),
-        ({f"{state}/manifest.json": DEEP}, "manifest"),
-        ({f"{state}/state.json": "{}"}, "state.json"),
+        ({"training_state/manifest.json": DEEP}, "manifest"),
         ({"tokenizer.json": "{}"}, "tokenizer.json"),
     ):
         files = {"c": Copy("checkpoint"), **{f"c/{name}": text for name, text in changes.items()}}
         yield Row("pretrain_124m", train, words, files)
-    whole = {"c": Copy("checkpoint")}
-    yield Row("pretrain_124m", train + "--n_layer 3", "n_layer=2", whole)
-    yield Row("pretrain_124m", train + "--seed 5", "--seed 1337", whole)
-    yield Row("pretrain_124m", train + "--data_dir {chars}", "vocab_size=257", whole)
-    yield Row("pretrain_124m", train + "--data_dir {other}", "not the data", whole)
-    yield Row("pretrain_124m", train + "--sequence_length 16", "--sequence_length 32", whole)
+    yield Row("pretrain_124m", train + "--n_layer 3", "n_layer=2", {"c": Copy("checkpoint")})
     resume = SMALL + "--data_dir {data} --output_dir run --resume_from {model}"
     yield Row("pretrain_124m", resume, "{model} is not a checkpoint of this toolkit")
 
@@ -295,37 +227,20 @@ def models() -> Iterator[Row]:
     for number, (changes, words) in enumerate(faults):
         files = {"m": Copy("model"), **{f"m/{name}": content for name, content in changes.items()}}
         recipes = list(uses)[:-1] if "model.safetensors" in changes else list(uses)
-        for recipe in (recipes[number % len(recipes)], recipes[(number + 2) % len(recipes)]):
-            yield Row(recipe, uses[recipe], words, files)
-    for name, content in (
-        ("tokenizer.json", None),
-        ("tokenizer.json", "{"),
-        ("tokenizer.json", DEEP),
-    ):
-        files = {"m": Copy("model"), f"m/{name}": content}
-        for recipe in ("sample", "evaluate", "finetune_shakespeare"):
-            yield Row(recipe, uses[recipe], "tokenizer", files)
-    yield Row("demo", "--model m", "m")
+        recipe = recipes[number % len(recipes)]
+        yield Row(recipe, uses[recipe], words, files)
+    for recipe, content in (("sample", None), ("evaluate", "{"), ("finetune_shakespeare", DEEP)):
+        files = {"m": Copy("model"), "m/tokenizer.json": content}
+        yield Row(recipe, uses[recipe], "tokenizer", files)
+    yield Row("sample", uses["sample"], "m", {"m": TEXT})
     for recipe, arguments in uses.items():
         yield Row(recipe, arguments, "m")
-        yield Row(recipe, arguments, "m", {"m": TEXT})
 
 
 def sampling() -> Iterator[Row]:
     for arguments, words in {
-        "--max_new_tokens 0": "max_new_tokens must be at least 1",
-        "--temperature -1": "temperature must not be negative",
-        "--temperature nan": "temperature must be a finite number",
-        "--top_p 0": "top_p must be above 0",
-        "--top_p nan": "top_p must be above 0",
         "--top_p 2": "top_p must be above 0",
-        "--top_k -1": "top_k",
-        "--num_samples 0": "num_samples",
-        "--seed -1": "seed",
-        "--seed 12345678901234567890123": "seed must be below 2^63",
         "--dtype float8": "dtype must be one of float32, bfloat16",
-        "--stop ''": "stop holds an empty string",
-        "--overflow fall": "overflow must be 'slide' or 'error'",
         "--overflow error --max_new_tokens 1000": "1000",
         "--model {chars_model} --prompt \N{SNOWMAN}": "\N{SNOWMAN}",
         "--model {chars_model}": "prompt",
@@ -348,7 +263,6 @@ def evaluation() -> Iterator[Row]:
         "--tasks hellaswag": "hellaswag",
         "--limit 0": "limit must be at least 1",
         "--eval_tokens 0": "eval_tokens",
-        "--seed -1": "seed",
         "--tasks text --data {text} --stride 0": "stride must be between",
         "--tasks text --data {text} --stride 1000": "stride must be between",
         "--data_dir nowhere": "nowhere",
@@ -362,19 +276,10 @@ def evaluation() -> Iterator[Row]:
         yield Row("evaluate", "--model {run} " + arguments, words)
     good = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}
     for task, content, words in (
-        ("hellaswag", "", "x.jsonl"),
         ("hellaswag", "{", "x.jsonl, line 1"),
-        ("hellaswag", DEEP, "x.jsonl, line 1"),
-        ("hellaswag", "[1]", "x.jsonl, line 1"),
-        ("hellaswag", BINARY, "x.jsonl"),
         ("hellaswag", "{}", "no field 'ctx'"),
-        ("hellaswag", json.dumps(good | {"ctx": 5}), "ctx"),
-        ("hellaswag", json.dumps(good | {"endings": "b"}), "endings"),
         ("hellaswag", json.dumps(good | {"label": 9}), "label"),
-        ("hellaswag", json.dumps(good | {"label": "x"}), "label"),
-        ("lambada", '{"text": 5}', "text"),
         ("lambada", '{"text": "word"}', "item 0"),
-        ("text", '{"words": "a"}', "no field 'text'"),
         ("text", '{"text": ""}', "text"),
     ):
         arguments = "--model {run} --data x.jsonl --tasks " + task
@@ -392,17 +297,14 @@ def preparation() -> Iterator[Row]:
         "text {text} --data_dir d --colour red": "--colour",
         "text . --data_dir d": "d",
         "text {model} --pattern *.none --data_dir d": "{model}",
+        "text {model} --pattern /a* --data_dir d": "the pattern '/a*' must match names below",
         "text {text} --data_dir d --tokenizer nowhere": "nowhere",
         "text {text} --data_dir d --tokenizer nobody/none": "nobody/none",
         "text {text} --data_dir d --tokenizer {data}": "{data}",
         "text {text} --data_dir d --tokenizer bpe --vocab_size 99999999999": "vocab_size",
-        "text {text} --data_dir d --tokenizer bpe --vocab_size -1": "vocab_size",
         "text {text} --data_dir d --tokenizer bpe --vocab_size 100": "vocab_size",
         "text {text} --data_dir d --tokenizer bytes --shard_tokens 0": "shard_tokens",
-        "text {text} --data_dir d --tokenizer bytes --shard_tokens -5": "shard_tokens",
-        "text {text} --data_dir d --tokenizer bytes --shard_tokens many": "shard_tokens",
         "text {text} --data_dir d --tokenizer bytes --workers 0": "workers",
-        "text {text} --data_dir d --tokenizer bytes --workers -2": "workers",
         "text {text} --data_dir d --tokenizer bytes --workers x": "workers",
         "text {text} --data_dir d --tokenizer bytes --executor cloud": "cloud",
         "text {text} --data_dir {data} --tokenizer bytes": "{data}",
@@ -418,13 +320,13 @@ def preparation() -> Iterator[Row]:
         "mix --data_dir d": "required: DATA_DIR=WEIGHT",
         "mix {data} --data_dir d": "{data}",
         "mix {data}=abc --data_dir d": "abc",
-        "mix {data}=0 --data_dir d": "weight",
-        "mix {data}=-1 --data_dir d": "weight",
-        "mix {data}=nan --data_dir d": "weight",
+        "mix {data}=0 --data_dir d": "must be at least a thousandth of the total",
         "mix {data}=inf --data_dir d": "weight",
         "mix nowhere=1 --data_dir d": "nowhere",
         "mix {data}=1 {chars}=1 --data_dir d": "tokenizer",
         "mix {data}=1 --data_dir {data}": "{data}",
+        "mix {data}=1 {data}=2 --data_dir d": "is named twice",
+        "mix {data}=1 {text}/../data=2 --data_dir d": "must differ from each other",
         "--verify --data_dir nowhere": "nowhere",
         "--stats --data_dir {text}": "{text}",
     }.items():
@@ -435,23 +337,11 @@ def preparation() -> Iterator[Row]:
     flipped = parquet[:200] + bytes(byte ^ 255 for byte in parquet[200:400]) + parquet[400:]
     packed = gzip.compress(b'{"text": "a"}\n' * 1000)
     for name, content, words in (
-        ("x.jsonl", "{", "x.jsonl, at byte 0"),
         ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl, at byte 14"),
-        ("x.jsonl", '{"text": 5}', "x.jsonl, at byte 0"),
-        ("x.jsonl", '{"words": "a"}', "has no column 'text'"),
-        ("x.jsonl", '{"text": ' + DEEP, "x.jsonl, at byte 0"),
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "x.jsonl"),
         ("x.jsonl", "", "x.jsonl"),
-        ("x.jsonl.gz", "no gzip", "x.jsonl.gz"),
         ("x.jsonl.gz", packed[: len(packed) // 2], "x.jsonl.gz"),
-        ("x.jsonl.zst", "no zstandard", "x.jsonl.zst"),
-        ("x.parquet", "no parquet", "x.parquet"),
-        ("x.parquet", parquet[:300], "x.parquet"),
         ("x.parquet", flipped, "x.parquet"),
         ("x.txt", "", "x.txt"),
-        ("x.txt", BINARY, "x.txt"),
-        ("x.txt", TEXT.encode("utf-16"), "x.txt"),
-        ("x.txt", "é".encode("latin-1") * 500, "x.txt"),
         ("x.pdf", b"%PDF-1.7\n" + BINARY, "x.pdf"),
     ):
         arguments = f"text {name} --data_dir d --tokenizer bytes --workers 1"
@@ -502,13 +392,17 @@ def the_rest() -> Iterator[Row]:
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer none", "{text}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer nowhere", "nowhere"),
         ("import_checkpoint", "--input {text} --output_dir ''", "output_dir is '', which is no"),
+        ("import_checkpoint", "--input {text} --output_dir {model}", "{model} exists already"),
         ("export", "--model {run}", "--output"),
         ("export", "--model nowhere --output x.gguf", "nowhere"),
         ("export", "--model {run} --output {text}", "{text} exists already"),
         ("export", "--model {run} --output {text}/x.gguf", "{text} is a file, not a folder"),
         ("export", "--model {run} --output x --format pt", "format must be 'gguf' or 'onnx'"),
-        ("demo", "--model a b c", "one or two models, got 3"),
-        ("demo", "--model {run} --write_space {data}", "{data} exists already"),
+        ("export", "--model {run} --output x --format onnx --dtype f16", "must be f32 for onnx"),
+        ("export", "--model {run} --output x --dtype q4_0", "f32 or f16 or bf16 or q8_0 for gguf"),
+        ("export", "--model {run} --output x/", "output is the path of a file to write"),
+        ("export", "--model {run} --output x.onnx", "give --format onnx, or choose another"),
+        ("demo", "--model m", "m"),
         ("push_to_hub", "--model {run}", "required: --repo_id"),
         ("push_to_hub", "--model {run} --repo_id 'not a name'", "'not a name'"),
         ("speed_ladder", "--size huge", "there is no size 'huge'"),
@@ -519,16 +413,11 @@ def the_rest() -> Iterator[Row]:
         ("speed_ladder", "--size tiny --output_dir {text}", "{text}"),
     ):
         yield Row(recipe, arguments, words)
+    header = np.array([20240326, 3, 64, 257, 2, 2, 32, 384], "<i4")
     for name, content, words in (
         ("x.pt", b"", "x.pt"),
-        ("x.pt", BINARY, "x.pt"),
-        ("x.bin", b"", "x.bin"),
         ("x.bin", BINARY, "x.bin"),
-        (
-            "x.bin",
-            np.array([20240326, 3, 64, 257, 2, 2, 32, 384], "<i4").tobytes(),
-            "llm.c's header",
-        ),
+        ("x.bin", header.tobytes(), "llm.c's header"),
     ):
         arguments = f"--input {name} --output_dir m --tokenizer none"
         yield Row("import_checkpoint", arguments, words, {name: content})
@@ -548,20 +437,16 @@ def whole(data_dir, tmp_path_factory):
     texts = {"train": [TEXT] * 3, "val": [TEXT]}
     prepare(texts, char_tokenizer(TEXT), folder / "chars", source="characters")
     shutil.copytree(data_dir, folder / "data")
-    other = {"train": [make_text(200, 5)] * 5, "val": [make_text(200, 6)]}
-    prepare(other, byte_tokenizer(), folder / "other", source="another")
-    changes = {"max_steps": 2, "save_every": 1}
-    run(tiny_config(folder / "data", folder / "run", **changes))
+    run(tiny_config(folder / "data", folder / "run", max_steps=2, save_every=1))
     run(tiny_config(folder / "chars", folder / "chars_model", max_steps=1))
     shutil.copytree(folder / "run" / "checkpoint-1", folder / "checkpoint")
     (folder / "model").mkdir()
+    own = {"run.json", "status.json"}
     for path in folder.joinpath("run").iterdir():
-        if path.suffix in (".json", ".safetensors") and path.name not in (
-            "run.json",
-            "status.json",
-        ):
+        if path.suffix in (".json", ".safetensors") and path.name not in own:
             shutil.copy(path, folder / "model")
     (folder / "text").write_text(TEXT)
+    (folder / "play").write_text(make_text(300, 1))
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -608,13 +493,13 @@ def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path
 
 def test_the_table_covers_all_recipes():
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert {row.recipe for row in ROWS} == recipes and len(ROWS) >= 200
+    assert {row.recipe for row in ROWS} == recipes
 
 
 # One row of each kind: a setting, a config file, a folder, data, a checkpoint, a model, a text, each launched recipe.
 LAUNCHED = (
     "quickstart --learning_rate nan",
-    "quickstart --vocab_size 10",
+    "quickstart --data_dir {data} --vocab_size -1",
     "shakespeare_char --beta2 nan",
     "shakespeare_char --config c.yaml",
     "shakespeare_fast --input none.txt",
@@ -628,10 +513,10 @@ LAUNCHED = (
 )
 
 
-@pytest.mark.skipif(not LONG, reason="two minutes")
+@long
 @pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command[:40])
 def test_bad_inputs_under_the_launcher(command, whole, tmp_path):
-    """`tests/test_cli.py` always tests one of them, with one and with several processes."""
+    """`tests/cli/test_run.py` always tests one of them, with one and with several processes."""
     name, _, arguments = command.partition(" ")
     row = next(row for row in ROWS if (row.recipe, row.arguments.strip()) == (name, arguments))
     check(row, partial(launch, launcher=True), whole, tmp_path)

@@ -4,18 +4,15 @@ import math
 import os
 import shlex
 import sys
+import sysconfig
 from pathlib import Path
 
-import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
-from conftest import load_recipe, make_text
+from conftest import load_recipe, make_text, metrics, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
-from gpt2_accel.data import sources
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer
 
 
@@ -36,20 +33,16 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
         path = library / ("tests" if i % 10 == 9 else "pkg") / f"module{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"def f{i}(x):\n    return x + {i}\n\n" * 20)
-    quickstart = load_recipe("quickstart")
-    monkeypatch.setattr(quickstart.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     output = tmp_path / "run"
     flags = (
         f"--data_dir {tmp_path / 'data'} --output_dir {output} --max_steps 30 --vocab_size 300 "
         "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2 --n_embd 64"
     )
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags.split()])
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    quickstart.main()
+    run_recipe("quickstart", *flags.split())
     said = capsys.readouterr().out
     assert "val/bits_per_byte" in said and "sample" in said
-    history = read_json_lines(output / "metrics.jsonl")
+    history = metrics(output)
     assert history[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
@@ -57,12 +50,8 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
 
     # Training continues from that model, with its tokenizer.
     flags = flags.replace(str(output), f"{output}2").replace(str(tmp_path / "data"), f"{output}3")
-    flags = [*flags.split(), "--init_from", str(output)]
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    quickstart.main()
-    more = read_json_lines(f"{output}2/metrics.jsonl")
+    run_recipe("quickstart", *flags.split(), "--init_from", output)
+    more = metrics(f"{output}2")
     assert more[0]["train/loss"] < history[0]["train/loss"] - 1
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
@@ -95,7 +84,7 @@ def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):
     shorter = ("--max_steps", 60, "--eval_every", 60, "--sample_every", 60)
     done = launch("recipes/shakespeare_fast.py", *flags, *shorter)
     assert done.returncode == 0, done.stderr
-    last = read_json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = metrics(tmp_path / "run")[-1]
     assert last["val/loss"] < 1.3 * nats_per_character(text.read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 
@@ -115,93 +104,17 @@ def test_shakespeare_char_trains_and_samples(tmp_path):
     first, again = python(*arguments), python(*arguments)
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout and first.stdout.count("the ") >= 3
-    options = [
-        "--num_samples",
-        "1",
-        "--dtype",
-        "bfloat16",
-        "--stop",
-        "sat",
-        "dog",
-        "--logprobs",
-        "true",
-    ]
-    one = python(*arguments, *options)  # a single sample is streamed
+    options = "--num_samples 1 --dtype bfloat16 --stop sat dog --logprobs true"
+    one = python(*arguments, *options.split())  # a single sample is streamed
     assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
     assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
 
-    text.write_text(make_text(3000, 1))
-    done = launch("recipes/shakespeare_char.py", *flags)
-    assert "was made from another text" in one_sentence(done)
 
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--input", "/no/such.txt"], "/no/such.txt does not exist: give a text file"),
-        (["--input", "/dev/null"], "/dev/null is empty"),
-        (["--max_step", "5"], "--max_step: did you mean max_steps?"),
-    ],
-)
-def test_a_mistake_prints_one_sentence_and_leaves_no_files(tmp_path, flags, message):
-    place = ["--data_dir", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run")]
-    done = python("recipes/shakespeare_char.py", *flags, *place)
-    assert message in one_sentence(done)
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_download_names_its_address(monkeypatch):
-    monkeypatch.setattr(sources, "TINY_SHAKESPEARE", "http://127.0.0.1:9/t.txt")
-    monkeypatch.setattr(sources, "PAUSES", ())
-    with pytest.raises(OSError, match=r"http://127.0.0.1:9/t.txt cannot be read .*--input"):
-        sources.tiny_shakespeare()
-
-
-@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "shakespeare_char", "shakespeare_fast"])
-def test_data_of_another_text_is_refused(tmp_path, recipe):
-    for seed, name in enumerate(("a.txt", "b.txt")):
-        (tmp_path / name).write_text(make_text(300, seed))
-    data = tmp_path / "data"
-    prepare_text(tmp_path / "a.txt", data, char_tokenizer)
-    places = ("--data_dir", data, "--output_dir", tmp_path / "run")
-    done = python(f"recipes/{recipe}.py", "--input", tmp_path / "b.txt", *places)
-    assert done.returncode == 1 and "was made from another text than" in done.stderr
-    assert not (tmp_path / "run").exists()
-    prepare_text(tmp_path / "a.txt", data, char_tokenizer)  # unchanged
-    prepare_text(None, data, char_tokenizer)
-
-
-def test_quickstart_refuses_another_vocabulary_size(data_dir, tmp_path):
-    args = ("--data_dir", data_dir, "--output_dir", tmp_path / "run", "--vocab_size", -1)
-    done = python("recipes/quickstart.py", *args)
-    assert done.returncode == 1 and "with a vocabulary of 257, not -1" in done.stderr
-
-
-@pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("bpe", 1)])
-def test_prepare_data_tokenizes_files(tmp_path, tokenizer, workers):
-    for i in range(40):
-        (tmp_path / f"{i}.txt").write_text(make_text(50, i))
-    out = tmp_path / "data"
-    arguments = ["recipes/prepare_data.py", "text", str(tmp_path), "--data_dir", str(out)]
-    arguments += ["--workers", workers, "--tokenizer", tokenizer, "--vocab_size", "300"]
-    done = python(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "train: 3" in done.stdout and "val: " in done.stdout
-    assert python(*arguments).stdout == done.stdout  # complete already
-    arguments[-1] = "301"
-    if tokenizer == "bpe":
-        assert "exists already" in one_sentence(python(*arguments))
-    (tmp_path / "one.txt").write_text(make_text(500, 1))
-    done = python(
-        *arguments[:2],
-        str(tmp_path / "one.txt"),
-        "--data_dir",
-        str(tmp_path / "d1"),
-        *arguments[-6:],
-    )
-    assert "val: 1 documents" in done.stdout
+def test_data_of_the_same_text_or_of_no_text_is_used_as_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text(make_text(300, 0))
+    for text in (tmp_path / "a.txt", tmp_path / "a.txt", None):
+        prepare_text(text, tmp_path / "data", char_tokenizer)
 
 
 def test_prepare_data_ends_after_submitting_jobs_to_slurm(monkeypatch, capsys):

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import tiny_config
+from conftest import LONG, tiny_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from gpt2_accel.data.shards import TokenStream, open_shard, verify_data
 CLEAR = (ValueError, FileNotFoundError)
 FUZZ = settings(
     deadline=None,
-    max_examples=150,
+    max_examples=150 if LONG else 30,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 JSON = st.recursive(

@@ -1,13 +1,12 @@
 """Processes agree on one checkpoint and one run id, and all end if one fails."""
 
-import json
 import shutil
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import as_flags, tiny_config
+from conftest import as_flags, status, tiny_config
 from launching import launch
 
 from gpt2_accel.files import lock_folder
@@ -24,8 +23,8 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     done = launch(script, *as_flags(config), processes=2, **disks)
     assert done.returncode == 1
     assert "process 1 does not see" in done.stderr and "all nodes share" in done.stderr
-    status = json.loads((tmp_path / "node0/run/status.json").read_text())
-    assert (status["state"], status["step"]) == ("finished", 8)
+    found = status(tmp_path / "node0/run")
+    assert (found["state"], found["step"]) == ("finished", 8)
 
 
 def test_the_main_process_decides_whether_a_run_is_complete(data_dir, tmp_path):

@@ -1,12 +1,11 @@
 """FSDP2 in bf16 is as exact as DDP in bf16."""
 
 import pytest
-from conftest import as_flags, losses, tiny_config
+from conftest import as_flags, losses, metrics, tiny_config
 from launching import launch
 from safetensors.torch import load_file
 
-from gpt2_accel.files import read_json_lines
-
+CHUNKS = {"LOGITS_AT_ONCE": str(10 * 384)}  # 10 of the 32 rows of a micro-batch
 EAGER = ("--dynamo_backend", "no")
 BY_BLOCK = ("--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation")
 
@@ -21,11 +20,11 @@ def trained(data_dir, tmp_path_factory):
         settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 2}
         settings |= {"warmup_steps": 0, "learning_rate": 1e-3, "save_every": 1, "eval_every": 2}
         run_config = tiny_config(data_dir, folder / name, **settings, **changes)
-        done = launch(*flags, script, *as_flags(run_config), processes=2, config=config)
+        done = launch(*flags, script, *as_flags(run_config), processes=2, config=config, **CHUNKS)
         assert done.returncode == 0, done.stderr
         state = load_file(folder / name / "checkpoint-1/training_state/optimizer.safetensors")
         gradient = {key: value for key, value in state.items() if key.endswith("/exp_avg")}
-        return read_json_lines(folder / name / "metrics.jsonl"), gradient
+        return metrics(folder / name), gradient
 
     return train
 

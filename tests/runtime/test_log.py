@@ -9,9 +9,10 @@ from conftest import run, tiny_config
 import gpt2_accel.train as train_module
 from gpt2_accel.report.page import state_of
 from gpt2_accel.report.reader import read_run
-from gpt2_accel.runtime import log
-from gpt2_accel.runtime.log import SILENCE, RunLog, read_status
-from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime import clock, status
+from gpt2_accel.runtime.clock import TrainingClock
+from gpt2_accel.runtime.log import RunLog, Sink
+from gpt2_accel.runtime.status import SILENCE, read_status
 
 
 def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatch):
@@ -25,7 +26,7 @@ def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatc
         return honest(accelerator, model, loader, first, sequences)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", slow)
-    monkeypatch.setattr(log, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(status, "HEARTBEAT", 0.05)
     run(tiny_config(data_dir, tmp_path))
     assert seen[0]["state"] == "running" and seen[0]["requeue"]
     found = read_status(tmp_path)
@@ -50,24 +51,32 @@ def test_a_run_without_heartbeat_counts_as_killed(data_dir, tmp_path):
     assert read_status(tmp_path)["state"] == "running"
 
 
-def test_the_remaining_time_is_estimated_without_the_first_update(tmp_path, capsys, monkeypatch):
+class Lines(Sink):
+    """Keeps what a log hands to its sinks."""
+
+    def __init__(self):
+        self.written, self.printed = [], []
+
+    def write(self, line):
+        self.written.append(line)
+
+    def print_line(self, text):
+        self.printed.append(text)
+
+
+def test_speed_and_time_left_are_those_of_training_alone(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    run = RunLog(
-        tmp_path,
-        first_step=0,
-        max_steps=106,
-        tokens_at=lambda step: 100 * step,
-        flops_per_token=1,
-        flops_per_second=None,
-        stop=StopRequest(),
-    )
-    with run:
-        for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
-            now[0] += seconds  # the first update compiles
-            run.advance(step)
-            run.training(1.0, 1.0, 0.1)
-            now[0] += 5  # an evaluation
-            run.end_step()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "expected" in line]
-    assert lines == ["step 6: expected: 3 min 20 s of training, at 50 tokens/s"]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    options = {"flops_per_token": 2, "flops_per_second": 1000.0, "seconds": 100.0}
+    lines = Lines()
+    run = RunLog([lines], TrainingClock(0, 106, lambda step: 100 * step, **options))
+    for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
+        now[0] += seconds  # the first update compiles
+        run.advance(step)
+        run.training(1.0, 1.0, 0.1)
+        now[0] += 5  # an evaluation
+        run.end_step()
+    assert lines.printed == ["step 6: expected: 3 min 20 s of training, at 50 tokens/s"]
+    last = lines.written[-1]
+    assert (last["step"], last["tokens"], last["train/seconds"]) == (7, 700, 142.0)
+    assert (last["train/tokens_per_second"], last["train/mfu"]) == (50.0, 0.1)

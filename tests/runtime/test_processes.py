@@ -1,14 +1,10 @@
-"""Runs on several processes, and a run that is killed and resumed."""
+"""Runs on several processes."""
 
 import json
-import signal
-import time
 
 import pytest
-from conftest import WORDS, as_flags, losses, run, tiny_config
-from launching import Started, launch
-
-from gpt2_accel.files import read_json_lines
+from conftest import WORDS, as_flags, losses, metrics, run, tiny_config
+from launching import launch
 
 SCRIPT = "tests/train_script.py"
 
@@ -28,7 +24,7 @@ def test_losses_do_not_depend_on_processes_and_accumulation(
     config = tiny_config(data_dir, tmp_path / "many", micro_batch_size=micro_batch_size, **settings)
     done = launch(SCRIPT, *as_flags(config), processes=processes)
     assert done.returncode == 0, done.stderr
-    many = read_json_lines(tmp_path / "many/metrics.jsonl")
+    many = metrics(tmp_path / "many")
     assert losses(many) == pytest.approx(losses(alone), abs=1e-5)
     evaluated = [name for name in alone[-1] if name.startswith(("val/", "hellaswag/"))]
     assert len(evaluated) == 4 + 6
@@ -46,21 +42,3 @@ def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
     assert done.returncode != 0
     assert "WORLD_SIZE is 2, but Accelerate has num_processes 1: for several" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_killed_run_resumes_to_the_same_losses(data_dir, tmp_path):
-    settings = {"max_steps": 160, "save_every": 20, "dropout": 0.1}
-    config = tiny_config(data_dir, tmp_path / "killed", resume_from="latest", **settings)
-    options = {"log": tmp_path / "log.txt", "ACCELERATE_USE_CPU": "true"}
-    process = Started(SCRIPT, *as_flags(config), **options)
-    deadline = time.time() + 120
-    while not (tmp_path / "killed/checkpoint-40").exists():
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "running"
-    resumed = run(config)
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    assert [entry["step"] for entry in resumed] == list(range(1, 161))
-    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)

@@ -79,7 +79,7 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     said = done.stdout
     assert said.count("34,720 parameters on 2 x cpu, fp32") == 1
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
-    assert re.search(r"about \d+ [kM]B per device, beside torch itself", said)
+    assert re.search(r"about [\d.]+ [kM]B per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
 

@@ -1,6 +1,5 @@
 """Signals to the launcher, as Slurm sends them, and to children of a dying process."""
 
-import json
 import os
 import re
 import signal
@@ -10,12 +9,11 @@ import time
 
 import psutil
 import pytest
-from conftest import LONG, as_flags, tiny_config
+from conftest import as_flags, long, metrics, status, tiny_config
 from launching import ROOT, free_port
 
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.files import read_json_lines
 
 SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
 # The variables for the launcher in the Slurm script.
@@ -28,12 +26,15 @@ def send_to_all(launcher, number):
         process.send_signal(number)
 
 
-# torchrun does not forward SIGUSR1 by default.
-CASES = [(signal.SIGUSR1, os.kill)]
-OTHERS = [(signal.SIGTERM, os.kill), (signal.SIGINT, os.kill), (signal.SIGINT, send_to_all)]
-
-
-@pytest.mark.parametrize(("number", "send"), [*CASES, *(OTHERS if LONG else [])])
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        (signal.SIGUSR1, os.kill),  # which torchrun does not forward by default
+        pytest.param(signal.SIGTERM, os.kill, marks=long),
+        pytest.param(signal.SIGINT, os.kill, marks=long),
+        pytest.param(signal.SIGINT, send_to_all, marks=long),
+    ],
+)
 def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tmp_path):
     settings = {"micro_batch_size": 2, "max_steps": 10**5, "lr_schedule": "constant"}
     if send is send_to_all:
@@ -51,18 +52,18 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tm
     )
     try:
         ends = time.monotonic() + 90
-        while len(read_json_lines(tmp_path / "run/metrics.jsonl")) < 5:
+        while len(metrics(tmp_path / "run")) < 5:
             assert launcher.poll() is None and time.monotonic() < ends
             time.sleep(0.1)
         send(launcher.pid, number)
         launcher.wait(60)
     finally:
         launcher.kill()
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["reason"]) == ("stopped", number.name)
-    assert status["requeue"]  # also after SIGINT, which batch systems send as well
+    found = status(tmp_path / "run")
+    assert (found["state"], found["reason"]) == ("stopped", number.name)
+    assert found["requeue"]  # also after SIGINT, which batch systems send as well
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{status['step']}" and find_corruption(checkpoint) is None
+    assert checkpoint.name == f"checkpoint-{found['step']}" and find_corruption(checkpoint) is None
 
 
 def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():
