@@ -35,8 +35,8 @@ from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.runtime.accelerator import build_accelerator
-from gpt2_accel.runtime.log import read_status
 from gpt2_accel.runtime.processes import main_process_first
+from gpt2_accel.runtime.status import read_status
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, check_vocabulary, load_tokenizer
 
 

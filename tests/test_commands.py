@@ -104,6 +104,8 @@ NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
+    "--output_dir runs/changed": "trains for two minutes",
     "python recipes/report.py runs/quickstart runs/changed": "tests/report/test_report.py does",
     "make gpu PART=tests": "tests/benchmarks/test_gpu.py does",
     "pip install git+ADDRESS": "installs",

@@ -260,11 +260,11 @@ def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch
     ("line", "message"),
     [
         ('{"body": "x"}', "no column 'text'.*body"),
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ('["x"]', "a value of type list, not an object"),
         ('{"text": 5}', "a value of type int in 'text', not a text"),
         # Inductor raises Python's limit to 2,000 in a process in which it compiles.
-        ("[" * 10**5, "JSON of more than [12],000 levels"),
+        ("[" * 10**5, "nested too deeply"),
         ('{"text": "' + "x" * 500 + '"}', "a line of more than 400 bytes"),
     ],
 )
@@ -599,7 +599,7 @@ def test_a_disk_that_is_too_small_is_reported_first(corpus, tmp_path, monkeypatc
     pieces = file_pieces(names_of(corpus[0]))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="0.0 GB free.*make room"):
+    with pytest.raises(OSError, match="1.0 kB free.*make room"):
         run_plan(plan(pieces, tmp_path / "d"))
 
 
@@ -664,7 +664,7 @@ def test_only_corrected_pieces_are_tokenized_again(tmp_path, monkeypatch):
         write(self, number, documents, progress)
 
     monkeypatch.setattr(tokenizing.PieceWriter, "write", counted)
-    with pytest.raises(ValueError, match="4.jsonl, at byte .* not JSON"):
+    with pytest.raises(ValueError, match="4.jsonl, at byte .* not valid JSON"):
         run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
     (tmp_path / "4.jsonl").write_text(whole)
     pieces = file_pieces(names_of(tmp_path))

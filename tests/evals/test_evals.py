@@ -352,7 +352,7 @@ def test_other_bad_input_is_refused(tmp_path):
         prepare_task(char_tokenizer("abc"), config, "text", [{"text": "abcd"}])
     path = tmp_path / "items.jsonl"
     for text, message in {
-        "": "holds no items for hellaswag",
+        "": "is empty",
         "\n": "holds no items for hellaswag",
         '{"a": 1}\n\n{"a": ': "items.jsonl, line 3, is not valid JSON",
         "[1]\n": "items.jsonl, line 1, is not a JSON object",

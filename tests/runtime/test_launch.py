@@ -374,8 +374,8 @@ def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
     said = " ".join(done.stdout.split())
     assert "124,439,808 parameters" in said
     assert "19,073 updates, 9,999,745,024 tokens, 8.55e+18 FLOPs" in said
-    assert "weights 0.50, gradients 0.50, optimizer 1.00, activations" in said
-    assert "0.79 on A100" in said  # 8.55e18 / (312e12 * 0.4) seconds
+    assert "weights 498 MB, gradients 498 MB, optimizer 1.0 GB, activations" in said
+    assert "19 h 02 min on 1 x A100" in said  # 8.55e18 / (312e12 * 0.4) seconds
     assert list(tmp_path.iterdir()) == []
 
 
@@ -385,7 +385,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout.count("processes     2, bf16") == 1
-    assert "0.40 on A100, 2 of them" in launched.stdout
+    assert "9 h 31 min on 2 x A100" in launched.stdout
     config = tiny_config(data_dir, tmp_path / "run", dry_run=True, device="A100")
     config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
 

@@ -88,11 +88,12 @@ def facts(run_dir: Path) -> dict:
 
 
 def kill_after(config, step: int) -> None:
-    """Starts the run in another process and kills it once it has logged `step`."""
+    """Starts the run in another process and kills it once it has logged `step` and written a checkpoint."""
     log = Path(config.output_dir) / "metrics.jsonl"
     options = {"log": Path(f"{config.output_dir}.txt"), "ACCELERATE_USE_CPU": "true"}
     process, deadline = Started(SCRIPT, *as_flags(config), **options), time.time() + 120
-    while not any(entry["step"] >= step for entry in read_json_lines(log)):
+    saved = Path(config.output_dir) / f"checkpoint-{config.save_every}"
+    while not (saved.exists() and any(line["step"] >= step for line in read_json_lines(log))):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
