@@ -13,7 +13,7 @@ test: .venv/installed-dev  ## the tests: offline, on CPU
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_qwen3.py tests/test_optim.py tests/test_device.py tests/benchmarks/test_benchmarks.py
+CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/test_device.py tests/benchmarks/test_benchmarks.py
 
 test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain laptop runs them
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)

@@ -18,7 +18,7 @@ import yaml
 from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
-ARCHITECTURES = ("gpt2", "qwen3")  # see `models/architectures.py`
+ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
@@ -107,17 +107,18 @@ class TrainConfig:
     verify_data: Command[bool] = setting(False, "check all data against its checksums first")
 
     architecture: str | None = setting(
-        None, "'gpt2' or 'qwen3'; default that of init_from, or gpt2 without it"
+        None, f"{', '.join(ARCHITECTURES)}; default that of init_from, or gpt2 without it"
     )
     depth: int | None = setting(
-        None, "Qwen3 with this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd"
+        None,
+        "this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd; not for gpt2",
     )
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width; a multiple of n_head")
     n_positions: int = setting(1024, "longest sequence the model can read")
-    bias: bool = setting(True, "biases in GPT-2's Linear and LayerNorm modules; Qwen3 has none")
-    dropout: float = setting(0.0, "dropout of embeddings, attention and residuals")
+    bias: bool = setting(True, "biases in GPT-2's Linear and LayerNorm modules; others have none")
+    dropout: float = setting(0.0, "GPT-2's dropout of embeddings, attention and residuals")
 
     sequence_length: int | None = setting(None, "tokens per training sequence; default n_positions")
     micro_batch_size: int = setting(

@@ -29,12 +29,12 @@ LARGEST_BPE = 2**20  # tokens; the trainer allocates memory for all of them at o
 # `fingerprint` of GPT-2's BPE; tiktoken gives the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
 # Text that tokenizers with other pre-tokenizers or normalizers encode differently. In order: a word without a leading
-# space, runs of spaces, line ends and tabs; contractions in both cases; digits; case, underscores and punctuation;
-# special tokens of several models; NUL, a byte order mark, invisible and wide spaces; composed and combining accents,
-# compatibility characters; emoji of several code points; right-to-left, Chinese, Japanese, Korean, Thai, Devanagari;
-# trailing spaces.
+# space, runs of spaces, line ends and tabs; contractions in both cases; digits, also after two spaces and line ends; case,
+# underscores and punctuation; special tokens of several models; NUL, a byte order mark, invisible and wide spaces;
+# composed and combining accents, compatibility characters; emoji of several code points; right-to-left, Chinese,
+# Japanese, Korean, Thai, Devanagari; trailing spaces.
 PROBE = (
-    "Word  two   three\r\nfour\n\n\n\tfive \t six\u2028it's we'LL 'tis I\u2019m don'T 0 12 345 2024 1234567 3.14 "
+    "Word  two   three\r\nfour\n\n\n\tfive \t six\u2028it's we'LL 'tis I\u2019m don'T 0 12 345 2024 1234567  3.14\n\n"
     "1e-5 x2y CamelCase snake_case ALLCAPS İı ß a.b(c)[d]{e}<f>==!=/* */ --- ... <|endoftext|> a<|endoftext|>b <s></s>"
     "<unk> [CLS] \0 \ufeff\u200b\u200d\u00ad\u00a0\u3000 caf\u00e9 cafe\u0301 \u1e9b\u0323 \ufb01 \u2460 \uff21 x\u00b2 "
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
@@ -137,10 +137,12 @@ def char_tokenizer(text: str) -> "PreTrainedTokenizerBase":
 
 
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of an HF directory or Hub id.
+    """Loads the tokenizer of an HF directory or Hub id. Its token ids are those of `tokenizer.json`.
 
-    Raises `FileNotFoundError` if there is none, `ValueError` if `AutoTokenizer` does not give the token ids of
-    `tokenizer.json`, or if the tokenizer is not one of the `tokenizers` library.
+    `AutoTokenizer` changes those of some tokenizers, such as SmolLM2's, whose splitting of digits it replaces by
+    GPT-2's; then the file is loaded as it is.
+    Raises `FileNotFoundError` if there is none, `ValueError` if the token ids differ all the same, if the tokenizer is
+    not one of the `tokenizers` library, or if it is of SentencePiece's kind.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
@@ -153,11 +155,13 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         )
     file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if file is not None and not _same_ids(tokenizer, file):
-        raise ValueError(
-            f"transformers loads the tokenizer of {name} as {type(tokenizer).__name__}, whose token ids differ from "
-            'those of its tokenizer.json: set "tokenizer_class" to "PreTrainedTokenizerFast" in its '
-            "tokenizer_config.json"
-        )
+        tokenizer = _auto_tokenizer(name, PreTrainedTokenizerFast)
+        if not _same_ids(tokenizer, file):
+            raise ValueError(
+                f"transformers gives other token ids than the tokenizer.json of {name}: take out what its "
+                "tokenizer_config.json changes"
+            )
+    check_spaces(tokenizer.backend_tokenizer, name)
     return tokenizer
 
 
@@ -166,10 +170,11 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `ValueError` if `AutoTokenizer` loads a tokenizer with other token ids from them. It is asked once per
-    process for the same files, not at each checkpoint.
+    Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if `AutoTokenizer` loads one with other token
+    ids from the files. It is asked once per process for the same files, not at each checkpoint.
     """
     whole_texts(tokenizer.backend_tokenizer)
+    check_spaces(tokenizer.backend_tokenizer, name or folder)
     tokenizer.save_pretrained(folder)
     files = ("tokenizer.json", "tokenizer_config.json", "config.json")  # that `AutoTokenizer` reads
     paths = [path for file in files if (path := Path(folder, file)).is_file()]
@@ -186,6 +191,20 @@ def save_tokenizer(
             "eos_token=tokenizer.eos_token)"
         )
     _exact_files.add(digest)
+
+
+def check_spaces(backend: Tokenizer, name: str | Path) -> None:
+    """Raises `ValueError` for a tokenizer of SentencePiece's kind, whose tokens have U+2581 for a space, as TinyLlama's.
+
+    It puts a space before each text, so the bytes of a text are not the sum of its tokens', and a continuation does not
+    begin with the tokens of the text before it.
+    """
+    parts = json.loads(backend.to_str())
+    if "\u2581" in str((parts["normalizer"], parts["pre_tokenizer"])):
+        raise ValueError(
+            f"{name} has a tokenizer of SentencePiece's kind, which puts a space before each text, and only tokenizers "
+            "that keep a text as it is can be used: take a model with a byte-level BPE, such as GPT-2 or SmolLM2"
+        )
 
 
 def whole_texts(backend: Tokenizer) -> None:

@@ -2,7 +2,7 @@
 
     python recipes/average_checkpoints.py runs/mine/checkpoint-3000 runs/mine/checkpoint-4000 --output_dir runs/average
 
-Each model is a checkpoint, a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id; all have the same
+Each model is a checkpoint, a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; all have the same
 shape and tokenizer. `--output_dir` must be new or empty. transformers, `sample.py`, `evaluate.py` and `--init_from` of
 any training recipe load it. Sources: Izmailov et al., 2018, arXiv:1803.05407 (checkpoints of a run); Wortsman et al.,
 2022, arXiv:2203.05482 (model soups).

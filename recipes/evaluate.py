@@ -5,7 +5,7 @@
     python recipes/evaluate.py --model runs/mine --tasks hellaswag --data my_items.jsonl
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
-`--model` is a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
+`--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
 Prints a table with each convention, and GPT-2's published figures for the same items. Items come from the Hub, or by
 `--data TASK=FILE` from a JSONL or text file: HellaSwag's fields are `ctx`, `endings` and `label`, LAMBADA's
 and the corpora's `text`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install 'lm-eval>=0.4.9'`).

@@ -3,7 +3,7 @@
     python recipes/export.py --model runs/quickstart --format gguf --dtype q8_0 --output quickstart.gguf
     python recipes/export.py --model runs/quickstart --format onnx --output quickstart.onnx
 
-`--model` is a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id. A GGUF file holds the tokenizer, which has to
+`--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id. A GGUF file holds the tokenizer, which has to
 be a byte-level BPE or the byte tokenizer. An ONNX file does not: give its reader the model's `tokenizer.json`.
 """
 

@@ -2,7 +2,7 @@
 
     python recipes/sample.py --model runs/quickstart --prompt 'def '
 
-`--model` is a run's folder, any Hugging Face GPT-2 or Qwen3 directory, or a Hub id such as openai-community/gpt2.
+`--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
 saves time from about a thousand tokens.
 """

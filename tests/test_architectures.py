@@ -1,4 +1,4 @@
-"""Training, checkpoints, estimates and the readers of a run with the second architecture."""
+"""Training, checkpoints, estimates and the readers of a run with another architecture than GPT-2."""
 
 import json
 
@@ -14,69 +14,97 @@ from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.report.page import write_report
 from gpt2_accel.report.reader import read_run
 
-QWEN3 = {"architecture": "qwen3", "n_embd": 32, "n_head": 2}
+SIZES = {"n_embd": 48, "n_head": 6}
+
+
+@pytest.fixture(params=["llama", "qwen3"], scope="module")
+def architecture(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def trained(data_dir, tmp_path_factory):
+def trained(architecture, data_dir, tmp_path_factory):
     """The folder of a run with Muon and a document mask, that saves in its middle."""
-    folder = tmp_path_factory.mktemp("qwen3") / "run"
+    folder = tmp_path_factory.mktemp(architecture) / "run"
     changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
-    run(tiny_config(data_dir, folder, **QWEN3, **changes, save_every=4, eval_every=4))
+    run(
+        tiny_config(
+            data_dir,
+            folder,
+            **SIZES,
+            architecture=architecture,
+            **changes,
+            save_every=4,
+            eval_every=4,
+        )
+    )
     return folder
 
 
-def test_training_lowers_the_loss_and_resumes_to_the_bit(data_dir, trained, tmp_path):
+def test_training_lowers_the_loss_and_resumes_to_the_bit(architecture, data_dir, trained, tmp_path):
     whole = metrics(trained)
     assert losses(whole)[-1] < losses(whole)[0] - 0.3
     changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
     changes |= {"resume_from": str(trained / "checkpoint-4"), "eval_every": 4, "save_every": 4}
-    resumed = run(tiny_config(data_dir, tmp_path / "again", **QWEN3, **changes))
+    resumed = run(
+        tiny_config(data_dir, tmp_path / "again", **SIZES, architecture=architecture, **changes)
+    )
     assert losses(resumed) == losses(whole)[4:]
     weights = "model.safetensors"
     assert (tmp_path / "again" / weights).read_bytes() == (trained / weights).read_bytes()
 
 
-def test_final_model_opens_everywhere(trained):
-    assert json.loads((trained / "config.json").read_text())["model_type"] == "qwen3"
+def test_final_model_opens_everywhere(architecture, trained):
+    assert json.loads((trained / "config.json").read_text())["model_type"] == architecture
     generator = pipeline("text-generation", model=str(trained))
     text = generator("the ", max_new_tokens=8, do_sample=False)[0]["generated_text"]
     model, tokenizer = load(str(trained))
     [sample] = complete(model, tokenizer, ["the "], Sampling(8, temperature=0.0, num_samples=1))
     assert sample.prompt + sample.text == text
-    assert "A Qwen3 of" in (trained / "README.md").read_text()
+    assert f"A {architecture.capitalize()} of" in (trained / "README.md").read_text()
     assert write_report([read_run(trained)], trained / "report").exists()
 
 
-def test_resume_refuses_another_architecture(data_dir, trained, tmp_path):
+def test_resume_refuses_another_architecture(architecture, data_dir, trained, tmp_path):
+    name = f"{architecture.capitalize()}Config"
     changes = {"resume_from": str(trained / "checkpoint-4")}
-    with pytest.raises(ValueError, match="holds Qwen3Config.* but the settings say GPTConfig"):
+    with pytest.raises(ValueError, match=f"holds {name}.* but the settings say GPTConfig"):
         run(tiny_config(data_dir, tmp_path / "other", **changes))
-    changes |= {"init_from": None, "depth": 1, "architecture": "qwen3"}
-    with pytest.raises(ValueError, match="but the settings say Qwen3Config"):
+    changes |= {"init_from": None, "depth": 1, "architecture": architecture}
+    with pytest.raises(ValueError, match=f"but the settings say {name}"):
         run(tiny_config(data_dir, tmp_path / "other", **changes))
 
 
-def test_dry_run_of_a_depth(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, architecture="qwen3", depth=2, dry_run=True)
+def test_dry_run_of_a_depth(architecture, data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, architecture=architecture, depth=2, dry_run=True)
     found = dry_run(config)
     vocab_size, width = 257, 128
-    block = 2 * width * 64 * 3 + 2 * 64 + 3 * width * 3 * width + 2 * width
+    attention, mlp = {
+        "llama": (2 * width * 64 * 4, 3 * width * 384),
+        "qwen3": (2 * width * 64 * 3 + 2 * 64, 3 * width * 3 * width),
+    }[architecture]
+    block = attention + mlp + 2 * width
     assert f"model         {vocab_size * width + 2 * block + width:,} parameters" in found
 
 
-def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(data_dir, tmp_path, monkeypatch):
+def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
+    architecture, data_dir, tmp_path, monkeypatch
+):
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(9)))
     changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
     changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
     changes |= {"sample_tokens": 5}
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    eager = run(tiny_config(data_dir, tmp_path / "eager", **QWEN3, **changes))
+    eager = run(
+        tiny_config(data_dir, tmp_path / "eager", **SIZES, architecture=architecture, **changes)
+    )
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = run(tiny_config(data_dir, tmp_path / "compiled", **QWEN3, **changes))
+    compiled = run(
+        tiny_config(data_dir, tmp_path / "compiled", **SIZES, architecture=architecture, **changes)
+    )
     # One graph for training, one for the validation loss, none for HellaSwag and samples.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert losses(compiled) == pytest.approx(losses(eager), abs=1e-2)
@@ -86,10 +114,14 @@ def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(data_dir, tmp
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
-def test_sharded_training_equals_training_on_one_process(data_dir, tmp_path):
+def test_sharded_training_equals_training_on_one_process(architecture, data_dir, tmp_path):
     changes = {"max_steps": 2, "total_batch_size": 8 * 32, "save_every": 2, "gather_fp32": True}
-    one = run(tiny_config(data_dir, tmp_path / "one", **QWEN3, **changes))
-    config = tiny_config(data_dir, tmp_path / "sharded", **QWEN3, **changes)
+    one = run(
+        tiny_config(data_dir, tmp_path / "one", **SIZES, architecture=architecture, **changes)
+    )
+    config = tiny_config(
+        data_dir, tmp_path / "sharded", **SIZES, architecture=architecture, **changes
+    )
     flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
     script = ("tests/fsdp_script.py", *as_flags(config))
     done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")

@@ -177,7 +177,7 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys):
         in by_title["optimizer and schedule"]
     )
     assert (
-        "--dropout X dropout of embeddings, attention and residuals (default: 0.0)"
+        "--dropout X GPT-2's dropout of embeddings, attention and residuals (default: 0.0)"
         in by_title["model"]
     )
     assert "--flavour TEXT a setting of this recipe (default: plain)" in by_title["this recipe"]

@@ -28,6 +28,7 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_tokenizer,
+    bytes_per_token,
     char_tokenizer,
     encode,
     fingerprint,
@@ -163,21 +164,18 @@ def write_files(bpe, folder, tokenizer_class=None, config=True):
 @pytest.mark.parametrize(
     "change", [change_pre_tokenizer, add_prefix_space, leave_words_whole, normalize]
 )
-def test_a_tokenizer_that_autotokenizer_changes_is_refused(change, name, tmp_path):
+def test_a_tokenizer_that_autotokenizer_changes_is_loaded_from_its_file(change, name, tmp_path):
     bpe = plain_bpe()
     change(bpe)
     write_files(bpe, tmp_path / "model", name)
-    if (
-        name == "Qwen2Tokenizer" and change is normalize
-    ):  # that class has NFC, but another pre-tokenizer
-        assert AutoTokenizer.from_pretrained(tmp_path / "model").backend_tokenizer.normalizer
-    kind = name.removesuffix("Fast") if name else "GPT2Tokenizer"
-    with pytest.raises(ValueError, match=f"{tmp_path}/model as {kind}, .* differ .* set "):
-        load_tokenizer(tmp_path / "model")
-    # The fix that the message names.
-    write_files(bpe, tmp_path / "corrected", "PreTrainedTokenizerFast")
-    loaded = load_tokenizer(tmp_path / "corrected")
+    changed = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert encode(changed, [PROBE]) != [raw_ids(bpe, PROBE)]
+    loaded = load_tokenizer(tmp_path / "model")
     assert encode(loaded, [PROBE]) == [raw_ids(bpe, PROBE)]
+    assert loaded.eos_token == "<|endoftext|>"
+    save_tokenizer(loaded, tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert encode(again, [PROBE]) == [raw_ids(bpe, PROBE)]
 
 
 def raw_ids(bpe: Tokenizer, text: str) -> list[int]:
@@ -194,15 +192,62 @@ def test_a_tokenizer_that_autotokenizer_leaves_alone_is_loaded(change, name, tmp
     assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(bpe, PROBE)]
 
 
-def test_a_byte_level_llama_tokenizer_is_exact_or_refused(tmp_path):
+def test_a_byte_level_llama_tokenizer_is_exact(tmp_path):
     """transformers 5.17 replaces its pre-tokenizer, 5.23 does not."""
     write_files(plain_bpe(), tmp_path / "model", "LlamaTokenizer")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
-    if encode(loaded, [PROBE]) == [raw_ids(plain_bpe(), PROBE)]:
-        load_tokenizer(tmp_path / "model")
+    assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(plain_bpe(), PROBE)]
+
+
+def split_digits(bpe):
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def test_the_digits_of_smollm2_stay_apart(tmp_path):
+    """Its files name GPT2Tokenizer, with which transformers 5.23 loses the digits' splitting."""
+    bpe = Tokenizer(models.BPE())
+    split_digits(bpe)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(["x = [\n        1,\n\n        23,\n    ab,  c]\n"] * 9, trainer)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<|endoftext|>"])
+    write_files(bpe, tmp_path / "model", "GPT2Tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    prepare({"train": [TEXT], "val": [TEXT]}, tokenizer, tmp_path / "data", source="test")
+    again = load_tokenizer(tmp_path / "data/tokenizer")
+    text = "a  12\n\n    345 6\u00bd\u00b2 x"
+    for each in (tokenizer, again):
+        [ids] = encode(each, [text])
+        assert ids == raw_ids(bpe, text) == token_encoder(each)(text).tolist()
+        assert bytes_per_token(each)[ids].sum() == len(text.encode())
+        assert each.decode(ids) == text
+
+
+def sentencepiece(kind) -> Tokenizer:
+    """A BPE as TinyLlama's: U+2581 for a space, also before a text, and byte tokens such as <0x0A>."""
+    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if kind == "Prepend":
+        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        bpe.normalizer = normalizers.Sequence(parts)
     else:
-        with pytest.raises(ValueError, match="as LlamaTokenizer, .* differ"):
-            load_tokenizer(tmp_path / "model")
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    special = ["<unk>", "<s>", "<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    bpe.train_from_iterator([TEXT], trainer)
+    return bpe
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("kind", ["Prepend", "Metaspace"])
+def test_a_tokenizer_of_sentencepieces_kind_is_refused(kind, name, tmp_path):
+    write_files(sentencepiece(kind), tmp_path / "model", name)
+    with pytest.raises(ValueError, match="model has a tokenizer of SentencePiece's kind, which"):
+        load_tokenizer(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece(kind))
+    with pytest.raises(ValueError, match="data/tokenizer has a tokenizer of SentencePiece's kind"):
+        prepare({"train": [TEXT]}, tokenizer, tmp_path / "data", source="test")
 
 
 def test_saving_a_tokenizer_that_loads_otherwise_is_refused(tmp_path):

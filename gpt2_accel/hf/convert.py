@@ -1,7 +1,7 @@
 """Opens and writes Hugging Face model directories: weights, config, tokenizer.
 
-A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/NAME.py` knows the tensors and the
-config of the architecture NAME. Vocabulary padding is not stored, nor is a tied head.
+A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/NAME.py` knows the tensors, the
+config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is not stored, nor is a tied head.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Exports a model and its tokenizer as one GGUF file, for llama.cpp and programs built on it.
 
-Names, transposed matrices, dtypes and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`. A GGUF file
-does not name the activation: llama.cpp gives every GPT-2 the tanh approximation of GELU. It uses the token embedding as
-the head where none is stored.
+Names, dtypes and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`. `hf/NAME.py` has what is special
+to the architecture NAME, which llama.cpp calls by the same name. llama.cpp uses the token embedding as the head where
+none is stored.
 """
 
 import importlib
@@ -17,23 +17,24 @@ import torch
 
 from gpt2_accel.hf.convert import conversion
 from gpt2_accel.models import LanguageModel
-from gpt2_accel.models.gpt2 import GPT
-from gpt2_accel.models.qwen3 import Qwen3
 from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ARCHITECTURES = {GPT: "gpt2", Qwen3: "qwen3"}  # by llama.cpp's names
 # dtype -> the file type in the metadata.
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-PRE_TOKENIZER = "gpt-2"  # llama.cpp's name of GPT-2's word splitting
-# What the parts of a `tokenizer.json` must be for llama.cpp's tokenizer of this name to give the same token ids.
+# llama.cpp's name of a word splitting -> the pre-tokenizers of a `tokenizer.json`: GPT-2's, and SmolLM2's, which also
+# takes digits apart.
+WORD_SPLITTINGS = {"gpt-2": ["ByteLevel"], "smollm": ["Digits", "ByteLevel"]}
+# Their options, by the pre-tokenizer.
+OPTIONS = {
+    "ByteLevel": {"add_prefix_space": False, "use_regex": True},
+    "Digits": {"individual_digits": True},
+}
+# What other parts of a `tokenizer.json` must be for llama.cpp's tokenizers of these names to give the same token ids.
 EXACT = {
     "normalizer": [None],
-    "pre_tokenizer.type": ["ByteLevel"],
-    "pre_tokenizer.add_prefix_space": [False],
-    "pre_tokenizer.use_regex": [True],
     "model.dropout": [None, 0.0],
     "model.continuing_subword_prefix": [None, ""],
     "model.end_of_word_suffix": [None, ""],
@@ -51,17 +52,13 @@ def write_gguf(
     """Writes the model in `dtype`, one of `DTYPES`, with its tokenizer. `name` is the model's name in the file.
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
-    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, the model has the exact GELU, a weight is
-    too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
+    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, llama.cpp lacks some part of the model (the
+    exact GELU), a weight is too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
     """
     gguf = import_gguf()
     if dtype not in DTYPES:
         raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if isinstance(model, GPT) and model.config.gelu != "tanh":
-        raise ValueError(
-            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as onnx"
-        )
-    writer = gguf_writer(path, ARCHITECTURES[type(model)])
+    writer = gguf_writer(path, model.config.architecture)
     check_vocabulary(tokenizer, model.config.vocab_size, name or "the model")
     add_shape(writer, model, dtype, name)
     add_tokenizer(writer, tokenizer, model.config.vocab_size)
@@ -110,16 +107,7 @@ def add_shape(writer, model: LanguageModel, dtype: str, name: str) -> None:
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
     writer.add_head_count(config.n_head)
-    if isinstance(model, Qwen3):
-        writer.add_feed_forward_length(config.n_inner)
-        writer.add_head_count_kv(config.n_kv_head)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_rope_freq_base(config.rope_theta)
-        writer.add_layer_norm_rms_eps(config.norm_eps)
-    else:
-        writer.add_feed_forward_length(4 * config.n_embd)
-        writer.add_layer_norm_eps(model.ln_f.eps)
+    conversion(config).gguf_metadata(writer, config)
     writer.add_file_type(gguf.LlamaFileType[DTYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
@@ -128,20 +116,20 @@ def gguf_tensors(model: LanguageModel, dtype: str) -> dict[str, tuple[torch.Tens
     """Returns the weights by their GGUF name, as Linear weights, each with its `gguf.GGMLQuantizationType`.
 
     A GPT-2 without biases gets biases of zero. The tied head is not stored."""
-    gguf, converted = import_gguf(), conversion(model.config)
-    architecture = gguf.MODEL_ARCH[ARCHITECTURES[type(model)].upper()]
-    names = gguf.get_tensor_name_map(architecture, model.config.n_layer)
+    gguf, config = import_gguf(), model.config
+    converted = conversion(config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.architecture.upper()], config.n_layer)
     kinds = gguf.GGMLQuantizationType
     tensors = {}
     for key, tensor in converted.to_hf(model).items():
-        if key.endswith(converted.TRANSPOSED):
-            tensor = tensor.t()
+        tensor = converted.gguf_tensor(key, tensor, config)
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         kind = kinds[dtype.upper()]
-        if tensor.ndim == 1 or "wpe" in key:
+        if tensor.ndim == 1 or name.startswith("position_embd"):
             kind = kinds.F32
         elif tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = kinds.F16
-        tensors[names.get_name(key, try_suffixes=(".weight", ".bias"))] = (tensor, kind)
+        tensors[name] = (tensor, kind)
     return tensors
 
 
@@ -172,7 +160,7 @@ def add_tokenizer(writer, tokenizer: "PreTrainedTokenizerBase", vocab_size: int)
         tokens[added["id"]] = (added["content"], kind)
     names, types = zip(*(tokens[i] for i in range(vocab_size)), strict=True)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_tokenizer_pre(word_splitting(backend["pre_tokenizer"]))
     writer.add_token_list(names)
     writer.add_token_types(types)
     merges = [" ".join(pair) for pair in backend["model"]["merges"]]
@@ -201,6 +189,7 @@ def exact_backend(tokenizer: "PreTrainedTokenizerBase") -> dict:
             value = (value or {}).get(part)
         if value not in allowed:
             raise_differs(f"{name} is {json.dumps(value)}, not {json.dumps(allowed[-1])}")
+    word_splitting(backend["pre_tokenizer"])
     added = {token["content"]: token for token in backend["added_tokens"]}
     for content, token in added.items():
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
@@ -213,6 +202,23 @@ def exact_backend(tokenizer: "PreTrainedTokenizerBase") -> dict:
     if tokenizer.eos_token_id is None:
         raise_differs("it has no token that ends a text")
     return backend
+
+
+def word_splitting(pre_tokenizer: dict | None) -> str:
+    """Returns llama.cpp's name of a `tokenizer.json`'s pre-tokenizer. Raises `ValueError` if it has none."""
+    pre_tokenizer = pre_tokenizer or {"type": None}
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [part["type"] for part in parts]
+    for part in parts:
+        for option, value in OPTIONS.get(part["type"], {}).items():
+            if part.get(option) != value:
+                raise_differs(
+                    f"{option} is {json.dumps(part.get(option))}, not {json.dumps(value)}"
+                )
+    for name, known in WORD_SPLITTINGS.items():
+        if kinds == known:
+            return name
+    raise_differs(f"its pre-tokenizer is {json.dumps(kinds)}, not {json.dumps(['ByteLevel'])}")
 
 
 def raise_differs(reason: str) -> NoReturn:

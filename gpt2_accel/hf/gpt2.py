@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and `models/gpt2.py`: tensors and `config.json`, both ways.
+"""Hugging Face's GPT-2 and `models/gpt2.py`: tensors and `config.json`, both ways; llama.cpp's tensors and metadata.
 
 The two formats differ in four ways. HF's `Conv1D` stores the transpose of a Linear weight, so four matrices per block
 are transposed. HF always has biases, so a model without biases writes zeros and `"bias": false` in `config.json`.
@@ -12,6 +12,7 @@ import torch
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 if TYPE_CHECKING:
+    from gguf import GGUFWriter
     from transformers import GPT2Config
 
 NAME = "GPT-2"
@@ -115,3 +116,20 @@ def describe(config: GPTConfig) -> str:
         f"heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
         f"{config.vocab_size:,}."
     )
+
+
+def gguf_metadata(writer: "GGUFWriter", config: GPTConfig) -> None:
+    """Adds to a GGUF file what llama.cpp needs to know of this architecture. Raises `ValueError` for the exact GELU.
+
+    A GGUF file does not name the activation: llama.cpp gives every GPT-2 the tanh approximation."""
+    if config.gelu != "tanh":
+        raise ValueError(
+            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as onnx"
+        )
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_layer_norm_eps(1e-5)
+
+
+def gguf_tensor(key: str, tensor: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+    """Returns a tensor of `to_hf` as llama.cpp has it: the matrices are Linear weights."""
+    return tensor.t() if key.endswith(TRANSPOSED) else tensor

@@ -74,7 +74,7 @@ class GPTConfig(ModelConfig):
         """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for a `depth`."""
         if settings.depth:
             raise ValueError(
-                "--depth is for --architecture qwen3: give --n_layer, --n_head, --n_embd"
+                "gpt2 has no --depth: give --n_layer, --n_head, --n_embd, or another --architecture"
             )
         names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
         return cls(vocab_size, **{name: getattr(settings, name) for name in names})

@@ -1,51 +1,22 @@
-"""Qwen3 as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
+"""Qwen3, a `models/llama.py` that normalises queries and keys.
 
 The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as Hugging Face has it
-(`Qwen3ForCausalLM`): pre-RMSNorm blocks, rotary positions, grouped-query attention with normalised queries and keys,
-SwiGLU, no biases, an output head that is tied to the token embedding or not. Names are Hugging Face's below `model.`,
-so conversion changes no tensor but for vocabulary padding.
-
-Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded), S cached
-positions.
+(`Qwen3ForCausalLM`). Shape letters as in `models/llama.py`.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
-from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
-from gpt2_accel.models.parts import (
-    Embedding,
-    Mask,
-    RMSNorm,
-    SwiGLU,
-    attend,
-    rotary_angles,
-    rotate,
-    sequence_positions,
-)
+from gpt2_accel.models import llama
+from gpt2_accel.models.parts import RMSNorm
 
 
 @dataclass
-class Qwen3Config(ModelConfig):
-    """The shape of a Qwen3; the defaults are Qwen3-0.6B's. The names are those of `GPTConfig` where both have the size.
-
-    `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
-    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `norm_eps` RMSNorm's
-    epsilon. `tied` makes the token embedding the output head too.
-
-    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
-    `rope_theta` or `norm_eps` is not positive.
-    """
+class Qwen3Config(llama.LlamaConfig):
+    """The shape of a Qwen3; the defaults are Qwen3-0.6B's. Fields and errors are those of `LlamaConfig`."""
 
     architecture = "qwen3"
-    dropout = 0.0  # Qwen3 has none
 
     vocab_size: int = 151936
     n_positions: int = 40960
@@ -59,72 +30,16 @@ class Qwen3Config(ModelConfig):
     norm_eps: float = 1e-6
     tied: bool = True
 
-    def __post_init__(self) -> None:
-        sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
-        check_ranges(self, positive=sizes, above_zero="rope_theta norm_eps")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_head ({self.n_head}) is not a multiple of n_kv_head ({self.n_kv_head}): "
-                "choose it as one"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
-                "choose an even one"
-            )
-
     @classmethod
-    def from_settings(cls, settings: object, vocab_size: int) -> "Qwen3Config":
-        """Returns the shape that a `TrainConfig` describes.
+    def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
+        """Returns the heads of keys and values, and the MLP's width, of a new model.
 
-        A `depth` of N has N layers of width 64·N with heads of 64 channels, as the dial of nanochat has. Otherwise
-        layers, heads and width are the settings'. Half as many heads for keys and values (all of an odd number), an MLP
-        of three times the width and a tied head are those of Qwen3-0.6B. The rotary base is 10,000 (Su et al., 2021,
-        arXiv:2104.09864), for contexts of a few thousand tokens; Qwen3's 1,000,000 is for 40,960.
-
-        Raises `ValueError` for a width that the heads do not divide, and for dropout, which Qwen3 does not have.
-        """
-        if settings.dropout:
-            raise ValueError("Qwen3 has no dropout: leave --dropout at 0")
-        n_layer, n_head, n_embd = settings.n_layer, settings.n_head, settings.n_embd
-        if settings.depth:
-            n_layer, n_head, n_embd = settings.depth, settings.depth, 64 * settings.depth
-        if n_embd % n_head:
-            raise ValueError(
-                f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "
-                "choose n_embd as a multiple of n_head"
-            )
-        return cls(
-            vocab_size,
-            settings.n_positions,
-            n_layer,
-            n_head,
-            n_head // 2 if n_head % 2 == 0 else n_head,
-            n_embd // n_head,
-            n_embd,
-            3 * n_embd,
-            rope_theta=10_000.0,
-        )
+        Half as many heads (all of an odd number) and three times the width are Qwen3-0.6B's."""
+        return n_head // 2 if n_head % 2 == 0 else n_head, 3 * n_embd
 
     @property
     def parameter_count(self) -> int:
-        C, D = self.n_embd, self.head_dim
-        attention = 2 * C * D * (self.n_head + self.n_kv_head) + 2 * D
-        block = attention + 3 * C * self.n_inner + 2 * C
-        return self.vocab_size * C * (1 if self.tied else 2) + self.n_layer * block + C
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
-        return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
-
-    @property
-    def attention_width(self) -> int:
-        return self.n_layer * self.n_head * self.head_dim
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.n_layer, self.n_kv_head, self.head_dim
+        return super().parameter_count + self.n_layer * 2 * self.head_dim
 
     def build(self) -> "Qwen3":
         return Qwen3(self)
@@ -133,124 +48,20 @@ class Qwen3Config(ModelConfig):
 CONFIG = Qwen3Config
 
 
-class Attention(nn.Module):
-    """Grouped-query causal self-attention (Ainslie et al., 2023, arXiv:2305.13245) with normalised queries and keys."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        C, D = config.n_embd, config.head_dim
-        self.head_dim = D
-        self.q_proj = Linear(C, config.n_head * D, bias=False)
-        self.k_proj = Linear(C, config.n_kv_head * D, bias=False)
-        self.v_proj = Linear(C, config.n_kv_head * D, bias=False)
-        self.o_proj = Linear(config.n_head * D, C, bias=False)
-        self.q_norm = RMSNorm(D, config.norm_eps)
-        self.k_norm = RMSNorm(D, config.norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        mask: Mask | None = None,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
-
-        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
-        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
-        B, T, _ = x.shape
-        split = (B, T, -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), *angles)  # (B, H, T, D)
-        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), *angles)  # (B, K, T, D)
-        v = self.v_proj(x).view(split).transpose(1, 2)
-        if cache is not None:
-            k, v = cache.append(k, v)  # (B, K, S, D)
-        y = attend(q, k, v, mask, cached=cache is not None)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-
-class Block(nn.Module):
-    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = SwiGLU(config.n_embd, config.n_inner)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        mask: Mask | None = None,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Qwen3(LanguageModel):
-    """A Qwen3 language model."""
+class Attention(llama.Attention):
+    """Llama's attention with an RMSNorm of each head's queries and keys (Dehghani et al., 2023, arXiv:2302.05442)."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
-        self.embed_tokens = Embedding(config.padded_vocab_size, config.n_embd)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        if not config.tied:
-            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if self.device.type != "meta":
-            self.init_weights()
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises the weights.
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
 
-        | tensor | distribution | source |
-        |---|---|---|
-        | embedding, matrices, head | N(0, 0.02) | `initializer_range` of Qwen3's configs, transformers |
-        | o_proj, down_proj | N(0, 0.02 / sqrt(2·n_layer)) | GPT-2 paper, section 2.3, for the residual stream |
-        | RMSNorm gains | 1 | arXiv:1910.07467 |
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                is_residual = name.endswith(("o_proj", "down_proj"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
-                nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-        self.embed_tokens.weight[self.config.vocab_size :] = 0
-        self.head_weight[self.config.vocab_size :] = 0
 
-    def hidden(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: Sequence[LayerCache] | None = None,
-    ) -> torch.Tensor:
-        if position_ids is None:
-            position_ids = sequence_positions(input_ids, self.config.n_positions)
-        x = self.embed_tokens(input_ids)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
-        angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
-        angles = tuple(part.to(x.dtype) for part in angles)
-        if attention_mask is None and cache is None:
-            attention_mask = self.document_mask(input_ids)
-        for i, block in enumerate(self.layers):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)
-            else:
-                x = block(x, angles, attention_mask, None if cache is None else cache[i])
-        return x
+class Qwen3(llama.Llama):
+    """A Qwen3 language model."""
 
-    @property
-    def final_norm(self) -> RMSNorm:
-        return self.norm
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        return self.embed_tokens.weight if self.config.tied else self.lm_head.weight
+    attention = Attention

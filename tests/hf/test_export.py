@@ -20,6 +20,7 @@ from transformers import (
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.gguf import DTYPES, write_gguf
 from gpt2_accel.hf.onnx import write_onnx
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, encode, train_bpe
 
@@ -39,10 +40,10 @@ def random_model(vocab_size, **options):
     return randomized(GPT(GPTConfig(vocab_size, **{**SHAPE, **options})))
 
 
-def random_qwen3(vocab_size, **changes):
-    """A Qwen3 whose rows are too short for q8_0 blocks in some matrices only."""
+def random_llama(kind, vocab_size, **changes):
+    """A Llama or Qwen3 whose rows are too short for q8_0 blocks in some matrices only."""
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
-    return randomized(Qwen3Config(vocab_size, 48, **sizes | changes).build())
+    return randomized(kind(vocab_size, 48, **sizes | changes).build())
 
 
 def own_bpe():
@@ -86,10 +87,11 @@ def test_gpt2s_own_bpe_gives_the_same_tokens(gpt2, tmp_path):
     assert_same_tokens(read, gpt2)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_reads_a_qwen3_from_gguf(tied, tmp_path):
-    tokenizer = own_bpe()
-    model = random_qwen3(280, tied=tied)
+def test_transformers_reads_a_llama_from_gguf(tied, kind, tmp_path):
+    tokenizer, name = own_bpe(), kind.architecture
+    model = random_llama(kind, 280, tied=tied)
     ids = torch.randint(0, 280, (2, 40))
     for dtype, tolerance in TOLERANCES.items():
         write_gguf(model, tokenizer, tmp_path / "a.gguf", dtype)
@@ -97,15 +99,15 @@ def test_transformers_reads_a_qwen3_from_gguf(tied, tmp_path):
         read = AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file="a.gguf", dtype=torch.float32, head_dim=16
         ).eval()
-        assert read.config.model_type == "qwen3" and read.config.tie_word_embeddings == tied
+        assert read.config.model_type == name and read.config.tie_word_embeddings == tied
         with torch.no_grad():
             expected, found = model(ids), read(ids).logits
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), dtype
     assert_same_tokens(read_tokenizer(tmp_path / "a.gguf"), tokenizer)
     found = metadata(tmp_path / "a.gguf")
-    assert found["qwen3.attention.head_count_kv"] == 2
-    assert found["qwen3.attention.key_length"] == found["qwen3.attention.value_length"] == 16
-    assert found["qwen3.rope.freq_base"] == 1e6
+    assert found[f"{name}.attention.head_count_kv"] == 2
+    assert found[f"{name}.attention.key_length"] == found[f"{name}.attention.value_length"] == 16
+    assert found[f"{name}.rope.freq_base"] == model.config.rope_theta
 
 
 def metadata(path):
@@ -176,8 +178,14 @@ REFUSED = {
     "add_prefix_space is true, not false": lambda: changed(
         own_bpe(), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)
     ),
-    'pre_tokenizer.type is "Digits"': lambda: changed(
+    "individual_digits is false, not true": lambda: changed(
         own_bpe(), pre_tokenizer=pre_tokenizers.Digits()
+    ),
+    'its pre-tokenizer is ["Punctuation", "ByteLevel"], not ["ByteLevel"]': lambda: changed(
+        own_bpe(),
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
     ),
     "no token that ends a text": without_end,
     "adds special tokens to each text": with_start,

@@ -33,6 +33,7 @@ from huggingface_hub import ModelCard
 from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
+from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.results_table import BASELINES
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
@@ -193,7 +194,7 @@ def test_a_hub_that_is_gone_never_ends_the_run(here, data_dir, tmp_path, capsys)
     assert "could not upload to user/name" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_push_to_an_existing_repository_removes_old_weights_only(
     here, data_dir, tmp_path, architecture
 ):

@@ -19,6 +19,8 @@ import pytest
 from conftest import WORDS, run, tiny_config
 from launching import ROOT, Started, free_port
 from test_export import NASTY, random_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
@@ -41,10 +43,28 @@ def trained(tmp_path_factory):
     return path / "run"
 
 
-def trained_qwen3(data_dir, path):
-    changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": "qwen3"}
-    run(tiny_config(data_dir, path, **changes))
+def trained_as(architecture, trained, path):
+    """A run of another architecture; a Llama has SmolLM2's splitting of digits."""
+    data = trained.parent / "data"
+    if architecture == "llama":
+        texts = {"train": [" ".join(WORDS * 9)] * 4 + [NASTY] * 9, "val": [" ".join(WORDS * 4)]}
+        data = path.parent / "digits"
+        prepare(texts, smollm2_tokenizer(texts["train"]), data, source="made up")
+    changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": architecture}
+    run(tiny_config(data, path, **changes, n_embd=32, n_head=4))
     return path
+
+
+def smollm2_tokenizer(texts):
+    bpe = Tokenizer(models.BPE())
+    parts = [pre_tokenizers.Digits(individual_digits=True)]
+    parts += [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([*texts, "a  1,\n\n  22\t\t3   x"] * 9, trainer)
+    bpe.add_special_tokens(["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
 
 
 def request():
@@ -116,19 +136,20 @@ print(json.dumps({"nasty": nasty, "special": special, "new": new}))
 
 
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
-@pytest.mark.parametrize("kind", ["own", "qwen3", "bytes", "gpt2"])
+@pytest.mark.parametrize("kind", ["own", "qwen3", "llama", "bytes", "gpt2"])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request):
-    if kind == "qwen3":
-        trained = trained_qwen3(trained.parent / "data", tmp_path / "run")
+    if kind in ("qwen3", "llama"):
+        trained = trained_as(kind, trained, tmp_path / "run")
     model, tokenizer = load(trained)
     if kind in ("bytes", "gpt2"):
         tokenizer = byte_tokenizer() if kind == "bytes" else request.getfixturevalue("gpt2")
         model = random_model(len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", dtype)
+    text = NASTY + " a  1 b   22\n\n 3\t\t4 \u00bd\u00b2  \u0663x9y 10,000.5 "
     given = {
         "file": str(tmp_path / "model.gguf"),
-        "text": NASTY,
+        "text": text,
         "prompt": PROMPT,
         "new_tokens": 30,
     }
@@ -137,9 +158,9 @@ def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["nasty"] == encode(tokenizer, [NASTY])[0]
-    assert found["special"] == tokenizer(NASTY)["input_ids"]
-    if kind in ("own", "qwen3"):
+    assert found["nasty"] == encode(tokenizer, [text])[0]
+    assert found["special"] == tokenizer(text)["input_ids"]
+    if kind in ("own", "qwen3", "llama"):
         [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=30, temperature=0))
         assert found["new"] == sample.ids
 

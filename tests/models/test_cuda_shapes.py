@@ -11,6 +11,7 @@ from gpt2_accel import GPTConfig, kernels
 from gpt2_accel.evals.likelihood import Row, score_batch
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.optim import build_optimizer
 
@@ -18,6 +19,7 @@ GPU = torch.device("cuda", 0)
 SHAPE = {"n_positions": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
 KINDS = [
     partial(GPTConfig, 300, **SHAPE),
+    partial(LlamaConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
     partial(Qwen3Config, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
 ]
 

@@ -21,6 +21,7 @@ from gpt2_accel.evals import sources
 from gpt2_accel.evals.results_table import BASELINES, markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, byte_tokenizer
 
@@ -197,19 +198,19 @@ def assert_equal_to_harness(results: dict[str, float]) -> None:
 
 
 @pytest.mark.skipif(not HARNESS, reason="needs lm-eval")
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_results_equal_the_harness(architecture, request, items, data_dir, tmp_path):
+@pytest.mark.parametrize("shape", [None, LlamaConfig, Qwen3Config])
+def test_results_equal_the_harness(shape, request, items, data_dir, tmp_path):
     from accelerate import Accelerator
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     from gpt2_accel.evals.detokenize import lm_eval_wikitext
     from gpt2_accel.evals.harness import run_harness
 
-    if architecture == "gpt2":
+    if shape is None:
         model = request.getfixturevalue("model")
     else:
-        model = tmp_path / "qwen3"
-        save_pretrained(Qwen3Config(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
+        model = tmp_path / "model"
+        save_pretrained(shape(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
     output = tmp_path / "out.json"
     tasks = harness_tasks(items, tmp_path)
     run_recipe(

@@ -16,6 +16,7 @@ from launching import python
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.report.figures import smoothed
 from gpt2_accel.report.page import newest, tell_apart, write_report
@@ -186,14 +187,14 @@ def test_what_is_not_finite_leaves_the_rest_of_a_curve_alone():
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_attention_is_that_of_transformers(architecture, runs, tmp_path):
+@pytest.mark.parametrize("shape", [None, LlamaConfig, Qwen3Config])
+def test_attention_is_that_of_transformers(shape, runs, tmp_path):
     from gpt2_accel.report.figures import attention_weights
 
     input_ids, folder = torch.randint(0, 257, (1, 20)), runs / "first"
-    if architecture == "qwen3":  # with grouped-query attention
+    if shape:  # with grouped-query attention
         folder = tmp_path
-        shape = Qwen3Config(257, 32, 2, n_head=4, n_kv_head=2, head_dim=8, n_embd=32, n_inner=48)
+        shape = shape(257, 32, 2, n_head=4, n_kv_head=2, head_dim=8, n_embd=32, n_inner=48)
         save_pretrained(shape.build(), folder)
     ours = attention_weights(from_pretrained(folder), input_ids)
     hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -1,31 +1,38 @@
-"""Qwen3 beside transformers' Qwen3ForCausalLM."""
+"""Llama and Qwen3 beside those of transformers."""
 
 import random
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from gpt2_accel.evals.likelihood import batch_scores, encode_question, fit_rows, score_batch
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf import qwen3
-from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.hf.convert import build, conversion, from_hf
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.architectures import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
-from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
+from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.optim import build_optimizer, hidden_matrices
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
-def tiny(**changes):
+@pytest.fixture(params=[LlamaConfig, Qwen3Config], ids=["llama", "qwen3"])
+def kind(request):
+    """The config's class."""
+    return request.param
+
+
+def tiny(kind, **changes):
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
-    return Qwen3Config(**{"vocab_size": 100, "n_positions": 64} | sizes | changes)
+    return kind(**{"vocab_size": 100, "n_positions": 64} | sizes | changes)
 
 
 def pair(config, dtype=torch.float32):
     """Returns HF's model with random weights, and the same model of this package."""
-    reference = Qwen3ForCausalLM(qwen3.hf_config(config, None)).to(dtype)
+    hf_config = conversion(config).hf_config(config, None)
+    reference = AutoModelForCausalLM.from_config(hf_config).to(dtype)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
@@ -33,21 +40,22 @@ def pair(config, dtype=torch.float32):
     return reference.to(dtype), model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-6)])
-def test_logits_and_gradients_equal_those_of_transformers(dtype, tolerance):
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 3e-6)])
+def test_logits_and_gradients_equal_those_of_transformers(kind, dtype, tolerance):
     draw = random.Random(0)
     for _ in range(8):
-        kv_heads = draw.choice([1, 2, 3])
-        config = Qwen3Config(
-            draw.choice([100, 128, 300]),
+        kv_heads, groups = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+        config = kind(
+            draw.choice([100, 128, 301]),
             64,
             n_layer=draw.choice([1, 2, 3]),
-            n_head=kv_heads * draw.choice([1, 2, 4]),
+            n_head=kv_heads * groups,
             n_kv_head=kv_heads,
             head_dim=draw.choice([8, 16, 32]),
-            n_embd=draw.choice([24, 48]),
+            n_embd=kv_heads * groups * draw.choice([4, 8]),
             n_inner=draw.choice([40, 96]),
-            rope_theta=draw.choice([1e4, 1e6]),
+            rope_theta=draw.choice([1e4, 1e5, 1e6]),
+            norm_eps=draw.choice([1e-6, 1e-5, 1e-3]),
             tied=draw.random() < 0.5,
         )
         reference, model = pair(config, dtype)
@@ -69,8 +77,30 @@ def test_logits_and_gradients_equal_those_of_transformers(dtype, tolerance):
             assert not padding.any()
 
 
-def test_documents_that_are_masked_do_not_see_each_other():
-    _, model = pair(tiny())
+def test_updates_equal_those_of_transformers(kind):
+    """50 updates of AdamW in fp32."""
+    reference, model = pair(tiny(kind))
+    batches = torch.randint(100, (2, 4, 33)).repeat(25, 1, 1)
+
+    def train(parameters, loss_of):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        for input_ids in batches:
+            loss = loss_of(input_ids)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    expected = list(
+        train(reference.parameters(), lambda ids: reference(ids, labels=ids, use_cache=False).loss)
+    )
+    found = list(train(model.parameters(), lambda ids: model(ids[:, :-1], ids[:, 1:])))
+    assert expected[-1] < expected[0] - 0.5
+    assert found == pytest.approx(expected, abs=3e-6)
+
+
+def test_documents_that_are_masked_do_not_see_each_other(kind):
+    _, model = pair(tiny(kind))
     first, second = torch.randint(1, 100, (2, 1, 12))
     first[0, 0] = second[0, 0] = 0
     packed = torch.cat((first, second), dim=1)
@@ -82,8 +112,8 @@ def test_documents_that_are_masked_do_not_see_each_other():
     torch.testing.assert_close(logits[:, 12:], model(second))
 
 
-def test_greedy_tokens_equal_those_of_transformers_also_with_padding():
-    reference, model = pair(tiny())
+def test_greedy_tokens_equal_those_of_transformers_also_with_padding(kind):
+    reference, model = pair(tiny(kind))
     reference.generation_config.eos_token_id = None
     rows = [torch.randint(100, (length,)).tolist() for length in (3, 9)]
     sampling = Sampling(max_new_tokens=20, temperature=0.0, num_samples=1)
@@ -93,8 +123,8 @@ def test_greedy_tokens_equal_those_of_transformers_also_with_padding():
         assert list(ours) == expected[0, len(row) :].tolist()
 
 
-def test_recomputed_activations_give_the_same_gradients():
-    _, model = pair(tiny())
+def test_recomputed_activations_give_the_same_gradients(kind):
+    _, model = pair(tiny(kind))
     input_ids = torch.randint(100, (2, 16))
     model(input_ids, input_ids).backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -106,8 +136,8 @@ def test_recomputed_activations_give_the_same_gradients():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_chunked_loss_gives_the_same_gradients(tied, monkeypatch):
-    _, model = pair(tiny(tied=tied))
+def test_the_chunked_loss_gives_the_same_gradients(kind, tied, monkeypatch):
+    _, model = pair(tiny(kind, tied=tied))
     input_ids = torch.randint(100, (2, 33))
     whole = model(input_ids, input_ids)
     whole.backward()
@@ -123,13 +153,13 @@ def test_the_chunked_loss_gives_the_same_gradients(tied, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 0), (torch.float16, 2.0**30)])
-def test_mixed_precision_trains_as_fp32_does(dtype, scale):
+def test_mixed_precision_trains_as_fp32_does(kind, dtype, scale):
     """In fp16 with a gradient scaler, which first skips updates until the scaled gradients are finite."""
     input_ids = torch.randint(100, (4, 33))
 
     def train(dtype, scale):
         torch.manual_seed(1)
-        model = tiny().build()
+        model = tiny(kind).build()
         optimizer = build_optimizer(model, "muon", lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
         losses = []
@@ -152,8 +182,8 @@ def test_mixed_precision_trains_as_fp32_does(dtype, scale):
     assert found[skipped:] == pytest.approx(exact[: 30 - skipped], abs=0.02)
 
 
-def test_scores_of_continuations_equal_those_of_transformers():
-    reference, model = pair(tiny(vocab_size=257))
+def test_scores_of_continuations_equal_those_of_transformers(kind):
+    reference, model = pair(tiny(kind, vocab_size=257))
     cases = [("the cat", (" sat", " was old", " ran")), ("a", (" dog", " house with a red hat"))]
     questions = [encode_question(byte_tokenizer(), *case, "") for case in cases]
     rows, _ = fit_rows(questions, 64)  # a row holds all continuations of a question
@@ -168,8 +198,8 @@ def test_scores_of_continuations_equal_those_of_transformers():
     assert [score.nats for _, _, score in scores] == pytest.approx(expected, abs=1e-3)
 
 
-def test_muon_updates_neither_embedding_nor_head():
-    names = {name for name, _ in hidden_matrices(Qwen3(tiny(tied=False)))}
+def test_muon_updates_neither_embedding_nor_head(kind):
+    names = {name for name, _ in hidden_matrices(tiny(kind, tied=False).build())}
     assert len(names) == 2 * 7 and all(name.startswith("layers.") for name in names)
 
 
@@ -178,43 +208,57 @@ class Settings:
     depth = None
 
 
-def test_shape_of_a_depth_and_of_single_settings():
+@pytest.mark.parametrize(
+    "kind, of_two_heads, of_depth_12",
+    [(LlamaConfig, (2, 384), (4, 2048)), (Qwen3Config, (1, 384), (6, 2304))],
+    ids=["llama", "qwen3"],
+)
+def test_shape_of_a_depth_and_of_single_settings(kind, of_two_heads, of_depth_12):
     settings = Settings()
-    shape = Qwen3Config.from_settings(settings, 100)
-    assert (shape.n_kv_head, shape.head_dim, shape.n_inner) == (1, 64, 384)
+    shape = kind.from_settings(settings, 100)
+    assert (shape.head_dim, shape.tied, shape.rope_theta) == (64, True, 1e4)
+    assert (shape.n_kv_head, shape.n_inner) == of_two_heads
     settings.depth = 12
-    shape = Qwen3Config.from_settings(settings, 100)
-    assert (shape.n_layer, shape.n_head, shape.n_kv_head, shape.n_embd) == (12, 12, 6, 768)
-    assert (shape.head_dim, shape.n_inner) == (64, 2304)
+    shape = kind.from_settings(settings, 100)
+    assert (shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim) == (12, 12, 768, 64)
+    assert (shape.n_kv_head, shape.n_inner) == of_depth_12
 
 
-def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused():
+@pytest.mark.parametrize("width, heads", [(576, 9), (960, 15)])
+def test_proportions_of_a_llama_are_smollm2s(width, heads):
+    """SmolLM2-135M and -360M have MLPs of 1,536 and 2,560 and 3 and 5 heads of keys and values."""
+    assert LlamaConfig.proportions(heads, width) == (heads // 3, width * 8 // 3)
+
+
+def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused(kind):
     settings, gpt2 = Settings(), GPTConfig(100, 8, 2, 1, 64)
     settings.init_from, settings.architecture = "mine", None
-    for shape in (gpt2, tiny()):
+    for shape in (gpt2, tiny(kind)):
         check_loaded(settings, shape)
     settings.architecture = "gpt2"
     with pytest.raises(ValueError, match="mine is no gpt2: leave out --architecture"):
-        check_loaded(settings, tiny())
-    settings.architecture = "qwen3"
-    check_loaded(settings, tiny())
-    with pytest.raises(ValueError, match="mine is no qwen3: leave out --architecture, or choose"):
+        check_loaded(settings, tiny(kind))
+    settings.architecture = kind.architecture
+    check_loaded(settings, tiny(kind))
+    with pytest.raises(
+        ValueError, match=f"mine is no {kind.architecture}: leave out --arch.*choose"
+    ):
         check_loaded(settings, gpt2)
     settings.depth = 2
-    check_loaded(settings, tiny(n_layer=2, n_embd=128))
+    check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
     with pytest.raises(ValueError, match="--depth 2 is for a new model, and mine has 3 layers of"):
-        check_loaded(settings, tiny(n_layer=3, n_embd=128))
+        check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
 
 
-def test_settings_that_an_architecture_does_not_have_are_refused():
+def test_settings_that_an_architecture_does_not_have_are_refused(kind):
     settings = Settings()
     settings.dropout = 0.1
-    with pytest.raises(ValueError, match="Qwen3 has no dropout"):
-        Qwen3Config.from_settings(settings, 100)
+    with pytest.raises(ValueError, match=f"{kind.architecture} has no dropout: give --dropout 0"):
+        kind.from_settings(settings, 100)
     settings.depth = 4
-    with pytest.raises(ValueError, match="--depth is for --architecture qwen3"):
+    with pytest.raises(ValueError, match="gpt2 has no --depth: give --n_layer, --n_head, --n_embd"):
         GPTConfig.from_settings(settings, 100)
     with pytest.raises(ValueError, match="n_head .3. is not a multiple of n_kv_head"):
-        tiny(n_head=3)
+        tiny(kind, n_head=3)
     with pytest.raises(ValueError, match="head_dim .7. is odd"):
-        tiny(head_dim=7)
+        tiny(kind, head_dim=7)

@@ -1,24 +1,55 @@
-"""Qwen3 directories: from transformers to here and back."""
+"""Llama and Qwen3 directories: from transformers to here and back."""
 
 import json
 
 import pytest
 import torch
 from conftest import losses, make_text, run, run_recipe, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer, Qwen3ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.hf import qwen3
-from gpt2_accel.hf.convert import read_config
+from gpt2_accel.hf.convert import conversion, read_config, to_hf
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
 
-# Values of Qwen/Qwen3-0.6B's config.json, in the spelling of transformers 4.
-PUBLISHED = {
+# Values of the config.json of HuggingFaceTB/SmolLM2-135M and Qwen/Qwen3-0.6B, in the spelling of transformers 4.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -45,14 +76,24 @@ PUBLISHED = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+@pytest.fixture(params=KINDS)
+def architecture(request):
+    return request.param
+
+
+def random_hf(config, end=None):
+    """A model of transformers with random weights."""
+    return AutoModelForCausalLM.from_config(conversion(config).hf_config(config, end))
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def published(request, tmp_path):
+def published(request, architecture, tmp_path):
     """A directory that transformers wrote."""
-    config = Qwen3Config(100, 64, **SHAPE, tied=request.param)
-    model = Qwen3ForCausalLM(qwen3.hf_config(config, None))
-    model.save_pretrained(tmp_path / "theirs")
+    config = KINDS[architecture](100, 64, **SHAPE, tied=request.param, norm_eps=1e-4)
+    random_hf(config).save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 
 
@@ -78,7 +119,7 @@ def test_bf16_weights_keep_their_values_and_if_asked_their_dtype(published, tmp_
     reference = AutoModelForCausalLM.from_pretrained(published).to(torch.bfloat16)
     reference.save_pretrained(tmp_path / "bf16")
     model = from_pretrained(tmp_path / "bf16")
-    for name, tensor in qwen3.to_hf(model).items():
+    for name, tensor in to_hf(model).items():
         assert torch.equal(tensor, reference.state_dict()[name].float())
     save_pretrained(model.to(torch.bfloat16), tmp_path / "again")
     weights = "model.safetensors"
@@ -86,59 +127,102 @@ def test_bf16_weights_keep_their_values_and_if_asked_their_dtype(published, tmp_
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").dtype == torch.bfloat16
 
 
-def write(folder, **changes):
-    values = {key: value for key, value in (PUBLISHED | changes).items() if value != "absent"}
+def write(folder, published, **changes):
+    values = {key: value for key, value in (published | changes).items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
 
-def test_published_config_is_read(tmp_path):
-    assert read_config(write(tmp_path)) == Qwen3Config()
-    assert read_config(write(tmp_path)).parameter_count == 596_049_920
+@pytest.mark.parametrize(
+    "published, config, parameters",
+    [(SMOLLM2, LlamaConfig, 134_515_008), (QWEN3, Qwen3Config, 596_049_920)],
+)
+def test_published_config_is_read(published, config, parameters, tmp_path):
+    assert read_config(write(tmp_path, published)) == config()
+    assert config().parameter_count == parameters
     changed = {"rope_theta": "absent", "rope_scaling": "absent"}
+    assert read_config(write(tmp_path, published, **changed)).rope_theta == 10_000
     changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
-    assert read_config(write(tmp_path, **changed)).rope_theta == 5000.0
+    assert read_config(write(tmp_path, published, **changed)).rope_theta == 5000.0
+    with pytest.raises(ValueError, match="no dropout"):
+        read_config(tmp_path, dropout=0.1)
+
+
+@pytest.mark.parametrize("value", ["absent", None])
+def test_sizes_that_a_llamas_config_leaves_out_follow_from_others(value, tmp_path):
+    changes = {"num_key_value_heads": value, "head_dim": value}
+    config = read_config(write(tmp_path, SMOLLM2, **changes))
+    assert (config.n_kv_head, config.head_dim) == (9, 64)
+    assert read_config(write(tmp_path, SMOLLM2, head_dim=32)).head_dim == 32
+
+
+BOTH = [
+    ({"attention_bias": True}, "attention_bias = True; only False"),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1; only 0.0"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled .yarn."),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "scaled .dynamic."),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled .llama3."),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "scaled .linear."),
+    ({"rope_theta": "much"}, "rope_theta is 'much'"),
+    ({"num_key_value_heads": 7}, "not a multiple of n_kv_head"),
+    ({"num_key_value_heads": 1.5}, "num_key_value_heads = 1.5; expected int"),
+    ({"hidden_size": 10.5}, "hidden_size = 10.5; expected int"),
+    ({"model_type": "mistral"}, "type 'mistral'; only gpt2, llama, qwen3"),
+]
+OF_LLAMA = [
+    ({"mlp_bias": True}, "mlp_bias = True; only False"),
+    ({"pretraining_tp": 2}, "pretraining_tp = 2; only 1"),
+    ({"num_attention_heads": 7}, "hidden_size .576. is not a multiple of num_attention_heads .7."),
+    ({"num_attention_heads": 0}, "hidden_size .576. is not a multiple of num_attention_heads .0."),
+]
+OF_QWEN3 = [
+    ({"use_sliding_window": True}, "use_sliding_window = True; only False"),
+    ({"layer_types": ["sliding_attention"] * 28}, "layer_types has other layers"),
+]
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"attention_bias": True}, "attention_bias = True; only False"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window = True; only False"),
-        ({"layer_types": ["sliding_attention"] * 28}, "layer_types has other layers"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled .yarn."),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "scaled .linear."),
-        ({"rope_theta": "much"}, "rope_theta is 'much'"),
-        ({"num_key_value_heads": 3}, "not a multiple of n_kv_head"),
-        ({"hidden_size": 10.5}, "hidden_size = 10.5; expected int"),
-        ({"model_type": "mistral"}, "type 'mistral'; only gpt2, qwen3"),
-    ],
+    "published, changes, message",
+    [(SMOLLM2, *case) for case in BOTH + OF_LLAMA] + [(QWEN3, *case) for case in BOTH + OF_QWEN3],
 )
-def test_configs_that_the_model_cannot_be_are_refused_by_name(changes, message, tmp_path):
+def test_configs_that_the_model_cannot_be_are_refused_by_name(
+    published, changes, message, tmp_path
+):
     with pytest.raises(ValueError, match=message):
-        read_config(write(tmp_path, **changes))
-    with pytest.raises(ValueError, match="no dropout"):
-        read_config(write(tmp_path), dropout=0.1)
+        read_config(write(tmp_path, published, **changes))
 
 
 # Published Qwen3s have more rows than their tokenizer has tokens: 151,936 and 151,669.
 
 
+def qwen3_tokenizer(bpe):
+    special = ["<|im_start|>", "<|im_end|>"]
+    ends = {"eos_token": "<|endoftext|>", "additional_special_tokens": special}
+    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
+    vocab = bpe.get_vocab(with_added_tokens=False)
+    return Qwen2Tokenizer(vocab=vocab, merges=merges, model_max_length=64, **ends)
+
+
+def smollm2_tokenizer(bpe):
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", model_max_length=64
+    )
+
+
 @pytest.fixture
-def more_rows(tmp_path):
+def more_rows(architecture, tmp_path):
     """A directory that transformers wrote: 300 rows, and a tokenizer of 280 tokens."""
-    bpe = json.loads(train_bpe([make_text(200, 0)], 278).backend_tokenizer.to_str())["model"]
-    ends = {
-        "eos_token": "<|endoftext|>",
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-    }
-    merges = [tuple(merge) for merge in bpe["merges"]]
-    tokenizer = Qwen2Tokenizer(vocab=bpe["vocab"], merges=merges, model_max_length=64, **ends)
+    bpe = train_bpe([make_text(200, 0)], 278).backend_tokenizer
+    tokenizer = (qwen3_tokenizer if architecture == "qwen3" else smollm2_tokenizer)(bpe)
     assert len(tokenizer) == 280
     tokenizer.save_pretrained(tmp_path / "theirs")
-    config = qwen3.hf_config(Qwen3Config(300, 64, **SHAPE), tokenizer.eos_token_id)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    config = KINDS[architecture](300, 64, **SHAPE)
+    random_hf(config, tokenizer.eos_token_id).save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 
 

@@ -1,0 +1,275 @@
+"""Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
+
+The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
+arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), with which SmolLM2 and TinyLlama were made: pre-RMSNorm
+blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
+or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
+
+Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded), S cached
+positions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt2_accel.config import check_ranges
+from gpt2_accel.kernels.linear import Linear
+from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
+from gpt2_accel.models.parts import (
+    Embedding,
+    Mask,
+    RMSNorm,
+    SwiGLU,
+    attend,
+    rotary_angles,
+    rotate,
+    sequence_positions,
+)
+
+
+@dataclass
+class LlamaConfig(ModelConfig):
+    """The shape of a Llama; the defaults are SmolLM2-135M's. The names are those of `GPTConfig` where both have the size.
+
+    `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
+    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `norm_eps` RMSNorm's
+    epsilon. `tied` makes the token embedding the output head too.
+
+    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
+    `rope_theta` or `norm_eps` is not positive.
+    """
+
+    architecture = "llama"
+    dropout = 0.0  # Llama has none
+
+    vocab_size: int = 49152
+    n_positions: int = 8192
+    n_layer: int = 30
+    n_head: int = 9
+    n_kv_head: int = 3
+    head_dim: int = 64
+    n_embd: int = 576
+    n_inner: int = 1536
+    rope_theta: float = 100_000.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
+        check_ranges(self, positive=sizes, above_zero="rope_theta norm_eps")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head ({self.n_head}) is not a multiple of n_kv_head ({self.n_kv_head}): "
+                "choose it as one"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
+                "choose an even one"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: object, vocab_size: int) -> "LlamaConfig":
+        """Returns the shape that a `TrainConfig` describes, with a tied head.
+
+        A `depth` of N has N layers of width 64·N with heads of 64 channels, as the dial of nanochat has. Otherwise
+        layers, heads and width are the settings'. `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
+        2021, arXiv:2104.09864), for contexts of a few thousand tokens; the larger ones of published models are for
+        longer contexts.
+
+        Raises `ValueError` for a width that the heads do not divide, and for dropout, which the architecture does not
+        have.
+        """
+        cls.check_dropout(settings.dropout)
+        n_layer, n_head, n_embd = settings.n_layer, settings.n_head, settings.n_embd
+        if settings.depth:
+            n_layer, n_head, n_embd = settings.depth, settings.depth, 64 * settings.depth
+        if n_embd % n_head:
+            raise ValueError(
+                f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "
+                "choose n_embd as a multiple of n_head"
+            )
+        n_kv_head, n_inner = cls.proportions(n_head, n_embd)
+        return cls(
+            vocab_size,
+            settings.n_positions,
+            n_layer,
+            n_head,
+            n_kv_head,
+            n_embd // n_head,
+            n_embd,
+            n_inner,
+            rope_theta=10_000.0,
+        )
+
+    @classmethod
+    def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
+        """Returns the heads of keys and values, and the MLP's width, of a new model.
+
+        A third as many heads (all of a number that 3 does not divide) and 8/3 of the width are SmolLM2-135M's and
+        -360M's. The 8/3 are from the Llama paper, section 2.2; they are rounded up to a multiple of 64.
+        """
+        return n_head // 3 if n_head % 3 == 0 else n_head, -(-8 * n_embd // (3 * 64)) * 64
+
+    @classmethod
+    def check_dropout(cls, dropout: float) -> None:
+        """Raises `ValueError` if `dropout` is not 0."""
+        if dropout:
+            raise ValueError(f"{cls.architecture} has no dropout: give --dropout 0")
+
+    @property
+    def parameter_count(self) -> int:
+        C, D = self.n_embd, self.head_dim
+        attention = 2 * C * D * (self.n_head + self.n_kv_head)
+        block = attention + 3 * C * self.n_inner + 2 * C
+        return self.vocab_size * C * (1 if self.tied else 2) + self.n_layer * block + C
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
+        return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
+
+    @property
+    def attention_width(self) -> int:
+        return self.n_layer * self.n_head * self.head_dim
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.n_layer, self.n_kv_head, self.head_dim
+
+    def build(self) -> "Llama":
+        return Llama(self)
+
+
+CONFIG = LlamaConfig
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention (Ainslie et al., 2023, arXiv:2305.13245)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        C, D = config.n_embd, config.head_dim
+        self.head_dim = D
+        self.q_proj = Linear(C, config.n_head * D, bias=False)
+        self.k_proj = Linear(C, config.n_kv_head * D, bias=False)
+        self.v_proj = Linear(C, config.n_kv_head * D, bias=False)
+        self.o_proj = Linear(config.n_head * D, C, bias=False)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x: (B, T, C) -> queries (B, T, H, D), keys and values (B, T, K, D), before the rotation."""
+        split = (*x.shape[:2], -1, self.head_dim)
+        return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
+
+        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
+        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
+        B, T, _ = x.shape
+        q, k, v = (part.transpose(1, 2) for part in self.heads(x))  # (B, H, T, D), (B, K, T, D)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        if cache is not None:
+            k, v = cache.append(k, v)  # (B, K, S, D)
+        y = attend(q, k, v, mask, cached=cache is not None)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
+
+    def __init__(self, config: LlamaConfig, attention: type[Attention]):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = SwiGLU(config.n_embd, config.n_inner)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(LanguageModel):
+    """A Llama language model. A subclass may have another `attention`."""
+
+    attention = Attention
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.embed_tokens = Embedding(config.padded_vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(Block(config, self.attention) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if self.device.type != "meta":
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises the weights.
+
+        | tensor | distribution | source |
+        |---|---|---|
+        | embedding, matrices, head | N(0, 0.02) | `initializer_range` of transformers' `LlamaConfig` and of Qwen3's |
+        | o_proj, down_proj | N(0, 0.02 / sqrt(2·n_layer)) | GPT-2 paper, section 2.3, for the residual stream |
+        | RMSNorm gains | 1 | arXiv:1910.07467 |
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                is_residual = name.endswith(("o_proj", "down_proj"))
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        self.embed_tokens.weight[self.config.vocab_size :] = 0
+        self.head_weight[self.config.vocab_size :] = 0
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+    ) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = sequence_positions(input_ids, self.config.n_positions)
+        x = self.embed_tokens(input_ids)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
+        angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
+        angles = tuple(part.to(x.dtype) for part in angles)
+        if attention_mask is None and cache is None:
+            attention_mask = self.document_mask(input_ids)
+        for i, block in enumerate(self.layers):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)
+            else:
+                x = block(x, angles, attention_mask, None if cache is None else cache[i])
+        return x
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        return self.norm
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return self.embed_tokens.weight if self.config.tied else self.lm_head.weight
