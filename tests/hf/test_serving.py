@@ -18,13 +18,15 @@ from urllib.request import Request, urlopen
 import pytest
 from conftest import WORDS, run, tiny_config
 from launching import ROOT, Started, free_port
-from test_export import NASTY, random_model
+from test_export import NASTY, random_llama, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.hf.gguf import write_gguf
+from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
@@ -135,6 +137,15 @@ print(json.dumps({"nasty": nasty, "special": special, "new": new}))
 """
 
 
+def tokens_of_llama_cpp(path, text):
+    given = {"file": str(path), "text": text, "prompt": PROMPT, "new_tokens": 30}
+    done = subprocess.run(
+        [LLAMA, "-c", TOKENS], input=json.dumps(given), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
 @pytest.mark.parametrize("kind", ["own", "qwen3", "llama", "bytes", "gpt2"])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
@@ -147,22 +158,25 @@ def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request
         model = random_model(len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", dtype)
     text = NASTY + " a  1 b   22\n\n 3\t\t4 \u00bd\u00b2  \u0663x9y 10,000.5 "
-    given = {
-        "file": str(tmp_path / "model.gguf"),
-        "text": text,
-        "prompt": PROMPT,
-        "new_tokens": 30,
-    }
-    done = subprocess.run(
-        [LLAMA, "-c", TOKENS], input=json.dumps(given), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = tokens_of_llama_cpp(tmp_path / "model.gguf", text)
     assert found["nasty"] == encode(tokenizer, [text])[0]
     assert found["special"] == tokenizer(text)["input_ids"]
     if kind in ("own", "qwen3", "llama"):
         [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=30, temperature=0))
         assert found["new"] == sample.ids
+
+
+@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
+@pytest.mark.parametrize("shape", [LlamaConfig, Qwen3Config])
+def test_llama_cpp_turns_positions_alike(shape, tmp_path):
+    """With random weights every token depends on the positions, in the short text above hardly any."""
+    tokenizer = byte_tokenizer()
+    model = random_llama(shape, len(tokenizer))
+    write_gguf(model, tokenizer, tmp_path / "model.gguf")
+    found = tokens_of_llama_cpp(tmp_path / "model.gguf", PROMPT)
+    sampling = Sampling(max_new_tokens=30, temperature=0)
+    [sample] = complete(model, tokenizer, [PROMPT], sampling)
+    assert found["new"] == sample.ids
 
 
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
