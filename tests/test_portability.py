@@ -5,7 +5,7 @@ import re
 import pytest
 from launching import ROOT
 
-SOURCES = [path for room in ("gpt2_accel", "recipes") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path for folder in ("gpt2_accel", "recipes") for path in (ROOT / folder).rglob("*.py")]
 # Calls that macOS lacks, and types that Apple's GPUs lack.
 RULES = {
     "os.sched_getaffinity": r"sched_getaffinity",

@@ -135,7 +135,7 @@ def text_loss(
     ]
 
     def read(batch: Sequence[Window], nats: torch.Tensor) -> list[tuple[Window, float]]:
-        return list(zip(batch, nats.double().sum(dim=1).tolist(), strict=True))
+        return list(zip(batch, nats.cpu().double().sum(dim=1).tolist(), strict=True))
 
     batches = batched(
         sorted(todo, key=lambda window: (-window.length, window.context, window)),

@@ -215,7 +215,7 @@ def models() -> Iterator[Row]:
         ({"config.json": "{"}, "JSON"),
         ({"config.json": DEEP}, "JSON"),
         ({"config.json": BINARY}, "m"),
-        ({"config.json": '{"model_type": "llama"}'}, "is of the type 'llama'"),
+        ({"config.json": '{"model_type": "mistral"}'}, "is of the type 'mistral'"),
         ({"config.json": '{"model_type": "gpt2", "n_layer": "two"}'}, "n_layer"),
         ({"config.json": '{"model_type": "gpt2", "n_layer": -1}'}, "n_layer must be"),
         ({"config.json": '{"model_type": "gpt2", "n_inner": 5}'}, "n_inner"),
