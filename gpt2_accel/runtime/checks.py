@@ -9,7 +9,6 @@ from gpt2_accel.data.shards import check_tokenizer, data_fingerprint, read_manif
 from gpt2_accel.device import total_memory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
-from gpt2_accel.runtime.state import order_settings
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 
@@ -32,24 +31,13 @@ def check_same_data(config: TrainConfig, accelerator: Accelerator) -> None:
             )
 
 
-def check_resume(config: TrainConfig, saved: dict, checkpoint: Path) -> None:
-    """Raises `ValueError` if the data, or a setting that determines its order, is not that of the checkpoint.
-
-    `saved` is the checkpoint's state. `ignore_changes` allows both."""
-    if config.ignore_changes:
-        return
-    if saved["data"] != data_fingerprint(config.data_dir):
+def check_data(config: TrainConfig, saved: dict, checkpoint: Path) -> None:
+    """Raises `ValueError` if the data is not the checkpoint's, whose state is `saved`, unless `ignore_changes` is set."""
+    if saved["data"] != data_fingerprint(config.data_dir) and not config.ignore_changes:
         raise ValueError(
             f"{config.data_dir} is not the data that {checkpoint} was trained on: give that data by "
             "--data_dir, or continue on this with --ignore_changes"
         )
-    position = saved["position"] or {}  # release 0.1 has none
-    for name, value in order_settings(config).items():
-        if position.get(name, value) != value:
-            raise ValueError(
-                f"{checkpoint} was trained with --{name} {position[name]}, not {value}, which changes the order of the "
-                "data: resume with the former value, or with --ignore_changes"
-            )
 
 
 def check_size(shape: ModelConfig) -> None:

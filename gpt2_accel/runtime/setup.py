@@ -29,9 +29,9 @@ from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.checks import (
+    check_data,
     check_fit,
     check_optimizer,
-    check_resume,
     check_same_data,
     check_size,
     document_separator,
@@ -100,9 +100,9 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     state = TrainState(config, accelerator.num_processes, model, optimizer)
     if checkpoint is not None and not config.eval_only:
         saved = read_state(checkpoint)
-        check_resume(config, saved, checkpoint)
+        check_data(config, saved, checkpoint)
+        state.load_state_dict(saved, checkpoint)
         load_training_state(checkpoint, accelerator, optimizer)
-        state.load_state_dict(saved)
     run_id = state.run_id
     state.run_id = on_main_process(accelerator, lambda: run_identity(config, checkpoint, run_id))
     updates = state.schedule.updates(config.max_steps)

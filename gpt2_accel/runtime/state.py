@@ -1,5 +1,7 @@
 """The state that training changes, and what a checkpoint holds of it."""
 
+from pathlib import Path
+
 import torch
 
 from gpt2_accel.config import TrainConfig
@@ -22,12 +24,12 @@ class TrainState:
         optimizer: torch.optim.Optimizer,
     ):
         self._config, self._processes = config, processes
+        # The settings that determine the order of the data.
+        self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
         self.model, self.optimizer = model, optimizer
         self.schedule = config.batch_schedule(processes)
-        self.guard, self.early_stopping = (
-            AnomalyGuard(config.spike_z),
-            EarlyStopping(config.patience),
-        )
+        self.guard = AnomalyGuard(config.spike_z)
+        self.early_stopping = EarlyStopping(config.patience)
         self.step, self.run_id = 0, None
 
     def state_dict(self) -> dict:
@@ -36,31 +38,26 @@ class TrainState:
         `position` is the number of sequences read and the settings that determine their order."""
         return {
             "step": self.step,
-            "position": {
-                "sequences": self.schedule.first(self.step),
-                **order_settings(self._config),
-            },
+            "position": {"sequences": self.schedule.first(self.step), **self._order},
             "guard": self.guard.state() | self.early_stopping.state(),
             "run_id": self.run_id,
         }
 
-    def load_state_dict(self, saved: dict) -> None:
-        """Restores the result of `state_dict`. The schedule goes on from the sequences that were read.
+    def load_state_dict(self, saved: dict, source: Path) -> None:
+        """Restores the result of `state_dict` from the checkpoint `source`. The schedule continues from its position.
 
-        Release 0.1 has no `position`: the sequences are those of this schedule."""
+        Raises `ValueError` if a setting that determines the order of the data has changed, unless `ignore_changes` is
+        set."""
+        config, seen = self._config, self.schedule.first(saved["step"])
+        if (position := saved["position"]) is not None:  # release 0.1 has none
+            for name, value in self._order.items():
+                if position[name] != value and not config.ignore_changes:
+                    raise ValueError(
+                        f"{source} was trained with --{name} {position[name]}, not {value}, which changes the order of "
+                        "the data: resume with the former value, or with --ignore_changes"
+                    )
+            seen = position["sequences"] * position["sequence_length"] // config.tokens_per_sequence
         self.step, self.run_id = saved["step"], saved["run_id"]
         self.guard.load(saved["guard"])
         self.early_stopping.load(saved["guard"])
-        seen, position = self.schedule.first(self.step), saved["position"]
-        if position is not None:
-            seen = (
-                position["sequences"]
-                * position["sequence_length"]
-                // self._config.tokens_per_sequence
-            )
-        self.schedule = self._config.batch_schedule(self._processes, self.step, seen)
-
-
-def order_settings(config: TrainConfig) -> dict[str, int]:
-    """Returns the settings that determine the order of the data."""
-    return {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
+        self.schedule = config.batch_schedule(self._processes, self.step, seen)
