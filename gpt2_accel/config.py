@@ -149,7 +149,7 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW's decay of the mean")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 turns it off")
-    max_bad_steps: int = setting(5, "stop after N consecutive non-finite updates")
+    max_bad_steps: int = setting(5, "stop after N consecutive skipped updates")
     spike_z: float = setting(
         0.0,
         "skip an update whose loss or gradient norm is X standard deviations above the mean of the last "

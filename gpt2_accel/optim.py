@@ -27,7 +27,7 @@ def learning_rate(
     min_ratio: float = 0.1,
     decay_share: float = 0.2,
 ) -> float:
-    """Returns the learning rate of update `step`; the first update is 0.
+    """Returns the learning rate of update `step`, which counts from 0.
 
     `step` counts updates of the full batch. During a batch-size ramp it is a fraction, so that the rate is a
     function of the tokens.

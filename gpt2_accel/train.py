@@ -42,8 +42,8 @@ def train(config: TrainConfig) -> bool:
     Returns whether the run is complete. It is not if a signal or `max_hours` ends it with a checkpoint, and with
     `dry_run` and `eval_only`, which train nothing.
 
-    Raises `ValueError` or `OSError` for settings or data that cannot work, before anything is written, and
-    `ValueError` if the run diverges.
+    Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `ValueError` if the
+    run diverges.
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
@@ -105,7 +105,7 @@ def train(config: TrainConfig) -> bool:
                 run.log.skipped(problem, inputs.loader.samples(first, sequences))
                 diverged = state.guard.bad_in_a_row == config.max_bad_steps
             elif due(config.log_every, step, inputs.updates):
-                run.log.training(loss, grad_norm, lr)
+                run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
             for every, evaluate in inputs.evaluations:
                 if due(every, step, inputs.updates) and not stopping:
                     results = evaluate(accelerator, model, interrupted)
@@ -224,7 +224,7 @@ def export_model(run: RunContext) -> None:
     plain = full_model(accelerator, run.state.model)
     if accelerator.is_main_process:
         try:
-            save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.training())
+            save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.describe())
         except Exception as error:
             if not (isinstance(error, OSError) or "os error" in str(error)):  # raised by tokenizers
                 raise
@@ -257,6 +257,6 @@ def push_complete(config: TrainConfig, accelerator: Accelerator, inputs: TrainIn
         push_final(config, uploads, inputs)
 
 
-def due(every: int, step: int, max_steps: int) -> bool:
+def due(every: int, step: int, updates: int) -> bool:
     """Whether an action of every `every` updates, and of the last, is due at `step`. 0 means never."""
-    return every > 0 and (step % every == 0 or step == max_steps)
+    return every > 0 and (step % every == 0 or step == updates)

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from gpt2_accel.checkpoint.find import best_checkpoint, list_checkpoints, point_to, step_of
-from gpt2_accel.checkpoint.manifest import STATE, read_state, write_manifest
+from gpt2_accel.checkpoint.manifest import STATE, write_manifest
 from gpt2_accel.checkpoint.state_dict import (
     full_model,
     gather_to_host,
@@ -189,13 +189,12 @@ class CheckpointWriter:
 
 
 def load_training_state(
-    path: Path, accelerator: Accelerator, optimizer: torch.optim.Optimizer
+    path: Path, state: dict, accelerator: Accelerator, optimizer: torch.optim.Optimizer
 ) -> None:
     """Loads the optimizer and scaler state of the checkpoint `path`; its weights are loaded by `from_pretrained`.
 
-    Raises `ValueError` if the state belongs to another optimizer or model.
+    `state` is what `read_state` returns. Raises `ValueError` if the state belongs to another optimizer or model.
     """
-    state = read_state(path)
     if state["optimizer"] != optimizer_name(optimizer):
         raise ValueError(
             f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "

@@ -1,7 +1,7 @@
 """The base classes of a model and its config: what the rest of the package needs of any model.
 
-Training, checkpoints, evaluation, generation and the estimates use nothing else. Only two files know an architecture
-by name: its module here and its conversion in `hf/`.
+Training, checkpoints, evaluation, generation and the estimates use nothing else. Only its module here, its
+conversion in `hf/` and `config.ARCHITECTURES` know an architecture by name.
 
 Shape letters: B batch, T sequence, C width, S cached positions, H heads of keys and values, D channels of a head.
 """
@@ -144,7 +144,7 @@ class LanguageModel(nn.Module):
 
         To pack several texts into a row, give position_ids, (B, T) below `n_positions`, the position of each token in
         its text, and attention_mask, (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of
-        the last positions only; 0 computes all.
+        the last positions only; 0, which `targets` need, computes all.
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """

@@ -2,7 +2,7 @@
 
 The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019) as OpenAI
 released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head tied to the token
-embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/convert.py`) is four transposes per block.
+embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) is four transposes per block.
 
 `kernels/` has faster versions of some operations; each call is beside the plain PyTorch that it replaces.
 `GPT2_ACCEL_KERNELS=off` turns the kernels off.
@@ -43,7 +43,7 @@ class GPTConfig(ModelConfig):
     function, with which nanoGPT trains.
 
     Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout` is
-    not in [0, 1), or `gelu` is neither.
+    not in [0, 1), or `gelu` is neither `tanh` nor `none`.
     """
 
     architecture = "gpt2"

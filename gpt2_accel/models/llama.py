@@ -1,7 +1,7 @@
 """Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
 The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
-arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), with which SmolLM2 and TinyLlama were made: pre-RMSNorm
+arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which SmolLM2 and TinyLlama use: pre-RMSNorm
 blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
 or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
 
@@ -77,7 +77,7 @@ class LlamaConfig(ModelConfig):
     def from_settings(cls, settings: object, vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
-        A `depth` of N has N layers of width 64·N with heads of 64 channels, as the dial of nanochat has. Otherwise
+        `depth` N means N layers of width 64·N with heads of 64 channels, as in nanochat. Otherwise
         layers, heads and width are the settings'. `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
         2021, arXiv:2104.09864), for contexts of a few thousand tokens; the larger ones of published models are for
         longer contexts.
@@ -96,14 +96,14 @@ class LlamaConfig(ModelConfig):
             )
         n_kv_head, n_inner = cls.proportions(n_head, n_embd)
         return cls(
-            vocab_size,
-            settings.n_positions,
-            n_layer,
-            n_head,
-            n_kv_head,
-            n_embd // n_head,
-            n_embd,
-            n_inner,
+            vocab_size=vocab_size,
+            n_positions=settings.n_positions,
+            n_layer=n_layer,
+            n_head=n_head,
+            n_kv_head=n_kv_head,
+            head_dim=n_embd // n_head,
+            n_embd=n_embd,
+            n_inner=n_inner,
             rope_theta=10_000.0,
         )
 

@@ -84,9 +84,10 @@ def attend(
 ) -> torch.Tensor:
     """Returns softmax(q · k / sqrt(D)) · v. q: (B, H, T, D); k, v: (B, H or fewer, S, D) -> (B, H, T, D).
 
-    `mask`, (B, 1, T, S) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. `cached`
-    says that k and v have cached positions before those of q.
+    `mask`, (B, 1, T, S) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask, for one
+    query or for as many as keys. `cached` says that k and v come from a cache.
     """
+    assert mask is not None or q.shape[2] in (1, k.shape[2]), (q.shape, k.shape)
     if isinstance(mask, BlockMask):
         return block_attention(q, k, v, mask)
     causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
@@ -134,7 +135,8 @@ def head_loss(
 ) -> torch.Tensor:
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
-    x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, or with `reduction` "none" (B, T).
+    x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or with `reduction` "none"
+    (B, T).
     """
     x, flat = x.flatten(0, 1), targets.flatten()
     if cross_entropy.applies(x, weight):

@@ -49,7 +49,7 @@ class TrainingClock:
         done = step - self._first_step
         if done == 1:
             self._timed_from = (step, self.seconds)
-        if done != 1 + TIMED_UPDATES:
+        if done != 1 + TIMED_UPDATES or step == self.last_step:
             return None
         speed = self._speed_since(*self._timed_from)
         left = (self.tokens_at(self.last_step) - self.tokens_at(step)) / speed

@@ -1,9 +1,10 @@
 """The context manager around the training loop: lock, signals, log, trackers, uploads, checkpoints, profiler."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -41,6 +42,7 @@ class RunContext:
     stop: StopRequest
     uploads: Uploads
     writer: CheckpointWriter
+    profile: Any
     loader: PrefetchLoader
 
     def __init__(
@@ -53,6 +55,10 @@ class RunContext:
             config, plain, accelerator, inputs.loader, state.schedule, state.run_id
         )
         self._data = data_fingerprint(config.data_dir)
+        resumes_here = inputs.checkpoint is not None and (
+            inputs.checkpoint.resolve().parent == Path(config.output_dir).resolve()
+        )
+        self._saved_step = state.step if resumes_here else None
         self._status: Status | None = None  # of the main process
         self._stack = ExitStack()
 
@@ -81,25 +87,29 @@ class RunContext:
             PrefetchLoader(self.inputs.loader, self.state.schedule, steps)
         )
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
-            self.writer.rotate(self.state.step)  # in case a kill came before it
+            self.writer.rotate(self.state.step)  # a kill may have prevented it
         self.log.clock.resume()
 
     def __exit__(self, *error) -> bool | None:
         return self._stack.__exit__(*error)
 
     def save(self) -> None:
-        """Waits for the previous checkpoint and starts to write the one of this step. All ranks call it."""
+        """Waits for the previous checkpoint and starts to write the one of this step, if it is not saved. All ranks call
+        it."""
+        state = self.state
+        if state.step == self._saved_step:
+            return
         with main_process_first():  # a slow disk may exceed the time limit of a collective
             self.writer.join()
-        state = self.state
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,
             state.model,
             state.optimizer,
             state.state_dict() | found,
-            self.training(),
+            self.describe(),
         )
+        self._saved_step = state.step
 
     def wait_for_checkpoint(self) -> None:
         """Waits until the last checkpoint is on disk, without a time limit. All ranks call it.
@@ -109,7 +119,7 @@ class RunContext:
         with main_process_first():
             self.writer.wait()
 
-    def training(self) -> Training:
+    def describe(self) -> Training:
         """Returns the model card's description of the run so far."""
         return describe_training(self.config, self.metadata, self.log)
 
@@ -127,11 +137,11 @@ class RunContext:
     def _open_sinks(self, stack: ExitStack) -> list[Sink]:
         """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
         config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
+        self._status = stack.enter_context(Status(run_dir, step, self.stop))
         config.save(run_dir / "config.yaml")
         write_json(run_dir / "run.json", asdict(self.metadata))
         print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
         files = stack.enter_context(RunFiles(run_dir, step))
-        self._status = stack.enter_context(Status(run_dir, step, self.stop))
         terminal = stack.enter_context(Terminal(step, self.inputs.updates))
         trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
         return [self._status, terminal, stack.enter_context(trackers), files]
@@ -185,11 +195,10 @@ def start_uploads(
     )
 
 
-def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> AbstractContextManager:
+@contextmanager
+def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
     """Locks the run's folder on the main process and removes partial checkpoints that a kill left there."""
-    if not accelerator.is_main_process:
-        return nullcontext()
-    locked = ExitStack()
-    locked.enter_context(lock_folder(run_dir))
-    clean_up(run_dir)
-    return locked
+    with lock_folder(run_dir) if accelerator.is_main_process else nullcontext():
+        if accelerator.is_main_process:
+            clean_up(run_dir)
+        yield

@@ -60,7 +60,7 @@ class AnomalyGuard:
 
     def state(self) -> dict:
         """Returns the state to save in a checkpoint."""
-        return {"recent": self.recent}
+        return {"recent": dict(self.recent)}  # a checkpoint is written while training goes on
 
     def load(self, state: dict) -> None:
         """Restores the result of `state()`."""

@@ -8,19 +8,23 @@ from gpt2_accel.runtime.clock import TrainingClock
 
 
 class Sink:
-    """A place where the log goes. A subclass overrides the methods that it needs."""
+    """A place where the log goes. A subclass overrides the methods that it needs; `RunContext` opens it.
+
+    Only the main process has sinks. An exception in a sink ends the run. A sink that keeps what it gets drops what is
+    later than the step from which the run resumes.
+    """
 
     def advance(self, step: int) -> None:
         """Notes that `step` updates are done."""
 
     def write(self, line: dict) -> None:
-        """Takes the metrics of an update, with its `step` and `tokens`."""
+        """Takes the metrics of an update, with its `step` and `tokens`; `skipped` and `samples` are no numbers."""
 
     def sample(self, sample: dict) -> None:
         """Takes a sample: `step`, `prompt` and `text`."""
 
     def print_line(self, text: str) -> None:
-        """Takes a line for the user."""
+        """Takes a line for the user, also from a thread that writes or uploads a checkpoint."""
 
 
 class RunFiles(Sink):
@@ -80,11 +84,10 @@ class RunLog:
         if estimate:
             self.print_line(estimate)
 
-    def training(self, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Logs the last update, and the training speed since the last call."""
-        figures = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
-        figures |= self.clock.measure()
-        self._line |= {f"train/{name}": value for name, value in figures.items()}
+    def training(self, figures: dict[str, float]) -> None:
+        """Logs figures of the last update as `train/NAME`, and the training speed since the last call."""
+        found = figures | self.clock.measure()
+        self._line |= {f"train/{name}": value for name, value in found.items()}
 
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and the samples that it read."""
@@ -116,7 +119,7 @@ class RunLog:
             sink.print_line(f"step {self.step}: {text}")
 
     def end_step(self) -> None:
-        """Hands the metrics of this update to the sinks, if there are any."""
+        """Hands the metrics of this update to the sinks, if any were logged."""
         if self._line:
             line = {"step": self.step, "tokens": self.clock.tokens_at(self.step), **self._line}
             for sink in self._sinks:

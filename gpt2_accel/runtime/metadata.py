@@ -125,8 +125,8 @@ def describe_training(config: TrainConfig, metadata: RunMetadata, log: RunLog) -
         hours=log.clock.seconds / 3600,
         flops=tokens * log.clock.flops_per_token,
         hardware=metadata.hardware,
-        results=log.results,
-        updates=log.evaluated,
+        results=dict(log.results),  # a card is written while training goes on
+        updates=dict(log.evaluated),
     )
 
 

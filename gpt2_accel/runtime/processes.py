@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from torch.distributed import DistError
 
 from gpt2_accel.device import HostCopy
+from gpt2_accel.files import sentence
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)
@@ -33,7 +34,7 @@ def processes() -> PartialState:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Runs the block on the main process first, then on the others.
+    """Runs the block on the main process first, then on the others. All ranks call it equally often.
 
     The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. Raises
     `OSError` on the others if the block fails on the main process.
@@ -66,15 +67,16 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) ->
     The others wait without a time limit. A `ValueError` or `OSError` of `function` is raised on all processes.
     """
     outcome: list = [None, None]
+    own: Exception | None = None
     with main_process_first():
         if accelerator.is_main_process:
             try:
                 outcome[0] = function()
             except (ValueError, OSError) as error:
-                outcome[1] = picklable(error)
+                own, outcome[1] = error, picklable(error)
     result, error = broadcast_object_list(outcome)
     if error is not None:
-        raise error
+        raise own or error
     return result
 
 
@@ -124,4 +126,4 @@ def peer_failed(error: BaseException) -> bool:
 def picklable(error: Exception) -> Exception:
     """Converts the error to a built-in type that can be pickled and broadcast."""
     kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
-    return next(kind for kind in kinds if isinstance(error, kind))(str(error))
+    return next(kind for kind in kinds if isinstance(error, kind))(sentence(error))

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.runtime.log import Sink
 
-PAUSE = 15.0  # least seconds between plain lines
+PAUSE = 15.0  # minimum seconds between plain lines
 
 
 class Terminal(Sink):
@@ -60,8 +60,8 @@ class Terminal(Sink):
             left = duration((self._total - self._done) / rate) if rate else "unknown time"
             figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
             share = self._done / self._total
-            line = f"step {self._done}/{self._total} ({share:.0%}): {figures}, {left} left"
-            print(line, file=sys.stderr, flush=True)
+            text = f"step {self._done}/{self._total} ({share:.0%}): {figures}, {left} left"
+            print(text, file=sys.stderr, flush=True)
 
     def sample(self, sample: dict) -> None:
         self.print_line(f"step {sample['step']}: sample\n{sample['text']}\n")

@@ -99,10 +99,11 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     evaluations = build_evaluations(config, accelerator, plain.config, tokenizer, val_loader)
     state = TrainState(config, accelerator.num_processes, model, optimizer)
     if checkpoint is not None and not config.eval_only:
-        saved = read_state(checkpoint)
-        check_data(config, saved, checkpoint)
-        state.load_state_dict(saved, checkpoint)
-        load_training_state(checkpoint, accelerator, optimizer)
+        with all_or_none(accelerator):
+            saved = read_state(checkpoint)
+            check_data(config, saved, checkpoint)
+            state.load_state_dict(saved, checkpoint)
+        load_training_state(checkpoint, saved, accelerator, optimizer)
     run_id = state.run_id
     state.run_id = on_main_process(accelerator, lambda: run_identity(config, checkpoint, run_id))
     updates = state.schedule.updates(config.max_steps)

@@ -10,7 +10,7 @@ from gpt2_accel.runtime.log import Sink
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.signals import StopRequest
 
-HEARTBEAT = 30.0  # seconds between writes of `status.json` during a run
+HEARTBEAT = 30.0  # seconds between writes of `status.json` during a run, far less than `SILENCE`
 SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
 
 
@@ -19,7 +19,7 @@ class Status(Sink):
 
     It has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `step`, the `time` of the last
     heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
-    (a run without a process was killed) and `stopped`, and for `failed` if `stop` has a reason or another process was
+    (if its process is gone, it was killed) and `stopped`, and for `failed` if `stop` has a reason or another process was
     lost after some progress.
     """
 
@@ -39,8 +39,8 @@ class Status(Sink):
             if issubclass(kind, KeyboardInterrupt):
                 self._end("stopped", "SIGINT, twice", requeue=True)
             else:
-                lost = peer_failed(error) and self._step > self._first_step
-                requeue = lost or self._stop.reason is not None
+                progress = self._step > self._first_step
+                requeue = progress if peer_failed(error) else self._stop.reason is not None
                 self._end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import Started
 
+import gpt2_accel.train as train_module
+from gpt2_accel.checkpoint import writer
 from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import lock_folder
@@ -204,3 +206,29 @@ def test_a_restored_guard_judges_as_before(values):
     for loss in (1.5, 50.0):
         assert guard.check(loss, 2.5) == again.check(loss, 2.5)
     assert guard.check(50.0, 2.5).startswith("the loss is 50")
+
+
+def test_a_slow_write_stores_the_state_of_its_own_step(data_dir, tmp_path, monkeypatch):
+    save = writer.save_pretrained
+    monkeypatch.setattr(writer, "save_pretrained", lambda *a, **k: time.sleep(0.1) or save(*a, **k))
+    run(tiny_config(data_dir, tmp_path, save_every=2, eval_every=1, spike_z=50, keep_last=9))
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert len(read_state(folder)["guard"]["recent"]["loss"]) == step
+        assert f" | {step} |\n" in (folder / "README.md").read_text()
+
+
+def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(
+    data_dir, tmp_path, monkeypatch
+):
+    honest = train_module.accumulate_gradients
+
+    def poisoned(accelerator, model, loader, first, sequences):
+        loss = honest(accelerator, model, loader, first, sequences)
+        return loss * math.nan if first // sequences >= 4 else loss
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
+    with pytest.raises(ValueError, match="2 updates in a row were skipped.*checkpoint-4"):
+        run(tiny_config(data_dir, tmp_path, save_every=4, eval_every=4, max_bad_steps=2))
+    state = read_state(tmp_path / "checkpoint-4")
+    assert state["step"] == 4 and state["val_loss"] is not None

@@ -73,7 +73,7 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch):
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)
-        run.training(1.0, 1.0, 0.1)
+        run.training({"loss": 1.0})
         now[0] += 5  # an evaluation
         run.end_step()
     assert lines.printed == ["step 6: expected: 3 min 20 s of training, at 50 tokens/s"]
