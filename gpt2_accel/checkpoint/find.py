@@ -25,8 +25,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Returns the checkpoint that `resume_from` names; None for a new run.
 
-    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `print_line`. A Hub
-    id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
+    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `print_line`. A
+    Hub id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
     Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or if `latest` finds only
     damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a model.

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 class KernelChoices:
     """What `runtime.accelerator.tune` chooses for the device; the defaults are those of a CPU.
 
-    `enabled`, from the environment, turns all kernels on. `logits_at_once` is the most logits that the loss computes at once; None is
-    `cross_entropy.LOGITS_AT_ONCE`. `sdpa_order` names torch's attention kernels, the preferred first; empty is torch's
-    own order. `block_masks` takes block masks for documents in place of dense ones. `fuse` compiles the kernels'
-    elementwise parts also outside compiled modules: with compilation by block the loss is outside.
+    `enabled`, from the environment, turns all kernels on. `logits_at_once` is the most logits that the loss computes at
+    once; None is `cross_entropy.LOGITS_AT_ONCE`. `sdpa_order` names torch's attention kernels, the preferred first;
+    empty is torch's own order. `block_masks` takes block masks for documents in place of dense ones. `fuse` compiles the
+    kernels' elementwise parts also outside compiled modules: with compilation by block the loss is outside.
     """
 
     enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on").lower() not in ("off", "0", "false")

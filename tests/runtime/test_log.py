@@ -3,8 +3,11 @@
 import json
 import time
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
+import pytest
 from conftest import run, tiny_config
+from torch.distributed import DistError
 
 import gpt2_accel.train as train_module
 from gpt2_accel.report.page import state_of
@@ -49,6 +52,17 @@ def test_a_run_without_heartbeat_counts_as_killed(data_dir, tmp_path):
     del written["time"]  # as written by an older release
     (tmp_path / "status.json").write_text(json.dumps(written))
     assert read_status(tmp_path)["state"] == "running"
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_path):
+    """The launcher then also sends SIGTERM to the others."""
+    stop = SimpleNamespace(reason="SIGTERM")
+    with pytest.raises(DistError), status.Status(tmp_path, 5, stop) as written:
+        written.advance(5 + updates)
+        raise DistError("a peer is gone")
+    found = read_status(tmp_path)
+    assert (found["state"], found["requeue"]) == ("failed", updates > 0)
 
 
 class Lines(Sink):
