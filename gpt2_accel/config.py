@@ -19,6 +19,14 @@ from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
+PATHS = (
+    "data_dir",
+    "output_dir",
+    "init_from",
+    "hellaswag_data",
+    "resume_from",
+    "accelerate_config",
+)
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 

@@ -16,12 +16,15 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import psutil
+
+LOCK = ".lock"  # the name of a lock file
 
 _numbers = itertools.count()
 
@@ -165,42 +168,97 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def lock_folder(folder: str | Path, hint: str = "choose another --output_dir") -> Iterator[None]:
+def lock_folder(
+    folder: str | Path, hint: str = "choose another --output_dir", *, wait: float = 0.0
+) -> Iterator[None]:
     """Locks `folder` for this process, and creates it if it does not exist. The system releases the lock if the process
     dies.
 
-    Removes partial files of killed processes. On a file system without locks (Lustre without `flock`) only a holder on
-    this machine is noticed, by its name in the lock file. Raises `OSError`, with `hint` at its end, if another process
-    holds the lock or the folder is not writable.
+    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
+    the block raises, removes a folder that this call created and that holds nothing else. On a file system without
+    locks (Lustre without `flock`) only a holder on this machine is noticed, by its name in the lock file.
+
+    Raises `OSError`, with `hint` at its end, if another process holds the lock or the folder is not writable.
     """
     folder = Path(folder)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    with wait_for_lock(folder, hint, wait):
+        try:
+            remove_leftovers(folder)
+            yield
+        except BaseException:
+            if created and {path.name for path in folder.glob("*")} <= {LOCK}:
+                (folder / LOCK).unlink(missing_ok=True)
+                for path in created:
+                    with suppress(OSError):  # not empty, or removed by the caller
+                        path.rmdir()
+            raise
+
+
+def wait_for_lock(folder: Path, hint: str, seconds: float) -> TextIO:
+    """Returns the locked lock file of `folder`. Tries for `seconds`; raises the errors of `lock_folder`."""
+    ends = time.monotonic() + seconds
+    waits = False
+    while True:
+        try:
+            return take_lock(folder, hint)
+        except BlockingIOError as error:
+            if time.monotonic() >= ends:
+                raise
+            if not waits:
+                in_use = first_line(error).partition(": ")[0]
+                print(f"{in_use}: waiting up to {seconds:.0f} seconds for it to end", flush=True)
+            waits = True
+            time.sleep(0.5)
+
+
+def take_lock(folder: Path, hint: str) -> TextIO:
+    """Returns the locked lock file of `folder`. Raises `BlockingIOError` if another process holds the lock, and the
+    other errors of `lock_folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+", encoding="utf-8")
+        file = open(folder / LOCK, "a+", encoding="utf-8")
     except OSError as error:
         raise OSError(
             f"{folder} is no folder that can be written to ({error.strerror}): {hint}"
         ) from error
-    with file:
-        file.seek(0)
-        holder = file.read()
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = False
-        except BlockingIOError:
-            held = True
-        except OSError:
-            held = is_running(holder)
-            print(f"{folder} has no file locks: let no other run write there", file=sys.stderr)
-        if held:
-            raise OSError(
-                f"{folder} is in use by {holder or 'another run'}: wait for it to end, or {hint}"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        remove_leftovers(folder)
-        yield
+    file.seek(0)
+    holder = file.read()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = False
+    except BlockingIOError:
+        held = True
+    except OSError:
+        held = is_running(holder)
+        print(f"{folder} has no file locks: let no other run write there", file=sys.stderr)
+    if held:
+        file.close()
+        raise BlockingIOError(
+            f"{folder} is in use by {holder or 'another run'}: wait for it to end, or {hint}"
+        )
+    if (
+        os.fstat(file.fileno()).st_nlink == 0
+    ):  # removed by the last holder, after it was opened here
+        file.close()
+        return take_lock(folder, hint)
+    file.truncate(0)
+    file.write(own_name())
+    file.flush()
+    return file
+
+
+def lock_holder(folder: Path) -> str:
+    """Returns the name in a folder's lock file, `process PID on HOST`; empty if there is none."""
+    try:
+        return (folder / LOCK).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def own_name() -> str:
+    """Returns the name of this process in a lock file."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def is_running(holder: str) -> bool:

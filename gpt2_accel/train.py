@@ -3,13 +3,14 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
@@ -21,16 +22,18 @@ from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE, check_repo_id
 from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import learning_rate, set_learning_rate
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
+from gpt2_accel.runtime.checks import check_same_settings
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
 from gpt2_accel.runtime.metadata import end_summary
 from gpt2_accel.runtime.processes import AnyRank, main_process_first, on_main_process
+from gpt2_accel.runtime.progress import lasting_output
 from gpt2_accel.runtime.setup import TrainInputs, setup
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.state import TrainState
-from gpt2_accel.runtime.status import read_status
 from gpt2_accel.runtime.trackers import check_trackers
 
 
@@ -52,92 +55,117 @@ def train(config: TrainConfig) -> bool:
             print(dry_run(config))
         return False
     check_trackers(config.report_to)
-    accelerator = build_accelerator(config.deterministic, config.gather_fp32)
+    with lasting_output():
+        accelerator = build_accelerator(config.deterministic, config.gather_fp32)
+        check_same_settings(config, accelerator)
+        with lock_run_dir(config, accelerator):
+            finished = train_or_evaluate(config, accelerator)
+        close(accelerator)
+    return finished
+
+
+def train_or_evaluate(config: TrainConfig, accelerator: Accelerator) -> bool:
+    """Builds the run and trains it, with `eval_only` evaluates it. Returns what `train` returns."""
     state, inputs = setup(config, accelerator)
-    model, optimizer, schedule = state.model, state.optimizer, state.schedule
     if config.eval_only:
         for _, evaluate in inputs.evaluations:
-            accelerator.print(json.dumps(evaluate(accelerator, model)))
-        close(accelerator)
+            accelerator.print(json.dumps(evaluate(accelerator, state.model)))
         return False
-
     if on_main_process(accelerator, lambda: is_complete(config, state, inputs)):
-        accelerator.print(f"{config.output_dir} is complete: nothing left to train")
+        accelerator.print(f"{config.output_dir} is complete: {nothing_left(config, state)}")
         if config.push_to_hub and accelerator.is_main_process:
             push_complete(config, accelerator, inputs)
-        close(accelerator)
         return True
-
-    model.train()
+    if state.step >= inputs.updates:
+        accelerator.print(nothing_left(config, state))
     with RunContext(config, accelerator, state, inputs) as run:
-        interrupted = AnyRank(accelerator, lambda: run.stop.reason is not None)
-        stopping = diverged = save_due = False
-        converged = state.early_stopping.ended  # before a resume
-        while state.step < inputs.updates and not (stopping or diverged or converged):
-            # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-            first, sequences = schedule.first(state.step), schedule.sequences(state.step)
-            lr = learning_rate(
-                first / schedule.full,
-                peak=config.learning_rate,
-                schedule=config.lr_schedule,
-                warmup_steps=config.warmup_steps,
-                max_steps=config.max_steps,
-                min_ratio=config.min_lr_ratio,
-                decay_share=config.decay_share,
-            )
-            set_learning_rate(optimizer, lr)
-            torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
-            loss = accumulate_gradients(accelerator, model, run.loader, first, sequences)
-            grad_norm = accelerator.clip_grad_norm_(
-                model.parameters(), config.max_grad_norm or math.inf
-            )
-            loss, grad_norm, stopping = reduce_step_stats(accelerator, run.stop, loss, grad_norm)
-            problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
-            if problem is None:
-                optimizer.step()
-            elif accelerator.scaler is not None:
-                accelerator.scaler.update()
-            optimizer.zero_grad()
-            state.step = step = state.step + 1
+        return run_updates(run)
 
-            run.log.advance(step)
-            if problem is not None:
-                run.log.skipped(problem, inputs.loader.samples(first, sequences))
-                diverged = state.guard.bad_in_a_row == config.max_bad_steps
-            elif due(config.log_every, step, inputs.updates):
-                run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
-            for every, evaluate in inputs.evaluations:
-                if due(every, step, inputs.updates) and not stopping:
-                    results = evaluate(accelerator, model, interrupted)
-                    stopping = not results
-                    run.log.evaluation(results)
-                    converged |= state.early_stopping.exhausted(results.get("val/loss"))
-            if due(config.sample_every, step, inputs.updates) and not stopping:
-                write_samples(run)
-            last = stopping or converged or step == inputs.updates
-            # A checkpoint waits for a good update: if the run diverges, the newest precedes the bad updates.
-            save_due |= due(config.save_every, step, inputs.updates)
-            if (last or (save_due and problem is None)) and not diverged:
-                run.save()
-                save_due = False
-            run.log.end_step()
-            run.profile.step()
 
-        if diverged:
-            save_before_divergence(run, problem)
-        run.wait_for_checkpoint()
-        run.log.print_line(end_summary(run.log))
-        if converged:
-            run.log.print_line(
-                f"early stopping: no lower validation loss in {config.patience} evaluations"
-            )
-        finished = converged or state.step >= inputs.updates
-        if finished:
-            export_model(run)
-        else:
-            run.stopped(run.stop.reason or "a signal to another process")
-    close(accelerator)
+def run_updates(run: RunContext) -> bool:
+    """Trains, evaluates and saves until the run is complete or has to stop. Returns whether it is complete."""
+    config, accelerator, state, inputs = run.config, run.accelerator, run.state, run.inputs
+    model, optimizer, schedule, loader = state.model, state.optimizer, state.schedule, inputs.loader
+    interrupted = AnyRank(accelerator, lambda: must_stop(run))
+    stopping = diverged = save_due = False
+    converged = state.early_stopping.ended  # before a resume
+    model.train()
+    while state.step < inputs.updates and not (stopping or diverged or converged):
+        # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
+        first, sequences = schedule.first(state.step), schedule.sequences(state.step)
+        lr = learning_rate(
+            first / schedule.full,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            max_steps=config.max_steps,
+            min_ratio=config.min_lr_ratio,
+            decay_share=config.decay_share,
+        )
+        set_learning_rate(optimizer, lr)
+        torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
+        loss = accumulate_gradients(accelerator, model, run.loader, first, sequences, interrupted)
+        if loss is None:  # a rank has to stop: the unfinished update is dropped
+            break
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), config.max_grad_norm or math.inf
+        )
+        loss, grad_norm, stopping = reduce_step_stats(accelerator, must_stop(run), loss, grad_norm)
+        if stopping:
+            run.check_data()  # tokens that could not be read are in no update
+        problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+        if problem is None:
+            optimizer.step()
+        elif accelerator.scaler is not None:
+            accelerator.scaler.update()
+        optimizer.zero_grad()
+        state.step = step = state.step + 1
+
+        run.log.advance(step)
+        if problem is not None:
+            run.log.skipped(problem, loader.samples(first, sequences))
+            diverged = state.guard.bad_in_a_row == config.max_bad_steps
+        elif due(config.log_every, step, inputs.updates):
+            run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
+        for every, evaluate in inputs.evaluations:
+            if due(every, step, inputs.updates) and not stopping:
+                results = evaluate(accelerator, model, interrupted)
+                stopping = not results
+                run.log.evaluation(results)
+                check_results(results)
+                converged |= state.early_stopping.exhausted(results.get("val/loss"))
+        if due(config.sample_every, step, inputs.updates) and not stopping:
+            write_samples(run)
+        last = stopping or converged or step == inputs.updates
+        # A checkpoint waits for a good update: if the run diverges, the newest precedes the bad updates.
+        save_due |= due(config.save_every, step, inputs.updates)
+        if (last or (save_due and problem is None)) and not diverged:
+            run.save()
+            save_due = False
+        run.log.end_step()
+        run.profile.step()
+
+    if diverged:
+        save_before_divergence(run, problem)
+    run.check_data()
+    run.save()
+    run.wait_for_checkpoint()
+    run.log.print_line(end_summary(run.log))
+    if converged:
+        run.log.print_line(
+            f"early stopping: no lower validation loss in {config.patience} evaluations"
+        )
+    finished = converged or state.step >= inputs.updates
+    if finished:
+        export_model(run)
+    else:
+        run.stopped(run.stop.reason or "a signal to another process")
     return finished
+
+
+def must_stop(run: RunContext) -> bool:
+    """Whether this rank has to stop: after a signal, or because its data cannot be read."""
+    return run.stop.reason is not None or run.inputs.loader.problem is not None
 
 
 def accumulate_gradients(
@@ -146,14 +174,18 @@ def accumulate_gradients(
     loader: TrainLoader | PrefetchLoader,
     first: int,
     sequences: int,
-) -> torch.Tensor:
+    interrupted: Callable[[], bool] = lambda: False,
+) -> torch.Tensor | None:
     """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.
 
-    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only.
+    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only. `interrupted` is called
+    between micro-batches and must agree on all ranks; if True, returns None.
     """
     _, count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
     for number, (input_ids, targets) in enumerate(loader.update(first, sequences), start=1):
+        if number > 1 and interrupted():
+            return None
         with nullcontext() if number == count else accelerator.no_sync(model):
             loss = model(input_ids, targets) / count
             accelerator.backward(loss)
@@ -162,17 +194,48 @@ def accumulate_gradients(
 
 
 def reduce_step_stats(
-    accelerator: Accelerator, stop: StopRequest, loss: torch.Tensor, grad_norm: torch.Tensor
+    accelerator: Accelerator, must_stop: bool, loss: torch.Tensor, grad_norm: torch.Tensor
 ) -> tuple[float, float, bool]:
     """Returns the mean loss over all ranks, the gradient norm, and whether any rank has to stop.
 
-    The host waits for the device only here, once per update.
+    The host waits here until the device has done the update.
     """
-    flag = torch.full_like(loss, float(stop.reason is not None))
+    flag = torch.full_like(loss, float(must_stop))
     mean_loss, flags = accelerator.reduce(torch.stack((loss, flag)), "mean")
     stats = torch.stack((mean_loss, full_tensor(grad_norm), flags))
     loss_value, norm_value, flag_value = stats.tolist()
     return loss_value, norm_value, flag_value > 0
+
+
+def check_results(results: dict[str, float]) -> None:
+    """Raises `ValueError` if the validation loss is NaN or infinite."""
+    if not math.isfinite(loss := results.get("val/loss", 0.0)):
+        raise ValueError(
+            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower --learning_rate, or "
+            "start again with it"
+        )
+
+
+def check_weights(model: LanguageModel) -> None:
+    """Raises `ValueError` if a weight is NaN or infinite."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"the run has diverged, {name} holds NaN or infinite weights: resume from an earlier checkpoint with a "
+                "lower --learning_rate, or start again with it"
+            )
+
+
+def nothing_left(config: TrainConfig, state: TrainState) -> str:
+    """Says why a resumed run has no update left to do."""
+    if state.early_stopping.ended:
+        return "nothing left to train, early stopping has ended it"
+    seen = state.schedule.first(state.step) * config.tokens_per_sequence
+    planned = config.max_steps * config.total_batch_size
+    return (
+        f"nothing left to train: {state.step:,} updates have read {seen:,} tokens, and max_steps x total_batch_size = "
+        f"{config.max_steps:,} x {config.total_batch_size:,} = {planned:,}; raise --max_steps to go on"
+    )
 
 
 def is_complete(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
@@ -210,7 +273,7 @@ def save_before_divergence(run: RunContext, problem: str) -> None:
     run.wait_for_checkpoint()
     raise ValueError(
         f"{bad} updates in a row were skipped, the last because {problem}: resume from checkpoint-"
-        f"{state.step} with a lower --learning_rate, or look at the samples listed in "
+        f"{state.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
         f"{run.config.output_dir}/metrics.jsonl"
     )
 
@@ -223,6 +286,7 @@ def export_model(run: RunContext) -> None:
     config, accelerator = run.config, run.accelerator
     plain = full_model(accelerator, run.state.model)
     if accelerator.is_main_process:
+        check_weights(plain)
         try:
             save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=run.describe())
         except Exception as error:
@@ -250,7 +314,6 @@ def push_final(config: TrainConfig, uploads: Uploads, inputs: TrainInputs) -> No
 def push_complete(config: TrainConfig, accelerator: Accelerator, inputs: TrainInputs) -> None:
     """Pushes a complete run to the Hub, without changing the run's folder. The client sends only changed files."""
     with (
-        lock_run_dir(Path(config.output_dir), accelerator),
         StopRequest() as stop,
         start_uploads(config, accelerator, accelerator.print, stop) as uploads,
     ):

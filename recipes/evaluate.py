@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import check_ranges, parse_config, setting
@@ -36,7 +36,6 @@ from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
-from gpt2_accel.runtime.status import read_status
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, check_vocabulary, load_tokenizer
 
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
-from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.shards import TokenStream, UnreadableData
 from gpt2_accel.device import peak_flops
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import JsonLines, read_json_lines
@@ -188,7 +188,7 @@ def test_status_has_the_reason_of_a_failed_run(data_dir, tmp_path):
     path = data / "train_000000.bin"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:64].ljust(size, b"\xff"))  # ids beyond the vocabulary
-    with pytest.raises(ValueError, match="train_000000.bin holds the token id 65535"):
+    with pytest.raises(UnreadableData, match="train_000000.bin holds the token id 65535"):
         run(tiny_config(data, tmp_path / "run"))
     found = status(tmp_path / "run")
     assert found["state"] == "failed" and "train_000000.bin" in found["reason"]

@@ -1,13 +1,16 @@
-"""Finds the checkpoints of a run's folder: the newest, the best and the one to resume."""
+"""Reads a run's folder: its checkpoints, the newest weights, the checkpoint to resume, its status."""
 
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from gpt2_accel.checkpoint.manifest import STATE, find_corruption, read_state
-from gpt2_accel.files import remove, scratch_path
+from gpt2_accel.files import parse_json, remove, scratch_path
 from gpt2_accel.hf import hub
+
+SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -73,13 +76,34 @@ def find_checkpoint(
 
 
 def model_directory(name: str | Path) -> str | Path:
-    """Returns the directory of a run's newest weights: the run's folder if it has the final model, else its last
-    checkpoint. `latest` and `best` are resolved by `resolve_link`. Any other name is returned unchanged."""
+    """Returns the directory of a run's newest weights: its last checkpoint, or the run's folder if the run is finished,
+    or its `status.json` missing, and the folder has the final model. `latest` and `best` are resolved by `resolve_link`.
+    Any other name is returned unchanged."""
     checkpoints = list_checkpoints(name)
     if checkpoints:
-        return name if (Path(name) / "config.json").exists() else checkpoints[-1]
+        # A finished run that trains on keeps its former model until it is finished again.
+        finished = read_status(Path(name)).get("state", "finished") == "finished"
+        return name if finished and (Path(name) / "config.json").exists() else checkpoints[-1]
     found = resolve_link(Path(name))
     return name if found == Path(name) else found
+
+
+def read_status(run_dir: Path) -> dict:
+    """Reads a run's `status.json`; an empty dict if it is missing or damaged. A `running` state without a heartbeat for
+    `SILENCE` becomes `killed`."""
+    try:
+        status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(status, dict):
+        return {}
+    try:
+        silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
+    except (KeyError, TypeError, ValueError):  # written by an older release
+        return status
+    if status.get("state") == "running" and silent > SILENCE:
+        status |= {"state": "killed", "reason": f"no heartbeat since {status['time']}"}
+    return status
 
 
 def resolve_link(path: Path) -> Path:

@@ -24,7 +24,12 @@ def find_corruption(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "its manifest is missing or damaged"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return next(filter(None, pool.map(find_file_corruption, checks)), None)
+        if problem := next(filter(None, pool.map(find_file_corruption, checks)), None):
+            return problem
+    name, step = checkpoint.name, read_state(checkpoint)["step"]
+    if name.startswith("checkpoint-") and name != f"checkpoint-{step}":
+        return f"it holds update {step}, its name says another"
+    return None
 
 
 def find_file_corruption(check: tuple[Path, int, str]) -> str | None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import TokenStream, mixture_parts
+from gpt2_accel.data.shards import TokenStream, UnreadableData, mixture_parts
+from gpt2_accel.files import sentence
 from gpt2_accel.optim import halved
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -181,8 +182,39 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return tuple(part.to(device) for part in batch)
 
 
-class TrainLoader:
-    """The training batches of one rank; `parts` are data sets with their shares (`open_split`).
+class Loader:
+    """Reads the batches of one rank from data sets with their shares (`open_split`), onto `device`.
+
+    `problem` is the first error of a read, None before. From then on all tokens are 0, and it is raised after the last
+    batch: until then the ranks run the same collectives.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[TokenStream, float]],
+        sequence_length: int,
+        device: torch.device | str,
+    ):
+        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.device = torch.device(device)
+        self.problem: UnreadableData | None = None
+
+    def read(self, samples: np.ndarray) -> Batch:
+        """Reads the samples (n, 2), which are numbers of streams and windows.
+
+        Returns `(input_ids, targets)`, each (n, sequence_length) int64 on CPU.
+        """
+        if self.problem is None:
+            try:
+                return read_windows(self.streams, samples, self.sequence_length)
+            except (OSError, ValueError) as error:
+                self.problem = UnreadableData(sentence(error))
+        nothing = torch.zeros(len(samples), self.sequence_length, dtype=torch.int64)
+        return nothing, nothing.clone()
+
+
+class TrainLoader(Loader):
+    """The training batches of one rank.
 
     `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
     the data.
@@ -201,11 +233,10 @@ class TrainLoader:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        super().__init__(parts, sequence_length, device)
         self.mixture = Mixture([share for _, share in parts], seed)
         self.micro_batch_size = micro_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.device = torch.device(device)
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.windows = sum(self.set_windows)
         # At most about 16 epochs in a block, since each is shuffled separately.
@@ -226,13 +257,15 @@ class TrainLoader:
         """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
 
         The update starts at position `first` of the order. A micro-batch is `(input_ids, targets)`, each (micro-batch
-        size, sequence_length) int64 on the loader's device.
+        size, sequence_length) int64 on the loader's device. Raises `UnreadableData` at the end if one could not be read.
         """
         size, count = self.micro_batches(sequences)
         for number in range(count):
             begin = first + (number * self.world_size + self.rank) * size
             samples = self.order(np.arange(begin, begin + size))
-            yield to_device(read_windows(self.streams, samples, self.sequence_length), self.device)
+            yield to_device(self.read(samples), self.device)
+        if self.problem is not None:
+            raise self.problem
 
     def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
         """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
@@ -265,7 +298,7 @@ class TrainLoader:
         return np.stack((sets, windows), axis=1)
 
 
-class EvalLoader:
+class EvalLoader(Loader):
     """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
     Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at once. A batch is
@@ -289,7 +322,7 @@ class EvalLoader:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        super().__init__(parts, sequence_length, device)
         self.batch_size = batch_size
         counts = [
             min(
@@ -309,12 +342,13 @@ class EvalLoader:
         if all(stream.bytes for stream in self.streams):
             text = [n * s.bytes / s.tokens for n, s in zip(counts, self.streams, strict=True)]
             self.bytes_per_token = sum(text) / sum(counts)
-        self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.rounds):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             filled = np.resize(samples, (self.batch_size, 2))
-            input_ids, targets = read_windows(self.streams, filled, self.sequence_length)
+            input_ids, targets = self.read(filled)
             targets[len(samples) :] = -100
             yield to_device((input_ids, targets), self.device)
+        if self.problem is not None:
+            raise self.problem

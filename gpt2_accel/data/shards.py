@@ -38,7 +38,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +58,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQ32s8x")
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
+BLOCK = 2**22  # tokens read at once where all are read
 OPEN_SHARDS = 64  # each needs a file descriptor, and a process often has only 1,024
 
 
@@ -122,23 +123,67 @@ def read_header(path: Path) -> tuple[int, int, str]:
     return width, tokens, digest.hex()
 
 
-def open_shard(path: str | Path) -> np.ndarray:
-    """Returns the token ids of a shard as a read-only memory map, (tokens,) uint16 or uint32.
+class UnreadableData(OSError):
+    """A shard has changed while it is in use, or can no longer be read."""
 
-    Raises the errors of `read_header`.
+
+class Shard:
+    """The token ids of an open shard: `tokens` ids of `dtype` from byte `offset` of its file.
+
+    They are read by `pread`, not mapped: a mapped file that is truncated kills the process. Several threads may read.
     """
+
+    def __init__(self, path: str | Path, dtype: np.dtype, tokens: int, offset: int):
+        self.path, self.dtype, self.tokens, self.offset = Path(path), dtype, tokens, offset
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns the tokens [start, start + count), (count,). Raises `UnreadableData` if the file no longer has them."""
+        size = self.dtype.itemsize
+        place, left = self.offset + start * size, count * size
+        parts = []
+        while left:
+            try:
+                part = os.pread(self._descriptor, left, place)
+            except OSError as error:
+                raise UnreadableData(f"{self.path} cannot be read: {error.strerror}") from error
+            if not part:
+                size = os.fstat(self._descriptor).st_size
+                raise UnreadableData(
+                    f"{self.path} was truncated to {size:,} bytes while it was in use: restore it or prepare the data "
+                    "again"
+                )
+            parts.append(part)
+            place, left = place + len(part), left - len(part)
+        return np.frombuffer(b"".join(parts) if len(parts) != 1 else parts[0], self.dtype)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yields all tokens in order, in arrays of at most `BLOCK`."""
+        for start in range(0, self.tokens, BLOCK):
+            yield self.read(start, min(BLOCK, self.tokens - start))
+
+
+def open_shard(path: str | Path) -> Shard:
+    """Opens a shard. Raises the errors of `read_header`."""
     width, tokens, _ = read_header(Path(path))
-    dtype = "<u2" if width == 2 else "<u4"
-    if tokens == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(tokens,))
+    return Shard(path, np.dtype("<u2" if width == 2 else "<u4"), tokens, HEADER.size)
 
 
 def verify_shard(path: str | Path, sha256: str | None = None) -> None:
     """Raises `ValueError` if a shard's tokens do not match the checksum in its header, or `sha256` (hex)."""
     written = read_header(Path(path))[-1]
-    found = hashlib.sha256(open_shard(path)).hexdigest()
-    if found != written or found != (sha256 or written):
+    digest = hashlib.sha256()
+    for block in open_shard(path).blocks():
+        digest.update(block)
+    if digest.hexdigest() != written or written != (sha256 or written):
         raise ValueError(f"{path} does not match its checksum: prepare the data again")
 
 
@@ -364,7 +409,7 @@ def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    `shard(number)` returns one shard, mapped at the first call; at most `OPEN_SHARDS` stay open. `tokens` is the
+    `shard(number)` returns one shard, opened at the first call; at most `OPEN_SHARDS` stay open. `tokens` is the
     length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
 
     Raises `ValueError` if the split does not exist or a shard's size or checksum is not the manifest's,
@@ -388,24 +433,23 @@ class TokenStream:
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         self.shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
 
-    def _open_shard(self, number: int) -> np.ndarray:
+    def _open_shard(self, number: int) -> Shard:
         shard = self.shards[number]
         path = self.data_dir / shard["file"]
         if "offset" in shard:
-            where = {"offset": shard["offset"], "shape": (shard["tokens"],)}
-            return np.memmap(path, self._dtype, mode="r", **where)
-        tokens = open_shard(path)
-        if len(tokens) != shard["tokens"]:
+            return Shard(path, self._dtype, shard["tokens"], shard["offset"])
+        opened = open_shard(path)
+        if len(opened) != shard["tokens"]:
             raise ValueError(
-                f"{path} holds {len(tokens)} tokens, the manifest says {shard['tokens']}: "
+                f"{path} holds {len(opened)} tokens, the manifest says {shard['tokens']}: "
                 "prepare the data again"
             )
-        return tokens
+        return opened
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64.
 
-        Raises `ValueError` if a token id is not below `vocab_size`.
+        Raises `UnreadableData` if a shard no longer has them, `ValueError` if a token id is not below `vocab_size`.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         out = np.empty(count, np.int64)
@@ -414,12 +458,12 @@ class TokenStream:
         while filled < count:
             shard = self.shard(number)
             offset = start + filled - (int(self._ends[number]) - len(shard))
-            piece = shard[offset : offset + count - filled]
+            piece = shard.read(offset, min(count - filled, len(shard) - offset))
             out[filled : filled + len(piece)] = piece
             if len(piece) and piece.max() >= self.vocab_size:
                 raise ValueError(
-                    f"{self.data_dir / self.shards[number]['file']} holds the token id "
-                    f"{piece.max()}, but the vocabulary has {self.vocab_size}: prepare the data again"
+                    f"{shard.path} holds the token id {piece.max()}, but the vocabulary has "
+                    f"{self.vocab_size}: prepare the data again"
                 )
             filled += len(piece)
             number += 1

@@ -2,12 +2,13 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from gpt2_accel.data.loader import open_split
-from gpt2_accel.data.shards import TokenStream, load_data_tokenizer, read_manifest
+from gpt2_accel.data.shards import BLOCK, TokenStream, load_data_tokenizer, read_manifest
 
 SHOWN = 3  # documents per split
 SHOWN_TOKENS = 40  # of each
@@ -51,12 +52,16 @@ def describe_split(stream: TokenStream, share: float, separator: int | None) -> 
 def document_starts(stream: TokenStream, separator: int) -> np.ndarray:
     """Returns the positions of the separators in a split, (documents,) int64."""
     starts = [0, *np.cumsum([shard["tokens"] for shard in stream.shards]).tolist()]
+
+    def in_shard(number: int) -> list[np.ndarray]:
+        blocks = enumerate(stream.shard(number).blocks())
+        return [
+            starts[number] + i * BLOCK + np.flatnonzero(block == separator) for i, block in blocks
+        ]
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(
-            lambda number: starts[number] + np.flatnonzero(stream.shard(number) == separator),
-            range(len(stream.shards)),
-        )
-        return np.concatenate([*found, np.empty(0, np.int64)])
+        found = pool.map(in_shard, range(len(stream.shards)))
+        return np.concatenate([np.empty(0, np.int64), *chain.from_iterable(found)])
 
 
 def histogram(lengths: np.ndarray) -> list[str]:

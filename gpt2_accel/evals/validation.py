@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from gpt2_accel.data.loader import EvalLoader
 from gpt2_accel.data.prefetch import Prefetch
+from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.models import evaluating
 
@@ -29,14 +31,19 @@ def validation_loss(
     - `val/perplexity`: its exponential;
     - `val/bits_per_byte`: the code length of the tokens, separators included, per byte of text; comparable across
       tokenizers. It is missing if the number of bytes is unknown.
+
+    Raises `UnreadableData` on all ranks if one could not read its windows.
     """
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
     with evaluating(model), Prefetch(loader, loader.device) as batches:
-        for input_ids, targets in batches:
+        for _, (input_ids, targets) in zip(range(loader.rounds), batches, strict=False):
             if interrupted():
                 return {}
             nats = model(input_ids, targets, reduction="none").sum(dim=1).float()
             found.append(torch.stack((nats, (targets != -100).sum(dim=1).to(nats.dtype))))
+    problems = gather_object([loader.problem and str(loader.problem)])
+    if problem := next(filter(None, problems), None):
+        raise UnreadableData(problem)
     totals = torch.zeros(2, loader.windows, device=accelerator.device)
     mine = torch.from_numpy(loader.numbers).to(totals.device)
     totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # the padding comes last

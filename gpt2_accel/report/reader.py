@@ -6,13 +6,12 @@ from pathlib import Path
 
 import yaml
 
-from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
+from gpt2_accel.checkpoint.find import list_checkpoints, model_directory, read_status
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.evals.results_file import read_record
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.runtime.status import read_status
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 # What OpenAI's GPT-2 124M reaches: (metric, part of the data's source, value, source of the value).

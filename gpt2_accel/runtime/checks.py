@@ -1,15 +1,30 @@
 """Checks that settings, data, model and checkpoint of a run fit together."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from accelerate import Accelerator
 
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import PATHS, TrainConfig
 from gpt2_accel.data.shards import check_tokenizer, data_fingerprint, read_manifest
 from gpt2_accel.device import total_memory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
+
+
+def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises `ValueError` if this process has another setting than the main process. Paths may differ between nodes."""
+    names = [field.name for field in fields(TrainConfig) if field.name not in PATHS]
+    settings = {name: getattr(config, name) for name in names}
+    expected = on_main_process(accelerator, lambda: settings)
+    with all_or_none(accelerator):
+        for name, value in settings.items():
+            if value != expected.get(name):
+                raise ValueError(
+                    f"process {accelerator.process_index} has {name} {value!r}, the main process "
+                    f"{expected.get(name)!r}: start all with the same settings"
+                )
 
 
 def check_optimizer(config: TrainConfig, accelerator: Accelerator) -> None:

@@ -1,7 +1,7 @@
 """The context manager around the training loop: lock, signals, log, trackers, uploads, checkpoints, profiler."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
-from gpt2_accel.data.shards import data_fingerprint
+from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, peak_flops
-from gpt2_accel.files import lock_folder, read_json_lines, write_json
+from gpt2_accel.files import lock_folder, lock_holder, own_name, read_json_lines, write_json
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.clock import TrainingClock
 from gpt2_accel.runtime.log import RunFiles, RunLog, Sink
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
-from gpt2_accel.runtime.processes import all_or_none, main_process_first
+from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.progress import Terminal
 from gpt2_accel.runtime.setup import TrainInputs
 from gpt2_accel.runtime.signals import StopRequest
@@ -30,12 +30,15 @@ from gpt2_accel.runtime.state import TrainState
 from gpt2_accel.runtime.status import Status
 from gpt2_accel.runtime.trackers import Trackers
 
+GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
+
 
 class RunContext:
     """The context manager around a run's loop.
 
-    Entering locks the run's folder, writes `config.yaml` and `run.json`, prints a summary, and starts `stop`, `log`,
-    `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an error.
+    The run's folder is locked before. Entering writes `config.yaml` and `run.json`, prints a summary, and starts
+    `stop`, `log`, `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an
+    error; if the data can no longer be read, it saves a checkpoint first.
     """
 
     log: RunLog
@@ -71,7 +74,6 @@ class RunContext:
 
     def _enter_parts(self, stack: ExitStack) -> None:
         config, run_dir = self.config, Path(self.config.output_dir)
-        stack.enter_context(lock_run_dir(run_dir, self.accelerator))
         self.stop = stack.enter_context(StopRequest(config.max_hours))
         sinks = self._open_sinks(stack) if self.accelerator.is_main_process else []
         self.log = self._build_log(sinks)
@@ -90,17 +92,23 @@ class RunContext:
             self.writer.rotate(self.state.step)  # a kill may have prevented it
         self.log.clock.resume()
 
-    def __exit__(self, *error) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> bool | None:
+        with self._stack as stack:
+            if isinstance(error, UnreadableData):  # raised on all ranks
+                self.save()
+                self.log.end_step()
+            self._stack = stack.pop_all()
+        return self._stack.__exit__(kind, error, traceback)
 
     def save(self) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, if it is not saved. All ranks call
-        it."""
+        it.
+
+        Raises `OSError` if the run's folder was removed or moved since the start, after the checkpoint is written."""
         state = self.state
         if state.step == self._saved_step:
             return
-        with main_process_first():  # a slow disk may exceed the time limit of a collective
-            self.writer.join()
+        folder_is_gone = on_main_process(self.accelerator, self._folder_is_gone)
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,
@@ -110,6 +118,12 @@ class RunContext:
             self.describe(),
         )
         self._saved_step = state.step
+        if folder_is_gone:
+            self.wait_for_checkpoint()
+            raise OSError(
+                f"{self.config.output_dir} was removed or moved during the run: checkpoint-{state.step} is in a new folder "
+                "there, continue with --resume_from latest"
+            )
 
     def wait_for_checkpoint(self) -> None:
         """Waits until the last checkpoint is on disk, without a time limit. All ranks call it.
@@ -133,6 +147,26 @@ class RunContext:
         if self._status is not None:
             self._status.stopped(reason)
         self.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
+
+    def check_data(self) -> None:
+        """Raises `UnreadableData` on all ranks if one could not read its training data."""
+        with all_or_none(self.accelerator):
+            if self.inputs.loader.problem is not None:
+                raise self.inputs.loader.problem
+
+    def _folder_is_gone(self) -> bool:
+        """Waits for the previous checkpoint. Returns whether the run's folder is no longer the one that it locked.
+
+        Raises `OSError` if another run has locked a new one there."""
+        self.writer.join()  # a slow disk may exceed the time limit of a collective
+        run_dir = Path(self.config.output_dir)
+        holder = lock_holder(run_dir)
+        if holder not in ("", own_name()):
+            raise OSError(
+                f"{run_dir} was removed or moved during the run, and {holder} trains there now: start this run "
+                "again with another --output_dir"
+            )
+        return not holder
 
     def _open_sinks(self, stack: ExitStack) -> list[Sink]:
         """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
@@ -196,9 +230,20 @@ def start_uploads(
 
 
 @contextmanager
-def lock_run_dir(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Locks the run's folder on the main process and removes partial checkpoints that a kill left there."""
-    with lock_folder(run_dir) if accelerator.is_main_process else nullcontext():
-        if accelerator.is_main_process:
-            clean_up(run_dir)
+def lock_run_dir(config: TrainConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
+    that a kill left. Does nothing with `eval_only`.
+
+    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
+    Raises the errors of `lock_folder` on all ranks.
+    """
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
+            stack.enter_context(lock_folder(config.output_dir, wait=wait))
+            clean_up(config.output_dir)
+
+        if not config.eval_only:
+            on_main_process(accelerator, lock)
         yield

@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from torch.distributed import DistError
 
+from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.device import HostCopy
 from gpt2_accel.files import sentence
 
@@ -101,7 +102,8 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
 class AnyRank:
     """Whether `flag()` is true on any rank; a function without arguments that all ranks call equally often.
 
-    With several processes the answer is that of the previous call, so that the host does not wait for the device.
+    With several processes, or on a GPU, the answer is that of the previous call: the host waits until the device has
+    reached that call, not for what it got later.
     """
 
     def __init__(self, accelerator: Accelerator, flag: Callable[[], bool]):
@@ -110,7 +112,7 @@ class AnyRank:
 
     def __call__(self) -> bool:
         accelerator = self._accelerator
-        if accelerator.num_processes == 1:
+        if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
             return self._flag()
         previous = self._sent
         flag = torch.full((), float(self._flag()), device=accelerator.device)
@@ -125,5 +127,5 @@ def peer_failed(error: BaseException) -> bool:
 
 def picklable(error: Exception) -> Exception:
     """Converts the error to a built-in type that can be pickled and broadcast."""
-    kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
+    kinds = (UnreadableData, FileNotFoundError, FileExistsError, OSError, ValueError)
     return next(kind for kind in kinds if isinstance(error, kind))(sentence(error))

@@ -1,7 +1,12 @@
 """Shows a run on the terminal: a progress bar, or plain lines in a pipe or file."""
 
+import errno
+import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -70,3 +75,46 @@ class Terminal(Sink):
         """Prints a line above the bar."""
         self._bar.write(text)
         sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """In the block, and later at the end of the process, stdout and stderr may be gone: a closed terminal or pipe raises
+    no error."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, LastingStream):
+                stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+class LastingStream:
+    """A text stream whose writes raise no `OSError`. When its terminal or pipe is gone, the rest goes to /dev/null."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes text; returns its length."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
 # own signal on.
@@ -20,8 +20,8 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 class StopRequest:
     """Records that a run has to stop; a context manager around its loop.
 
-    `reason` is None, the first signal (SIGTERM, SIGINT or SIGUSR1), or `max_hours` once that many hours have passed. A
-    second Ctrl-C raises `KeyboardInterrupt`.
+    `reason` is None, the first signal of `SIGNALS`, or `max_hours` once that many hours have passed. A second Ctrl-C
+    raises `KeyboardInterrupt`. SIGHUP, which the end of a terminal sends, stays ignored under `nohup`.
     """
 
     def __init__(self, max_hours: float | None = None):
@@ -46,8 +46,10 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for name in SIGNALS:
-                if number := getattr(signal, name, None):
-                    self._handlers[number] = signal.signal(number, self._note)
+                number = getattr(signal, name, None)
+                if number is None or (name == "SIGHUP" and is_ignored(number)):
+                    continue
+                self._handlers[number] = signal.signal(number, self._note)
         die_with_launcher()
         return self
 
@@ -66,6 +68,11 @@ class StopRequest:
             # A third Ctrl-C must not interrupt the cleanup.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether this process ignores a signal, as all do with SIGHUP under `nohup`."""
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def die_with_launcher() -> None:

@@ -2,16 +2,17 @@
 
 import sys
 import threading
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
-from gpt2_accel.files import parse_json, write_json
+from gpt2_accel.files import write_json
 from gpt2_accel.runtime.log import Sink
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.signals import StopRequest
 
-HEARTBEAT = 30.0  # seconds between writes of `status.json` during a run, far less than `SILENCE`
-SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
+HEARTBEAT = (
+    30.0  # seconds between writes of `status.json` during a run, far less than `find.SILENCE`
+)
 
 
 class Status(Sink):
@@ -72,21 +73,3 @@ class Status(Sink):
                 write_json(self._path, {**self._state, "step": self._step, "time": now})
             except OSError as failure:  # for example a full disk; must not hide why the run ended
                 print(f"could not write {self._path}: {failure}", file=sys.stderr)
-
-
-def read_status(run_dir: Path) -> dict:
-    """Reads a run's `status.json`; an empty dict if it is missing or damaged. A `running` state without a heartbeat for
-    `SILENCE` becomes `killed`."""
-    try:
-        status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(status, dict):
-        return {}
-    try:
-        silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
-    except (KeyError, TypeError, ValueError):  # written by an older release
-        return status
-    if status.get("state") == "running" and silent > SILENCE:
-        status |= {"state": "killed", "reason": f"no heartbeat since {status['time']}"}
-    return status

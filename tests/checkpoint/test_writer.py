@@ -223,8 +223,8 @@ def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(
 ):
     honest = train_module.accumulate_gradients
 
-    def poisoned(accelerator, model, loader, first, sequences):
-        loss = honest(accelerator, model, loader, first, sequences)
+    def poisoned(accelerator, model, loader, first, sequences, interrupted):
+        loss = honest(accelerator, model, loader, first, sequences, interrupted)
         return loss * math.nan if first // sequences >= 4 else loss
 
     monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)

@@ -56,11 +56,11 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
 def test_thread_ends_with_the_loop_also_after_an_error(data_dir, tmp_path, monkeypatch, error):
     honest = train_module.accumulate_gradients
 
-    def failing(accelerator, model, loader, first, sequences):
+    def failing(accelerator, model, loader, first, sequences, interrupted):
         if first // sequences == 3:
             assert threads()
             raise error("the loop ends")
-        return honest(accelerator, model, loader, first, sequences)
+        return honest(accelerator, model, loader, first, sequences, interrupted)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", failing)
     with pytest.raises(error):
@@ -78,10 +78,10 @@ def test_updates_overlap_with_the_reads_of_the_next_batches(data_dir, tmp_path, 
         finished.append(1)
         return read(*args)
 
-    def slow_update(accelerator, model, loader, first, sequences):
+    def slow_update(accelerator, model, loader, first, sequences, interrupted):
         step = first // sequences
         waiting.append(step >= 1 and len(finished) < step + 1)
-        loss = honest(accelerator, model, loader, first, sequences)
+        loss = honest(accelerator, model, loader, first, sequences, interrupted)
         time.sleep(0.05)
         return loss
 

@@ -19,6 +19,7 @@ from gpt2_accel.data.shards import (
     MAGIC,
     ShardWriter,
     TokenStream,
+    UnreadableData,
     data_fingerprint,
     mixture_parts,
     open_shard,
@@ -188,8 +189,9 @@ def test_a_stream_reads_across_shards(tmp_path_factory, shards, data):
 def test_a_shard_round_trips(tmp_path, dtype):
     tokens = [0, 1, 65535] if dtype == "uint16" else [0, 65536, 2**32 - 1]
     write_shard(tmp_path / "a.bin", tokens, dtype)
-    assert open_shard(tmp_path / "a.bin").tolist() == tokens
-    assert open_shard(tmp_path / "a.bin").dtype == dtype
+    shard = open_shard(tmp_path / "a.bin")
+    assert shard.read(0, 3).tolist() == tokens and shard.read(1, 1).tolist() == tokens[1:2]
+    assert shard.read(0, 3).dtype == dtype and len(shard) == 3
     verify_shard(tmp_path / "a.bin")
 
 
@@ -288,7 +290,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(copied):
     entry = manifest["splits"]["train"]
     entry["shards"] = [write_shard(copied / "train_000000.bin", [300] * entry["tokens"])]
     (copied / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"train_000000.bin holds the token id 300.*257"):
+    with pytest.raises(UnreadableData, match=r"train_000000.bin holds the token id 300.*257"):
         list(loader(copied).update(0, 8))
 
 

@@ -326,12 +326,12 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, pro
 def test_a_second_ctrl_c_stops_immediately(data_dir, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
-    def endless(accelerator, model, loader, first, sequences):
+    def endless(accelerator, model, loader, first, sequences, interrupted):
         if first // sequences == 7:
             for pause in (ECHO + 0.1, 60):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(pause)
-        return honest(accelerator, model, loader, first, sequences)
+        return honest(accelerator, model, loader, first, sequences, interrupted)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", endless)
     with pytest.raises(KeyboardInterrupt):
@@ -360,8 +360,8 @@ def poison(monkeypatch, bad):
     """Sets the loss and gradients of the updates in `bad` to NaN."""
     honest = train_module.accumulate_gradients
 
-    def accumulate(accelerator, model, loader, first, sequences):
-        loss = honest(accelerator, model, loader, first, sequences)
+    def accumulate(accelerator, model, loader, first, sequences, interrupted):
+        loss = honest(accelerator, model, loader, first, sequences, interrupted)
         if first // sequences in bad:
             for parameter in model.parameters():
                 parameter.grad.fill_(float("nan"))
@@ -412,8 +412,8 @@ def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeyp
 def test_spike_z_skips_a_spike_also_after_a_resume(data_dir, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
-    def accumulate(accelerator, model, loader, first, sequences):
-        loss = honest(accelerator, model, loader, first, sequences)
+    def accumulate(accelerator, model, loader, first, sequences, interrupted):
+        loss = honest(accelerator, model, loader, first, sequences, interrupted)
         if first // sequences == 115:
             for parameter in model.parameters():
                 parameter.grad.mul_(1000)

@@ -71,7 +71,9 @@ def test_any_rank_gives_all_ranks_the_answer_of_the_previous_call():
         sums[:] = [float(bool(there))]  # of both flags
         answers.append([rank() for rank in ranks])
     assert answers == [[False, False], [False, False], [True, True], [True, True]]
-    alone = AnyRank(SimpleNamespace(num_processes=1), lambda: bool(there))
+    alone = AnyRank(
+        SimpleNamespace(num_processes=1, device=torch.device("cpu")), lambda: bool(there)
+    )
     assert alone() is True
 
 

@@ -10,23 +10,23 @@ from conftest import run, tiny_config
 from torch.distributed import DistError
 
 import gpt2_accel.train as train_module
+from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.report.page import state_of
 from gpt2_accel.report.reader import read_run
 from gpt2_accel.runtime import clock, status
 from gpt2_accel.runtime.clock import TrainingClock
 from gpt2_accel.runtime.log import RunLog, Sink
-from gpt2_accel.runtime.status import SILENCE, read_status
 
 
 def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatch):
     honest, seen = train_module.accumulate_gradients, []
 
-    def slow(accelerator, model, loader, first, sequences):
+    def slow(accelerator, model, loader, first, sequences, interrupted):
         if first // sequences == 3:
             while not seen:
                 time.sleep(0.01)
                 seen.extend(found for found in [read_status(tmp_path)] if found["step"] == 3)
-        return honest(accelerator, model, loader, first, sequences)
+        return honest(accelerator, model, loader, first, sequences, interrupted)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", slow)
     monkeypatch.setattr(status, "HEARTBEAT", 0.05)

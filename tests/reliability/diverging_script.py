@@ -1,0 +1,18 @@
+"""Trains with NaN gradients from the seventh update on."""
+
+import torch
+
+import gpt2_accel.train as train_module
+from gpt2_accel import cli
+from gpt2_accel.config import TrainConfig, parse_config
+
+honest = train_module.accumulate_gradients
+
+
+def accumulate(accelerator, model, loader, first, sequences, interrupted):
+    loss = honest(accelerator, model, loader, first, sequences, interrupted)
+    return loss * torch.nan if first // sequences >= 6 else loss
+
+
+train_module.accumulate_gradients = accumulate
+cli.run(lambda: train_module.train(parse_config(TrainConfig)))

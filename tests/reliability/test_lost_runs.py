@@ -1,0 +1,387 @@
+"""A run is never lost or wrong in silence: two starts at once, closed terminals, long updates, shards that change."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import as_flags, contents, long, losses, metrics, run, status, tiny_config
+from launching import ROOT, launch, python
+from safetensors.torch import load_file
+from test_reliability import KILLING_SCRIPT, SCRIPT, finish, last_step, start, wait_for, weights
+
+import gpt2_accel.runtime.context as context_module
+from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
+from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.data.shards import HEADER
+from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime.progress import lasting_output
+
+DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
+ENDLESS = {"max_steps": 10**5, "lr_schedule": "constant"}
+
+
+def log_of(config) -> str:
+    return Path(f"{config.output_dir}.log").read_text()
+
+
+# 1: the lock comes before the look at the folder
+
+
+def test_a_second_start_waits_for_the_first_and_changes_nothing(data_dir, tmp_path):
+    settings = {"max_steps": 1500, "save_every": 500}
+    first = tiny_config(data_dir, tmp_path / "run", **settings)
+    second = tiny_config(
+        data_dir,
+        tmp_path / "run",
+        **{**settings, "resume_from": "latest", "verify_data": True, "learning_rate": 0.1},
+    )
+    fresh = tiny_config(data_dir, tmp_path / "run", **settings)
+    a = start(first)
+    wait_for(lambda: list_checkpoints(tmp_path / "run"))
+    refused = python(SCRIPT, *as_flags(fresh), ACCELERATE_USE_CPU="true")
+    b = start(second)
+    assert a.poll() is None, "the first run ended too soon for this test"
+    assert refused.returncode == 1
+    assert f"is in use by process {a.pids[0]} on" in refused.stderr
+    assert a.wait(120) == 0
+    files = contents(tmp_path / "run")
+    assert b.wait(120) == 0
+    assert "waiting up to 60 seconds" in log_of(second) and "is complete" in log_of(second)
+    assert contents(tmp_path / "run") == files
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1501))
+
+
+def test_a_start_that_resumes_is_refused_after_the_wait(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(context_module, "GRACE_OF_HOLDER", 1.0)
+    begun = time.monotonic()
+    with (
+        lock_folder(tmp_path / "run"),
+        pytest.raises(OSError, match=f"run is in use by process {os.getpid()} on"),
+    ):
+        run(tiny_config(data_dir, tmp_path / "run", resume_from="latest"))
+    assert time.monotonic() - begun >= 1
+
+
+def test_a_refused_start_removes_only_the_folder_that_it_created(data_dir, tmp_path):
+    bad = {"init_from": str(tmp_path / "nowhere")}
+    with pytest.raises(FileNotFoundError):
+        run(tiny_config(data_dir, tmp_path / "new/run", **bad))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    with pytest.raises(FileNotFoundError):
+        run(tiny_config(data_dir, tmp_path / "old", **bad))
+    assert (tmp_path / "old").is_dir()
+
+
+@pytest.mark.parametrize("command", [{"eval_only": True, "eval_every": 4}, {"dry_run": True}])
+def test_commands_that_only_read_take_no_lock(command, data_dir, tmp_path, capsys):
+    with lock_folder(tmp_path / "run"):
+        run(tiny_config(data_dir, tmp_path / "run", **command))
+    assert capsys.readouterr().out
+    run(tiny_config(data_dir, tmp_path / "none", **command))
+    assert not (tmp_path / "none").exists()
+
+
+def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, times, report):
+    """Two starts of one command run beside each other; one of both is killed at a random time and started again."""
+    rng, kills = random.Random(1), times(2, 40)
+    settings = {"max_steps": times(100, 4000), "save_every": 7, "resume_from": "latest"}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    both, killed = [start(config), start(config)], 0
+    while any(process.poll() is None for process in both):
+        time.sleep(rng.uniform(0.2, 0.8))
+        number = rng.randrange(2)
+        if killed < kills and both[number].poll() is None:
+            both[number].send_signal(signal.SIGKILL)
+            both[number].wait()
+            both[number], killed = start(config), killed + 1
+    assert [process.poll() for process in both] == [0, 0], log_of(config)
+    whole = tiny_config(data_dir, tmp_path / "whole", **settings)
+    finish(whole)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
+    report("SIGKILL to one of two starts of one command at once", killed, killed, "at most a save")
+
+
+# 2: the newest weights
+
+
+def test_an_extended_run_gives_its_newest_weights(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path, max_steps=4, save_every=4))
+    assert Path(model_directory(tmp_path)) == tmp_path
+    extended = {"max_steps": 60, "resume_from": "latest", "save_every": 6, "max_hours": 0.1 / 3600}
+    run(tiny_config(data_dir, tmp_path, **{**extended, **ENDLESS}))
+    step = status(tmp_path)["step"]
+    assert step > 4 and Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
+    run(tiny_config(data_dir, tmp_path, max_steps=step + 2, resume_from="latest"))
+    assert Path(model_directory(tmp_path)) == tmp_path
+
+
+# 5: a checkpoint that is saved again
+
+
+def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, times, report):
+    """The last save of a run that diverges is of an older step than its newest update."""
+
+    def diverged(number: int, folder: Path):
+        config = tiny_config(data_dir, folder, max_steps=99, save_every=4, keep_last=1)
+        return python(KILLING_SCRIPT, number, ".checkpoint-6.", DIVERGING, *as_flags(config))
+
+    done = diverged(0, tmp_path / "whole")
+    assert done.returncode == 1 and "resume from checkpoint-6" in done.stderr, done.stderr
+    assert [path.name for path in list_checkpoints(tmp_path / "whole")] == ["checkpoint-6"]
+    tried, number = 0, times(8, 1)
+    while diverged(number, tmp_path / f"killed-{number}").returncode == -signal.SIGKILL:
+        saved = list_checkpoints(tmp_path / f"killed-{number}")
+        assert saved and all(find_corruption(path) is None for path in saved)
+        tried, number = tried + 1, number + times(30, 1)
+    assert tried
+    report("SIGKILL before each change on the disk of a diverging run's save", tried, tried, "none")
+
+
+# 6: a closed terminal or pipe
+
+
+def test_the_end_of_the_terminal_leaves_a_checkpoint(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", **ENDLESS)
+    process = start(config)
+    wait_for(lambda: last_step(tmp_path / "run") > 5)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    found = status(tmp_path / "run")
+    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "SIGHUP", True)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [
+        f"checkpoint-{found['step']}"
+    ]
+
+
+def piped(config, *before, **streams) -> subprocess.Popen:
+    """Starts a run as a shell does, with pipes."""
+    return subprocess.Popen(
+        [*before, sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        **streams,
+    )
+
+
+def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(data_dir, tmp_path):
+    settings = {"max_steps": 300, "eval_every": 50, "save_every": 100, "keep_last": 9}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    process = piped(config, "nohup", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert b"parameters" in process.stdout.readline()
+    process.stdout.close()
+    process.stderr.close()
+    wait_for(lambda: last_step(tmp_path / "run") > 5)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(90) == 0
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 301))
+
+
+def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
+    """Writes to a terminal whose other end is closed raise EIO."""
+    terminal, side = os.openpty()
+    with open(side, "w", buffering=1, encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", None)  # as of a process that was started without one
+        with lasting_output():
+            print("seen")
+            assert b"seen" in os.read(terminal, 10)
+            os.close(terminal)
+            print("unseen")
+        assert sys.stdout is stream
+        print("also after the run")
+
+
+# 7: signals act between micro-batches
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=long), 2])
+def test_a_signal_acts_between_micro_batches(processes, data_dir, tmp_path, report):
+    """An update of 1,500 micro-batches takes seconds, and is dropped within a part of them."""
+    sequences = 1500 * processes
+    settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    process = start(config, processes=processes)
+    wait_for(lambda: last_step(tmp_path / "run") == 1)
+    first = metrics(tmp_path / "run")[0]
+    time.sleep(0.2)  # into the second update
+    sent = time.monotonic()
+    os.kill(process.pids[-1], signal.SIGTERM)
+    assert process.wait(120) == 0
+    took, update = time.monotonic() - sent, first["train/seconds"]
+    found = status(tmp_path / "run")
+    assert (found["state"], found["step"]) == ("stopped", 1)
+    assert took < update / 2, (took, update)
+    report("SIGTERM within an update", 1, 1, f"the update; {took:.1f} of {update:.1f} s")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long)])
+def test_a_resume_after_a_dropped_update_is_exact(processes, data_dir, tmp_path, times):
+    rng = random.Random(processes)
+    settings = {"micro_batch_size": 1, "total_batch_size": 128 * 32, "max_steps": times(8, 60)}
+    settings |= {"dropout": 0.1, "save_every": 3, "resume_from": "latest"}
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    stops = 0
+    while True:
+        before = last_step(tmp_path / "run")
+        process = start(config, processes=processes)
+        wait_for(lambda: last_step(tmp_path / "run") > before or process.poll() is not None)  # noqa: B023
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(90)
+        if status(tmp_path / "run")["state"] == "finished":  # perhaps just before the signal
+            break
+        assert code == 0, log_of(config)
+        stops += 1
+    assert stops > 1
+    whole = tiny_config(data_dir, tmp_path / "whole", **settings)
+    finish(whole, processes=processes)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
+
+
+# 9: ranks with different settings
+
+
+@pytest.mark.parametrize("other", ["learning_rate 0.5", pytest.param("max_steps 9", marks=long)])
+def test_ranks_with_different_settings_are_refused(other, data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+    done = launch("tests/other_settings_script.py", *as_flags(config), processes=2, OTHER=other)
+    name, value = other.split()
+    assert done.returncode == 1
+    assert f"process 1 has {name} {value}, the main process {getattr(config, name)}" in done.stderr
+
+
+def test_paths_may_differ_between_ranks(data_dir, tmp_path):
+    copy = shutil.copytree(data_dir, tmp_path / "copy")
+    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+    other = {"OTHER": f"data_dir {copy}"}
+    done = launch("tests/other_settings_script.py", *as_flags(config), processes=2, **other)
+    assert done.returncode == 0, done.stderr
+
+
+# 11: a shard changes under a run
+
+
+@pytest.mark.parametrize(
+    ("processes", "split"),
+    [(2, "train"), (2, "val"), *(pytest.param(1, split, marks=long) for split in ("train", "val"))],
+)
+def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_path, report):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    settings = {"max_steps": 10**5, "lr_schedule": "constant", "micro_batch_size": 2}
+    settings |= {"eval_every": 10, "save_every": 10**6}
+    config = tiny_config(data, tmp_path / "run", **settings)
+    process = start(config, processes=processes)
+    wait_for(lambda: last_step(tmp_path / "run") > 20)
+    shard = data / f"{split}_000000.bin"
+    os.truncate(shard, HEADER.size + 100)
+    assert process.wait(60) == 1, log_of(config)
+    sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
+    # The launcher prints one of several; without it each process does.
+    assert 1 <= len(sentences) <= processes
+    assert all(f"{shard.name} was truncated to 164 bytes" in line for line in sentences), sentences
+    found = status(tmp_path / "run")
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert find_corruption(checkpoint) is None
+    assert found["state"] == "failed" and checkpoint.name == f"checkpoint-{found['step']}"
+    shutil.copy(data_dir / shard.name, shard)
+    step = found["step"]
+    again = {**settings, "max_steps": step + 3, "resume_from": "latest"}
+    finish(tiny_config(data, tmp_path / "run", **again), processes=processes)
+    whole = {**settings, "max_steps": step + 3}
+    finish(tiny_config(data, tmp_path / "whole", **whole), processes=processes)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    report(f"a {split} shard truncated under {processes} processes", 1, 1, "one update")
+
+
+@long
+def test_shards_truncated_at_random_times(data_dir, tmp_path, report):
+    rng = random.Random(0)
+    for number in range(12):
+        data = shutil.copytree(data_dir, tmp_path / f"data-{number}")
+        settings = {**ENDLESS, "micro_batch_size": 1, "total_batch_size": 16 * 32, "eval_every": 3}
+        config = tiny_config(data, tmp_path / f"run-{number}", **settings)
+        process = start(config, processes=1 + number % 2)
+        wait_for(lambda: last_step(config.output_dir) > 3)  # noqa: B023
+        time.sleep(rng.uniform(0, 0.2))
+        name = rng.choice(["train_000000.bin", "val_000000.bin"])
+        os.truncate(data / name, rng.randrange(HEADER.size))
+        assert process.wait(60) == 1
+        assert f"{name} was truncated to" in log_of(config)
+        [checkpoint] = list_checkpoints(config.output_dir)
+        assert find_corruption(checkpoint) is None
+        step = status(config.output_dir)["step"]
+        shutil.copy(data_dir / name, data / name)
+        again = {**settings, "max_steps": step + 2, "resume_from": "latest"}
+        finish(tiny_config(data, config.output_dir, **again), processes=1 + number % 2)
+    report("a shard truncated at a random time", 12, 12, "one update")
+
+
+# 12: what ended in silence
+
+
+def test_a_run_whose_folder_is_removed_says_so(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=1000, save_every=10**6)
+    process = start(config)
+    wait_for(lambda: last_step(tmp_path / "run") > 5)
+    shutil.rmtree(tmp_path / "run")
+    assert process.wait(90) == 1
+    assert "was removed or moved during the run: checkpoint-1000 is in a new folder" in log_of(
+        config
+    )
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert find_corruption(checkpoint) is None
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_run_does_not_write_into_a_folder_that_another_has_locked(
+    data_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(context_module, "lock_holder", lambda _: "process 1 on another-machine")
+    with pytest.raises(OSError, match="process 1 on another-machine trains there now"):
+        run(tiny_config(data_dir, tmp_path / "run", save_every=4))
+    assert not list_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize("changes", [{"eval_every": 2, "eval_tokens": 64}, {"max_grad_norm": 0.0}])
+def test_a_destroyed_model_is_not_a_result(changes, data_dir, tmp_path):
+    rate = 1e30 if "eval_every" in changes else 3e38
+    settings = {"max_steps": 2, "learning_rate": rate, "warmup_steps": 0, **changes}
+    with pytest.raises(ValueError, match="the run has diverged"):
+        run(tiny_config(data_dir, tmp_path / "run", **settings))
+    assert not (tmp_path / "run/model.safetensors").exists()
+    assert status(tmp_path / "run")["state"] == "failed"
+
+
+def test_a_resume_with_half_the_batch_says_what_it_counts(data_dir, tmp_path, capsys):
+    run(tiny_config(data_dir, tmp_path, max_steps=6, save_every=6))
+    changes = {"total_batch_size": 2 * 32, "micro_batch_size": 2, "max_steps": 10}
+    capsys.readouterr()
+    run(tiny_config(data_dir, tmp_path, resume_from="latest", **changes))
+    expected = "6 updates have read 768 tokens, and max_steps x total_batch_size = 10 x 64 = 640"
+    assert expected in capsys.readouterr().out
+
+
+def test_a_renamed_checkpoint_does_not_count_as_newest(data_dir, tmp_path, capsys):
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-99")
+    before = load_file(tmp_path / "checkpoint-8/model.safetensors")
+    run(tiny_config(data_dir, tmp_path, resume_from="latest", max_steps=10))
+    assert "checkpoint-99 is skipped: it holds update 4, its name says another" in (
+        capsys.readouterr().out
+    )
+    assert status(tmp_path)["step"] == 10
+    assert not torch.equal(
+        before["transformer.wte.weight"],
+        load_file(tmp_path / "model.safetensors")["transformer.wte.weight"],
+    )
