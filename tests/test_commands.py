@@ -103,9 +103,8 @@ SERVERS = (
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make test": "runs these tests",
-    "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py > run.log 2>&1 &": (
-        "trains for two minutes"
-    ),
+    "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
+    "> run.log '2>&1' &": "trains for two minutes",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--output_dir runs/changed": "trains for two minutes",
