@@ -83,11 +83,20 @@ def python(
 class Started:
     """A launch, or without `processes` a Python script, in forked processes beside the test. Output goes to `log`."""
 
-    def __init__(self, script, *args, log: Path, processes: int | None = None, **env: str):
+    def __init__(
+        self,
+        script,
+        *args,
+        log: Path,
+        processes: int | None = None,
+        config: str = "cpu",
+        **env: str,
+    ):
         environment = {**os.environ, **env}
         argv, environments = [str(script), *map(str, args)], [environment]
         if processes:
-            argv, environments = launched(*launch_flags(*argv, processes=processes, **env))
+            flags = launch_flags(*argv, processes=processes, config=config, **env)
+            argv, environments = launched(*flags)
         commands = [{"argv": argv, "env": env} for env in environments]
         files = {"output": str(log), "errors": str(log)}
         self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})

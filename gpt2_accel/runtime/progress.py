@@ -81,15 +81,15 @@ class Terminal(Sink):
 def lasting_output() -> Iterator[None]:
     """In the block, and later at the end of the process, stdout and stderr may be gone: a closed terminal or pipe raises
     no error."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, LastingStream):
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = lasting = [LastingStream(stream or nowhere) for stream in before]
+        try:
+            yield
+        finally:
+            for stream in lasting:
                 stream.flush()
-        sys.stdout, sys.stderr = streams
+            sys.stdout, sys.stderr = before
 
 
 class LastingStream:

@@ -24,6 +24,7 @@ from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime.progress import lasting_output
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
+FSDP = str(ROOT / "tests/fsdp_script.py")
 ENDLESS = {"max_steps": 10**5, "lr_schedule": "constant"}
 
 
@@ -204,24 +205,39 @@ def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
 # 7: signals act between micro-batches
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=long), 2])
-def test_a_signal_acts_between_micro_batches(processes, data_dir, tmp_path, report):
-    """An update of 1,500 micro-batches takes seconds, and is dropped within a part of them."""
-    sequences = 1500 * processes
+@pytest.mark.parametrize(
+    ("processes", "how"),
+    [
+        pytest.param(1, {}, marks=long),
+        (2, {}),
+        pytest.param(2, {"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long),
+    ],
+)
+def test_a_signal_acts_between_micro_batches(processes, how, data_dir, tmp_path, report):
+    """An update of many micro-batches takes seconds, and is dropped within a part of them."""
+    sequences = (200 if how else 1500) * processes
     settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
-    process = start(config, processes=processes)
+    process = start(config, processes=processes, **how)
     wait_for(lambda: last_step(tmp_path / "run") == 1)
     first = metrics(tmp_path / "run")[0]
     time.sleep(0.2)  # into the second update
     sent = time.monotonic()
     os.kill(process.pids[-1], signal.SIGTERM)
-    assert process.wait(120) == 0
+    assert process.wait(120) == 0, log_of(config)
     took, update = time.monotonic() - sent, first["train/seconds"]
     found = status(tmp_path / "run")
     assert (found["state"], found["step"]) == ("stopped", 1)
     assert took < update / 2, (took, update)
-    report("SIGTERM within an update", 1, 1, f"the update; {took:.1f} of {update:.1f} s")
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert find_corruption(checkpoint) is None
+    kind = "FSDP2" if how else "DDP"
+    report(
+        f"SIGTERM within an update of {processes} processes, {kind}",
+        1,
+        1,
+        f"{took:.1f} of {update:.1f} s",
+    )
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long)])

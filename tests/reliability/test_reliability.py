@@ -35,12 +35,13 @@ SLOW_SCRIPT = str(ROOT / "tests/reliability/slow_main_process.py")
 KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
 
 
-def start(config, *launcher_flags, processes=1, launcher=False, **env):
-    """Starts a run in other processes: forked ones, or with `launcher` by the real launcher."""
+def start(config, *launcher_flags, processes=1, launcher=False, script=SCRIPT, launch="cpu", **env):
+    """Starts a run in other processes: forked ones, or with `launcher` by the real launcher. `launch` names the launch
+    config."""
     log = Path(f"{config.output_dir}.log")
-    command = [*launcher_flags, SCRIPT, *as_flags(config)]
+    command = [*launcher_flags, script, *as_flags(config)]
     if not launcher:
-        return Started(*command, processes=processes, log=log, **env)
+        return Started(*command, processes=processes, log=log, config=launch, **env)
     flags, environment = launch_flags(*command, processes=processes, **env)
     with log.open("ab") as file:
         return subprocess.Popen(
