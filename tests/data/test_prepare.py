@@ -26,7 +26,7 @@ from launching import ROOT, Started, ask, python
 from gpt2_accel.data import documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import ByHash, Drawn, chunks, held_out, piece_size
-from gpt2_accel.data.hub import hub_pieces
+from gpt2_accel.data.hub import StreamPiece, hub_pieces
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.prepare import prepare, run_plan
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
@@ -429,6 +429,59 @@ def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
         hub_pieces(str(tmp_path / "parquet"), split="test")
     with pytest.raises(ValueError, match="not stored as Parquet"):
         hub_pieces(str(tmp_path / "json"), hold_out=lambda count: Drawn(count, 0.1, 0))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
+def test_changed_files_of_a_local_data_set_are_noticed(tmp_path, monkeypatch, suffix):
+    folder, target = tmp_path / "set", tmp_path / "d"
+    folder.mkdir()
+
+    def write(number, seed):
+        texts = [make_text(5, seed + i) for i in range(40)]
+        if suffix == "csv":
+            content = "text\n" + "".join(json.dumps(text) + "\n" for text in texts)
+        else:
+            content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        data = content.encode()
+        data = gzip.compress(data) if suffix.endswith("gz") else data
+        (folder / f"{number}.{suffix}").write_bytes(data)
+
+    def made(data_dir):
+        return plan(hub_pieces(str(folder))[0], data_dir)
+
+    for number in range(3):
+        write(number, 100 * number)
+    size = sum(piece.size for piece in made(target).pieces)
+    assert size == sum(f.stat().st_size for f in folder.iterdir()) * (3 if ".gz" in suffix else 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenizing.PieceWriter, "write", stops_at(2, tokenizing.PieceWriter))
+        run_plan(made(target))
+    write(0, 5000)
+    tried = []
+
+    def counted(self, number, *rest, write=tokenizing.PieceWriter.write):
+        tried.append(number)
+        write(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing.PieceWriter, "write", counted)
+        run_plan(made(target))
+        run_plan(made(target))  # complete already
+    assert tried == [0, 2]
+    run_plan(made(tmp_path / "e"))
+    assert same(target, tmp_path / "e")
+    write(1, 7000)
+    with pytest.raises(FileExistsError, match="exists already"):
+        run_plan(made(target))
+
+
+def test_pieces_of_the_hub_are_those_of_release_0_3():
+    """Their hash decides whether work and data of 0.3 are recognized; the revision stands for the content."""
+    piece = StreamPiece("u/n", (("revision", "abc"), ("split", "train")), 0, 3, "text", ByHash())
+    assert repr(piece) == (
+        "StreamPiece(name='u/n', options=(('revision', 'abc'), ('split', 'train')), number=0, count=3, column='text', "
+        "is_held_out=ByHash(), size=0)"
+    )
 
 
 def test_held_out_rows_equal_those_of_train_test_split(tmp_path):
