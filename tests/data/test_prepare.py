@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -546,17 +547,59 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path):
     assert same(tmp_path / "one", tmp_path / "two")
 
 
-def test_datatrove_writes_the_same_shards(corpus, tmp_path):
+def test_datatrove_writes_the_same_shards(corpus, tmp_path, times):
+    """Also after SIGKILL, which leaves its tasks running, and after its result was removed."""
     pytest.importorskip("datatrove", reason="needs the extra [scale]")
     args = ("text", corpus[0], "--tokenizer", "bytes", "--shard_tokens", 7000)
     done = recipe(*args, "--workers", 1, "--data_dir", tmp_path / "one")
     assert done.returncode == 0, done.stderr
-    datatrove = ("--executor", "datatrove", "--workers", 2)
-    done = recipe(*args, *datatrove, "--data_dir", tmp_path / "two")
-    assert done.returncode == 0, done.stderr
-    one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
-    assert one["splits"] == two["splits"] and one["counts"] == two["counts"]
-    assert verify_data(tmp_path / "two") == len(list((tmp_path / "two").glob("*.bin")))
+    one, rng = read_manifest(tmp_path / "one"), random.Random(0)
+    for i in range(times(1, 20)):
+        target = tmp_path / f"try{i}" / "d"
+        command = (*args, "--executor", "datatrove", "--data_dir", target)
+        process = Started(RECIPE, *command, "--workers", 2, log=tmp_path / "log")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0.5, 2.5))
+        for workers in (2, 1):
+            done = recipe(*command, "--workers", workers)
+            assert done.returncode == 0 and "train: " in done.stdout, done.stderr
+            two = read_manifest(target)
+            assert {**two, "command": one["command"]} == one
+            assert verify_data(target) == len(list(target.glob("*.bin")))
+            assert not (target.parent / ".d.partial").exists()
+            shutil.rmtree(target)
+    with lock_folder(target.parent / ".d.partial"):
+        done = recipe(*command)
+    assert done.returncode == 1 and f"in use by process {os.getpid()} on" in done.stderr
+
+
+def test_a_task_of_replaced_work_writes_nothing(tmp_path):
+    """As a Slurm job that was submitted before another command took its folder."""
+    pytest.importorskip("datatrove", reason="needs the extra [scale]")
+    from gpt2_accel.data.cluster import FinishShards, ReadPiece, WritePiece
+
+    older, newer = (
+        plan([Texts("train", [text]), Texts("val", [text])], tmp_path / "d") for text in "ab"
+    )
+    prepare_module.begin(older)
+    write, finish = WritePiece(older), FinishShards(older)
+    data = list(ReadPiece(older).run(None, 0))
+
+    def replaced():
+        yield from data
+        prepare_module.begin(newer)
+
+    for stream in (replaced(), data):
+        with pytest.raises(ValueError, match=".d.partial .* by another command"):
+            list(write.run(stream, 0))
+    with pytest.raises(ValueError, match="another command"):
+        list(finish.run(None))
+    assert [*(tmp_path / ".d.partial/pieces").iterdir()] == []
+    run_plan(newer)
+    assert documents_in(tmp_path / "d", "train") == ["b"]
+    with pytest.raises(FileExistsError):
+        list(finish.run(None))
+    list(FinishShards(newer).run(None))  # a job that Slurm starts a second time
 
 
 def started_by(process: psutil.Process) -> str | None:
