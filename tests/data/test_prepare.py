@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -568,6 +569,8 @@ def test_datatrove_writes_the_same_shards(corpus, tmp_path, times):
             assert verify_data(target) == len(list(target.glob("*.bin")))
             assert not (target.parent / ".d.partial").exists()
             shutil.rmtree(target)
+        with suppress(ProcessLookupError):  # datatrove's manager stays after a SIGKILL
+            os.killpg(process.pids[0], signal.SIGKILL)
     with lock_folder(target.parent / ".d.partial"):
         done = recipe(*command)
     assert done.returncode == 1 and f"in use by process {os.getpid()} on" in done.stderr
