@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 from gpt2_accel.data.documents import (
@@ -23,6 +24,7 @@ from gpt2_accel.data.sources import column_of, open_parquet, parquet_pieces, rea
 from gpt2_accel.files import first_line
 
 SECONDS_TO_ANSWER = 8
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class StreamPiece:
         with reading(self.name if os.path.exists(self.name) else f"hf://{self.name}"):
             stream = load_dataset(self.name, streaming=True, **dict(self.options))
             yield from stream.shard(num_shards=self.count, index=self.number)
+
+
+@dataclass(frozen=True)
+class LocalStreamPiece(StreamPiece):
+    """A `StreamPiece` of local files, which have no revision.
+
+    `modified` is the sum of their modification times in ns: the piece's `repr`, which plans hash, changes with a file.
+    """
+
+    modified: int = 0
 
 
 def hub_pieces(
@@ -90,9 +102,24 @@ def hub_pieces(
         )
     count = builder.as_streaming_dataset(split).num_shards
     pinned = tuple({**options, "split": split}.items())
-    return [
-        StreamPiece(name, pinned, number, count, column, ByHash()) for number in range(count)
-    ], revision
+    pieces = [StreamPiece(name, pinned, i, count, column, ByHash()) for i in range(count)]
+    # A few formats, such as images with a file of captions, do not have one shard per file.
+    shares = [[file] for file in files] if len(files) == count else [files] * count
+    return [with_state(piece, share) for piece, share in zip(pieces, shares, strict=True)], revision
+
+
+def with_state(piece: StreamPiece, files: list[str]) -> StreamPiece:
+    """Returns the piece with the size and the modification time of its `files`, unchanged if they are not local."""
+    paths = [Path(file.split("::")[-1]) for file in files]  # zip://NAME::ARCHIVE
+    if not all(path.exists() for path in paths):
+        return piece
+    stats = [path.stat() for path in paths]
+    size = sum(
+        info.st_size * (3 if path.suffix in COMPRESSED else 1)
+        for path, info in zip(paths, stats, strict=True)
+    )
+    modified = sum(info.st_mtime_ns for info in stats)
+    return LocalStreamPiece(**{**vars(piece), "size": size}, modified=modified)
 
 
 def row_group_pieces(

@@ -75,10 +75,16 @@ def prepare_text(
         )
 
 
-def run_plan(plan: Plan, workers: int = 1) -> dict:
+HINT = "choose another --data_dir"
+
+
+def run_plan(
+    plan: Plan, workers: int = 1, tokenize_pieces: Callable[[Plan, int], None] = tokenize
+) -> dict:
     """Writes `plan.data_dir` in the format of `shards.py` with `workers` processes; returns the manifest.
 
-    Resumes the work of a call that was killed. Leaves a complete folder unchanged.
+    Resumes the work of a call that was killed. Leaves a complete folder unchanged. `tokenize_pieces(plan, workers)`
+    tokenizes the pieces that have no record yet.
 
     Raises `FileExistsError` if the folder was made from another plan, `ValueError` if a split would be empty or the
     unfinished work belongs to another plan, `OSError` if the disk is too small or another process is preparing the same
@@ -86,11 +92,11 @@ def run_plan(plan: Plan, workers: int = 1) -> dict:
     """
     if os.path.lexists(plan.data_dir):
         return finished_before(plan)
-    with lock_folder(plan.work, "choose another --data_dir"):
+    with lock_folder(plan.work, HINT):
         try:
             begin(plan)
             if not (plan.work / MANIFEST).exists():
-                tokenize(plan, workers)
+                tokenize_pieces(plan, workers)
             return finish(plan)
         except BaseException:
             if not (plan.restartable and holds_finished_work(plan.work)):

@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from gpt2_accel.hf import gpt2
 from gpt2_accel.hf.convert import build, from_hf
-from gpt2_accel.hf.safetensors_files import load_pickle
+from gpt2_accel.hf.safetensors_files import load_pickle, named_tensors
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
@@ -20,6 +21,9 @@ LLMC_MAGIC = 20240326
 LLMC_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 LLMC_HEADER_BYTES = 256 * 4
 
+# What a .pt must say of its model, and the type.
+PT_VALUES = dict.fromkeys(("block_size", "vocab_size", "n_layer", "n_head", "n_embd"), int)
+PT_VALUES["bias"] = bool
 
 LINEAR = partial(gpt2.own_tensor, transposed=False)  # their matrices are those of Linear layers
 
@@ -35,7 +39,8 @@ def read_checkpoint(path: str | Path) -> GPT:
     first weeks used GPT-2's approximation, which their files do not record.
 
     Raises `FileNotFoundError` if there is no such file, `ValueError` if it has none of the three formats, is damaged,
-    or holds anything but tensors and plain values.
+    describes a larger model than it holds, or holds anything but tensors and plain values. Sizes are compared with the
+    file's before a model is built.
     """
     path = Path(path)
     if not path.is_file():
@@ -55,30 +60,49 @@ def read_pt(path: Path) -> GPT:
     if "model_args" in checkpoint:
         values, gelu = checkpoint["model_args"], "none"
     else:
-        values, gelu = vars(checkpoint.get("config", PickledConfig())), "tanh"
-    needed = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
-    if missing := [name for name in needed if not isinstance(values.get(name), int)]:
-        raise ValueError(f"{path} does not say its {missing[0]}, so its model cannot be built")
-    config = GPTConfig(
-        vocab_size=GPT2_VOCAB_SIZE if values["vocab_size"] == 50304 else values["vocab_size"],
+        config = checkpoint.get("config")
+        values, gelu = vars(config) if isinstance(config, PickledConfig) else None, "tanh"
+    values = {"bias": True} | values if isinstance(values, dict) else {}
+    for name, kind in PT_VALUES.items():
+        if type(values.get(name)) is not kind:
+            raise ValueError(
+                f"{path} does not say its {name} ({kind.__name__}), so its model cannot be built: save it "
+                "with the model's arguments, as nanoGPT and build-nanogpt do"
+            )
+    rows = values["vocab_size"]
+    config = shape_of(
+        path,
+        vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
         n_positions=values["block_size"],
-        n_layer=values["n_layer"],
-        n_head=values["n_head"],
-        n_embd=values["n_embd"],
-        bias=values.get("bias", True),
+        **{name: values[name] for name in ("n_layer", "n_head", "n_embd", "bias")},
         gelu=gelu,
     )
-    tensors = unpadded(checkpoint["model"], config.vocab_size)
+    tensors = named_tensors(checkpoint["model"], path)
+    needed = 2 * config.parameter_count  # bytes, in half precision
+    if needed > path.stat().st_size or config.n_layer > len(tensors):
+        raise ValueError(
+            f"{path} says that its model has {config.n_layer:,} layers and {needed // 2:,} parameters, more than it "
+            "holds: copy or save it again"
+        )
+    tensors = unpadded(tensors, rows, config.vocab_size)
     return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))
 
 
+def shape_of(path: Path, **values: Any) -> GPTConfig:
+    """Returns the shape that a file describes. Raises `ValueError` that names the file if there is none."""
+    try:
+        return GPTConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path} describes no model: {error}") from error
+
+
 def unpadded(
-    tensors: dict[str, torch.Tensor], vocab_size: int
+    tensors: dict[str, torch.Tensor], rows: int, vocab_size: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Removes `torch.compile`'s prefix from the names, and the vocabulary padding."""
+    """Removes `torch.compile`'s prefix from the names, and the padding of a vocabulary of `rows`."""
     for key, tensor in tensors.items():
         name = key.removeprefix("_orig_mod.")
-        padded = name.endswith(("wte.weight", "lm_head.weight"))
+        padded = name.endswith(("wte.weight", "lm_head.weight")) and tensor.shape[:1] == (rows,)
         yield name, tensor[:vocab_size] if padded else tensor
 
 
@@ -92,8 +116,25 @@ def read_llmc(path: Path) -> GPT:
             f"{path} is of llm.c's format version {header[1]}; only 3 (fp32) and 5 (bf16) load"
         )
     n_positions, vocab_size, n_layer, n_head, n_embd, rows = header[2:8].tolist()
-    config = GPTConfig(vocab_size, n_positions, n_layer, n_head, n_embd)
-    dtype, C = LLMC_DTYPES[int(header[1])], n_embd
+    config = shape_of(
+        path,
+        vocab_size=vocab_size,
+        n_positions=n_positions,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+    )
+    if rows < vocab_size:
+        raise ValueError(
+            f"{path} says that a vocabulary of {vocab_size:,} has {rows:,} rows: copy or save it again"
+        )
+    dtype, C, size = LLMC_DTYPES[int(header[1])], n_embd, path.stat().st_size
+    parameters = config.parameter_count + (rows - vocab_size) * C
+    expected = LLMC_HEADER_BYTES + parameters * dtype.itemsize
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size:,} bytes, its header says {expected:,}: copy or save it again"
+        )
     layers = {
         "ln_1.weight": (C,),
         "ln_1.bias": (C,),
@@ -111,12 +152,9 @@ def read_llmc(path: Path) -> GPT:
     shapes = {"wte.weight": (rows, C), "wpe.weight": (n_positions, C)}
     shapes |= {f"h.{i}.{kind}": shape for kind, shape in layers.items() for i in range(n_layer)}
     shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    expected = LLMC_HEADER_BYTES + sum(sizes) * dtype.itemsize
-    if path.stat().st_size != expected:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header says {expected}")
-    storage = torch.from_file(str(path), size=expected, dtype=torch.uint8)
+    storage = torch.from_file(str(path), size=size, dtype=torch.uint8)
     flat = storage[LLMC_HEADER_BYTES:].view(dtype)
-    parts = zip(shapes.items(), flat.split(sizes), strict=True)
-    tensors = unpadded({name: part.view(shape) for (name, shape), part in parts}, vocab_size)
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+    tensors = unpadded(tensors, rows, vocab_size)
     return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))

@@ -8,6 +8,7 @@ import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -101,7 +102,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of weight files one at a time, memory-mapped."""
     for path in files:
         if path.suffix == ".bin":
-            yield from load_pickle(path).items()
+            yield from named_tensors(load_pickle(path), path).items()
             continue
         try:
             with safe_open(path, framework="pt") as file:
@@ -111,19 +112,48 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
 
 
-def load_pickle(path: Path) -> dict:
+def named_tensors(value: object, path: Path) -> dict[str, torch.Tensor]:
+    """Returns `value`, which was loaded from `path`, if it is a dict of names and plain tensors.
+
+    Raises `ValueError` if it is not, or if a tensor is not dense, not on CPU, or larger than its part of the file.
+    """
+    fix = "save the model's state dict again"
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} holds a {type(value).__name__} where its tensors should be: {fix}"
+        )
+    for key, tensor in value.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{path} names a tensor {key!r}, which is not a text: {fix}")
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            raise ValueError(
+                f"{key} in {path} is not a plain tensor: {fix}, with dense tensors on CPU"
+            )
+    return value
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, on CPU, and no larger than its storage."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        return False
+    return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+def load_pickle(path: Path) -> Any:
     """Loads what `torch.save` wrote, on CPU, restricted to tensors and plain values, so that no code runs.
 
     Raises `ValueError` if the file holds anything else or is damaged.
     """
+    mapped = zipfile.is_zipfile(path)
     try:
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        if mapped:
+            with zipfile.ZipFile(path) as archive:  # compressed, it could hold far more
+                assert not any(part.compress_type for part in archive.infolist())
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than tensors and plain values, and is refused, since loading it could "
             "run code: save its state dict alone, or as safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a damaged pickle raises any of them
         raise ValueError(f"{path} is damaged: copy or save it again") from error

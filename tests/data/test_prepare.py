@@ -5,6 +5,8 @@ import gzip
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +28,7 @@ from launching import ROOT, Started, ask, python
 from gpt2_accel.data import documents, sources, tokenizing
 from gpt2_accel.data import prepare as prepare_module
 from gpt2_accel.data.documents import ByHash, Drawn, chunks, held_out, piece_size
-from gpt2_accel.data.hub import hub_pieces
+from gpt2_accel.data.hub import StreamPiece, hub_pieces
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.prepare import prepare, run_plan
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
@@ -431,6 +433,59 @@ def test_a_data_set_is_read_by_row_groups_or_streamed(corpus, tmp_path):
         hub_pieces(str(tmp_path / "json"), hold_out=lambda count: Drawn(count, 0.1, 0))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
+def test_changed_files_of_a_local_data_set_are_noticed(tmp_path, monkeypatch, suffix):
+    folder, target = tmp_path / "set", tmp_path / "d"
+    folder.mkdir()
+
+    def write(number, seed):
+        texts = [make_text(5, seed + i) for i in range(40)]
+        if suffix == "csv":
+            content = "text\n" + "".join(json.dumps(text) + "\n" for text in texts)
+        else:
+            content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        data = content.encode()
+        data = gzip.compress(data) if suffix.endswith("gz") else data
+        (folder / f"{number}.{suffix}").write_bytes(data)
+
+    def made(data_dir):
+        return plan(hub_pieces(str(folder))[0], data_dir)
+
+    for number in range(3):
+        write(number, 100 * number)
+    size = sum(piece.size for piece in made(target).pieces)
+    assert size == sum(f.stat().st_size for f in folder.iterdir()) * (3 if ".gz" in suffix else 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenizing.PieceWriter, "write", stops_at(2, tokenizing.PieceWriter))
+        run_plan(made(target))
+    write(0, 5000)
+    tried = []
+
+    def counted(self, number, *rest, write=tokenizing.PieceWriter.write):
+        tried.append(number)
+        write(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing.PieceWriter, "write", counted)
+        run_plan(made(target))
+        run_plan(made(target))  # complete already
+    assert tried == [0, 2]
+    run_plan(made(tmp_path / "e"))
+    assert same(target, tmp_path / "e")
+    write(1, 7000)
+    with pytest.raises(FileExistsError, match="exists already"):
+        run_plan(made(target))
+
+
+def test_pieces_of_the_hub_are_those_of_release_0_3():
+    """Their hash decides whether work and data of 0.3 are recognized; the revision stands for the content."""
+    piece = StreamPiece("u/n", (("revision", "abc"), ("split", "train")), 0, 3, "text", ByHash())
+    assert repr(piece) == (
+        "StreamPiece(name='u/n', options=(('revision', 'abc'), ('split', 'train')), number=0, count=3, column='text', "
+        "is_held_out=ByHash(), size=0)"
+    )
+
+
 def test_held_out_rows_equal_those_of_train_test_split(tmp_path):
     from datasets import Dataset
 
@@ -493,17 +548,61 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(corpus, tmp_path):
     assert same(tmp_path / "one", tmp_path / "two")
 
 
-def test_datatrove_writes_the_same_shards(corpus, tmp_path):
+def test_datatrove_writes_the_same_shards(corpus, tmp_path, times):
+    """Also after SIGKILL, which leaves its tasks running, and after its result was removed."""
     pytest.importorskip("datatrove", reason="needs the extra [scale]")
     args = ("text", corpus[0], "--tokenizer", "bytes", "--shard_tokens", 7000)
     done = recipe(*args, "--workers", 1, "--data_dir", tmp_path / "one")
     assert done.returncode == 0, done.stderr
-    datatrove = ("--executor", "datatrove", "--workers", 2)
-    done = recipe(*args, *datatrove, "--data_dir", tmp_path / "two")
-    assert done.returncode == 0, done.stderr
-    one, two = (read_manifest(tmp_path / name) for name in ("one", "two"))
-    assert one["splits"] == two["splits"] and one["counts"] == two["counts"]
-    assert verify_data(tmp_path / "two") == len(list((tmp_path / "two").glob("*.bin")))
+    one, rng = read_manifest(tmp_path / "one"), random.Random(0)
+    for i in range(times(1, 20)):
+        target = tmp_path / f"try{i}" / "d"
+        command = (*args, "--executor", "datatrove", "--data_dir", target)
+        process = Started(RECIPE, *command, "--workers", 2, log=tmp_path / "log")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0.5, 2.5))
+        for workers in (2, 1):
+            done = recipe(*command, "--workers", workers)
+            assert done.returncode == 0 and "train: " in done.stdout, done.stderr
+            two = read_manifest(target)
+            assert {**two, "command": one["command"]} == one
+            assert verify_data(target) == len(list(target.glob("*.bin")))
+            assert not (target.parent / ".d.partial").exists()
+            shutil.rmtree(target)
+        with suppress(ProcessLookupError):  # datatrove's manager stays after a SIGKILL
+            os.killpg(process.pids[0], signal.SIGKILL)
+    with lock_folder(target.parent / ".d.partial"):
+        done = recipe(*command)
+    assert done.returncode == 1 and f"in use by process {os.getpid()} on" in done.stderr
+
+
+def test_a_task_of_replaced_work_writes_nothing(tmp_path):
+    """As a Slurm job that was submitted before another command took its folder."""
+    pytest.importorskip("datatrove", reason="needs the extra [scale]")
+    from gpt2_accel.data.cluster import FinishShards, ReadPiece, WritePiece
+
+    older, newer = (
+        plan([Texts("train", [text]), Texts("val", [text])], tmp_path / "d") for text in "ab"
+    )
+    prepare_module.begin(older)
+    write, finish = WritePiece(older), FinishShards(older)
+    data = list(ReadPiece(older).run(None, 0))
+
+    def replaced():
+        yield from data
+        prepare_module.begin(newer)
+
+    for stream in (replaced(), data):
+        with pytest.raises(ValueError, match=".d.partial .* by another command"):
+            list(write.run(stream, 0))
+    with pytest.raises(ValueError, match="another command"):
+        list(finish.run(None))
+    assert [*(tmp_path / ".d.partial/pieces").iterdir()] == []
+    run_plan(newer)
+    assert documents_in(tmp_path / "d", "train") == ["b"]
+    with pytest.raises(FileExistsError):
+        list(finish.run(None))
+    list(FinishShards(newer).run(None))  # a job that Slurm starts a second time
 
 
 def started_by(process: psutil.Process) -> str | None:
