@@ -148,7 +148,8 @@ def load_pickle(path: Path) -> Any:
     try:
         if mapped:
             with zipfile.ZipFile(path) as archive:  # compressed, it could hold far more
-                assert not any(part.compress_type for part in archive.infolist())
+                if any(part.compress_type for part in archive.infolist()):
+                    raise ValueError("compressed")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
