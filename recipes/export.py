@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.files import atomic_files, remove_leftovers
 from gpt2_accel.hf.convert import from_pretrained
@@ -28,6 +28,7 @@ class Export:
     output: str = required("file to write")
     format: str = setting("gguf", "'gguf' or 'onnx'")
     dtype: str = setting("f32", "dtype of the weights: 'f32', or in GGUF 'f16', 'bf16' or 'q8_0'")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -60,7 +61,7 @@ class Export:
 
 def main() -> None:
     config = parse_config(Export)
-    directory, output = model_directory(config.model), Path(config.output)
+    directory, output = verified_directory(config.model, config.verify), Path(config.output)
     model = from_pretrained(directory)
     remove_leftovers(output.parent, "files")  # of an export that was killed
     with atomic_files(output.parent) as folder:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
@@ -292,7 +292,7 @@ def samples(run: Run) -> str:
 def add_attention(page: Page, run: Run, text: str) -> None:
     """Adds the section with the attention of a run's newest weights on the beginning of `text`."""
     try:
-        directory = model_directory(run.folder)
+        directory = verified_directory(run.folder, hint="use another checkpoint")
         model, tokenizer = from_pretrained(directory), load_tokenizer(directory)
         ids = encode(tokenizer, [text])[0][: min(MOST_TOKENS, model.config.n_positions)]
         if not ids:
