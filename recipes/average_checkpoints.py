@@ -12,7 +12,7 @@ import argparse
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.checkpoint.find import verified_directory
-from gpt2_accel.files import check_unused
+from gpt2_accel.files import atomic_directory, check_unused
 from gpt2_accel.hf.average import average, common_tokenizer
 from gpt2_accel.hf.convert import local_directory
 
@@ -44,7 +44,9 @@ def main() -> None:
     verify = options.verify == "true"
     directories = [local_directory(verified_directory(name, verify)) for name in options.models]
     tokenizer = common_tokenizer(directories)
-    save_pretrained(average(directories), options.output_dir, tokenizer)
+    model = average(directories)
+    with atomic_directory(options.output_dir) as folder:
+        save_pretrained(model, folder, tokenizer, name=options.output_dir)
     print(f"The average of {', '.join(map(str, directories))} is in {options.output_dir}.")
 
 

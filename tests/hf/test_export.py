@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import randomized
+from conftest import load_recipe, randomized
 from launching import python
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -245,6 +245,12 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     again = export(*flags)
     assert again.returncode == 1 and output.read_bytes() == before
     assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
+
+
+def test_the_data_of_a_killed_onnx_export_is_no_obstacle(tmp_path):
+    """A kill between the two files of a large model leaves the second, which the same command replaces."""
+    (tmp_path / "a.onnx.data").touch()
+    load_recipe("export").Export(model="m", output=str(tmp_path / "a.onnx"), format="onnx")
 
 
 def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):
