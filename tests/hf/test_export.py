@@ -211,6 +211,19 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
         write_gguf(large, own_bpe(), tmp_path / "a.gguf", "f16")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value, tmp_path):
+    model = random_model(280)
+    model.h[1].mlp.c_fc.weight.data[3, 4] = value
+    words = r"transformer\.h\.1\.mlp\.c_fc\.weight holds NaN or infinite weights"
+    for dtype in DTYPES:
+        with pytest.raises(ValueError, match=words):
+            write_gguf(model, own_bpe(), tmp_path / "a.gguf", dtype)
+    with pytest.raises(ValueError, match=words):
+        write_onnx(model, tmp_path / "a.onnx")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_missing_package_is_named_with_its_installation(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="GGUF files need gguf: pip install 'gguf>=0.17'"):
