@@ -20,7 +20,7 @@ from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
 from gpt2_accel.report.figures import AXES, COLOURS, NARROW, WIDE
 from gpt2_accel.report.names import compares, in_words
-from gpt2_accel.report.reader import Run
+from gpt2_accel.report.reader import Run, is_number
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def number(value: float | None) -> str:
 def figure(values: dict, name: str) -> str:
     """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345."""
     both = (values.get(name), values.get(f"{name}_stderr"))
-    known = [value for value in both if isinstance(value, (int, float))]
+    known = [value for value in both if is_number(value)]
     return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 

@@ -31,7 +31,7 @@ TYPES = {
     | {"git_commit": str | None},
     "status.json": {"step": int},
 }
-LARGEST = 1e30  # of a number that can be drawn, far above what training reaches
+LARGEST = 1e30  # integer that is drawn, far above what training reaches
 
 
 @dataclass
@@ -164,22 +164,24 @@ def read_part(run: Run, name: str) -> dict:
         run.problems.append(f"{name} is damaged: left out")
         return {}
     for key, kind in TYPES[name].items():
-        if key in values and not (isinstance(values[key], kind) and is_drawable(values[key])):
+        value = values.get(key, 0 if kind is int else None)
+        too_large = isinstance(value, int) and not 0 <= value < LARGEST
+        if key in values and (too_large or not isinstance(value, kind)):
             run.problems.append(f"{name} has {key} = {reprlib.repr(values.pop(key))}: left out")
     return values
 
 
-def is_drawable(value: object) -> bool:
-    """Whether a value is no number, or one that can be drawn or, if it is not finite, left out of a curve."""
-    return not isinstance(value, int) or abs(value) < LARGEST
-
-
 def is_entry(entry: dict) -> bool:
-    """Whether the step, the tokens and the metrics of a line of `metrics.jsonl` or `samples.jsonl` are numbers. A
-    metric that was not finite is null."""
-    counts = [value for name, value in entry.items() if name in ("step", "tokens")]
+    """Whether a line of `metrics.jsonl` or `samples.jsonl` has numbers for its step, tokens and metrics. A metric that
+    was not finite is null."""
     metrics = [value for name, value in entry.items() if "/" in name and value is not None]
-    return all(isinstance(value, int | float) and is_drawable(value) for value in counts + metrics)
+    counts = [entry["step"], entry.get("tokens", 0)]
+    return all(map(is_number, counts + metrics)) and min(counts) >= 0
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that can be drawn or, if it is not finite, left out of a curve."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 
 def note_lost_lines(run: Run, name: str, whole: int) -> None:

@@ -322,7 +322,9 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("value", ["7", [1, {"a": []}], 10**400], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize(
+    "value", ["7", [1, {"a": []}], -(10**400)], ids=lambda value: str(value)[:9]
+)
 def test_a_value_of_a_wrong_type_is_left_out_and_its_file_named(value, runs, tmp_path, monkeypatch):
     monkeypatch.setattr(Page, "picture", lambda *_: "")  # drawing is slow
     folder = shutil.copytree(runs / "first", tmp_path / "run")
