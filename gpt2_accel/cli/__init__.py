@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -16,7 +15,6 @@ from gpt2_accel.files import sentence
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONNECTION = timedelta(seconds=5)  # time limit of a connection to the launcher's store
-LAUNCHER = 30  # seconds in which the launcher ends the other processes after the first has failed
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +35,7 @@ def run(main: Callable[[], object]) -> None:
         main()
     except Exception as error:
         if not fails_first():
-            end_silently()
+            os._exit(0)  # the launcher has the exit code of the first, and ends the rest
         if not is_mistake(error):
             raise
         name = script().name.replace("__main__.py", "gpt2-accel")  # of `python -m gpt2_accel`
@@ -56,26 +54,18 @@ def is_mistake(error: Exception) -> bool:
 
 
 def fails_first() -> bool:
-    """Whether this process is the first of its launch to fail, by a count in torchrun's store; True if there is none."""
+    """Whether this process is the first of its launcher's to fail, by a count in torchrun's store; True without one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     from torch.distributed import TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    launcher = f"{os.environ.get('GROUP_RANK')}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     try:
         store = TCPStore(host, port, is_master=False, timeout=CONNECTION)
-        return store.add(f"gpt2_accel/failed/{attempt}", 1) == 1
+        return store.add(f"gpt2_accel/failed/{launcher}", 1) == 1
     except RuntimeError:  # the launcher that held the store has ended
         return True
-
-
-def end_silently() -> NoReturn:
-    """Waits until the launcher ends this process, which then has exit code 0: the launcher's report is of the first that
-    failed. After `LAUNCHER` seconds it exits with code 1."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    time.sleep(LAUNCHER)
-    os._exit(1)
 
 
 def end(message: str) -> NoReturn:

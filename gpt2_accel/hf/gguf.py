@@ -53,7 +53,8 @@ def write_gguf(
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
     Raises `ValueError` if the package gguf is missing, `dtype` is unknown, llama.cpp lacks some part of the model (the
-    exact GELU), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
+    exact GELU), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than
+    the tokenizer.
     """
     gguf = import_gguf()
     if dtype not in DTYPES:

@@ -31,7 +31,7 @@ TYPES = {
     | {"git_commit": str | None},
     "status.json": {"step": int},
 }
-LARGEST = 1e30  # integer that is drawn, far above what training reaches
+LARGEST = 1e30  # integers from here on cannot be drawn; far above what training reaches
 
 
 @dataclass
