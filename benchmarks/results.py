@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt2_accel.files import write_json
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -36,8 +38,7 @@ def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> Path
     """Writes the results of the benchmark `name`, with the machine; returns the path."""
     result = {"machine": machine(), **figures}
     path = Path(folder) / result["machine"]["type"] / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(path, result)
     print(f"wrote {path}", flush=True)
     return path
 

@@ -61,13 +61,14 @@ def write_json(path: str | Path, value: object) -> None:
 @contextmanager
 def atomic_files(directory: str | Path) -> Iterator[Path]:
     """Yields an empty folder whose files replace those of `directory` when the block ends without an error, each
-    atomically, after all are synced to disk."""
+    atomically, after all are synced to disk. The last in the alphabet is replaced first, so that a `config.json` never
+    lacks its `model.safetensors`, nor an ONNX file its `.data`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_directory(directory / "files") as scratch:
         yield scratch
         sync_tree(scratch)
-        for file in sorted(scratch.iterdir()):
+        for file in sorted(scratch.iterdir(), reverse=True):
             file.replace(directory / file.name)
         sync(directory)
 
@@ -76,18 +77,22 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
 def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty folder that becomes `path` when the block ends without an error, after it is synced to disk.
 
-    If the block raises, nothing is left behind. The next call for the same `path` removes what a killed process left.
-    Raises `FileExistsError` if `path` exists and `replace` is False.
+    If the block or the replacement raises, `path` is unchanged. Without `replace` it raises the errors of
+    `check_unused`.
     """
-    path = Path(path)
-    if path.exists() and not replace:
-        raise FileExistsError(f"{path} exists already: remove it or choose another folder")
-    remove_leftovers(path.parent, path.name)
+    if not replace:
+        check_unused(path)
+    path = Path(path).resolve()  # a link leads to the folder
     with scratch_directory(path) as scratch:
         yield scratch
         sync_tree(scratch)
-        old = hide(path) if os.path.lexists(path) else None
-        scratch.rename(path)
+        old = hide(path) if replace and path.exists() else None
+        try:
+            scratch.rename(path)
+        except BaseException:
+            if old is not None:
+                old.rename(path)
+            raise
         sync(path.parent)
         if old is not None:
             remove(old)
@@ -95,7 +100,8 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
 
 @contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path`, and removes it at the end."""
+    """Yields an empty folder beside `path`, and removes it at the end. First removes those that killed processes left."""
+    remove_leftovers(path.parent, path.name)
     scratch = scratch_path(path)
     scratch.mkdir(parents=True)
     try:
@@ -273,17 +279,18 @@ def is_running(holder: str) -> bool:
 
 
 def check_unused(folder: str | Path) -> None:
-    """Raises `FileExistsError` if an output folder holds something or is a file, `ValueError` if its path is empty.
-
-    Removes what killed processes left there.
-    """
-    if folder == "":
-        raise ValueError("output_dir is '', which is no folder: give the path of one")
+    """Raises `FileExistsError` if an output folder holds something or is a file, `NotADirectoryError` if it is below a
+    file, `ValueError` if its path is empty or "."."""
+    if Path(folder) == Path():  # the working directory cannot be replaced
+        raise ValueError(
+            f"output_dir is {str(folder)!r}, which is no folder: give the path of a new one"
+        )
     folder = Path(folder)
-    remove_leftovers(folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(
-            f"{folder} exists already and is not overwritten: choose another --output_dir"
+        raise FileExistsError(f"{folder} exists already: remove it or choose another folder")
+    if file := next((parent for parent in folder.parents if parent.is_file()), None):
+        raise NotADirectoryError(
+            f"{folder} is below {file}, which is a file: choose another folder"
         )
 
 

@@ -11,8 +11,8 @@ any training recipe load it. Sources: Izmailov et al., 2018, arXiv:1803.05407 (c
 import argparse
 
 from gpt2_accel import cli, save_pretrained
-from gpt2_accel.checkpoint.find import model_directory
-from gpt2_accel.files import check_unused
+from gpt2_accel.checkpoint.find import verified_directory
+from gpt2_accel.files import atomic_directory, check_unused
 from gpt2_accel.hf.average import average, common_tokenizer
 from gpt2_accel.hf.convert import local_directory
 
@@ -27,6 +27,12 @@ def parse_options() -> argparse.Namespace:
         help="checkpoint, run's folder, HF model directory or Hub id; at least two",
     )
     parser.add_argument("--output_dir", required=True, help="model directory to write")
+    parser.add_argument(
+        "--verify",
+        choices=("true", "false"),
+        default="true",
+        help="compare a checkpoint's files with their checksums first (default: true)",
+    )
     return parser.parse_args()
 
 
@@ -35,9 +41,12 @@ def main() -> None:
     if len(options.models) < 2:
         raise ValueError(f"{options.models[0]} is the only model: give at least two to average")
     check_unused(options.output_dir)
-    directories = [local_directory(model_directory(name)) for name in options.models]
+    verify = options.verify == "true"
+    directories = [local_directory(verified_directory(name, verify)) for name in options.models]
     tokenizer = common_tokenizer(directories)
-    save_pretrained(average(directories), options.output_dir, tokenizer)
+    model = average(directories)
+    with atomic_directory(options.output_dir) as folder:
+        save_pretrained(model, folder, tokenizer, name=options.output_dir)
     print(f"The average of {', '.join(map(str, directories))} is in {options.output_dir}.")
 
 

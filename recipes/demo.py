@@ -91,6 +91,7 @@ class Demo:
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
     compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
     examples: list[str] = setting([], "prompts to click on; default those of the run's samples")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
     write_space: str | None = setting(None, "write a Hugging Face Space to this new folder instead")
 
     def __post_init__(self) -> None:
@@ -126,7 +127,9 @@ def main() -> None:
     if config.write_space is not None:
         write_space(config, Path(config.write_space))
         return
-    models = [LoadedModel(name, *load(name, config.dtype)) for name in config.model]
+    models = [
+        LoadedModel(name, *load(name, config.dtype, verify=config.verify)) for name in config.model
+    ]
     for loaded in models if config.compile else []:
         complete(loaded.model, loaded.tokenizer, ["a"], Sampling(3), compile=True)
     page = build_page(models, config.compile, example_prompts(config))
@@ -302,7 +305,7 @@ def write_space(config: Demo, folder: Path) -> None:
         names = []
         for number, name in enumerate(config.model, start=1):
             if Path(name).is_dir():
-                model, tokenizer = load(name)
+                model, tokenizer = load(name, verify=config.verify)
                 name = f"models/{number}-{Path(name).resolve().name}"
                 save_pretrained(model, space / name, tokenizer)
             names.append(name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint.find import model_directory, read_status
+from gpt2_accel.checkpoint.find import model_directory, read_status, verified_directory
 from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import check_ranges, parse_config, setting
@@ -63,6 +63,7 @@ class Evaluate:
         None, "JSON file to write; default evaluation.json of a local --model"
     )
     update_card: bool = setting(False, "add the results to the model card of a local --model")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens", not_negative="seed")
@@ -99,7 +100,7 @@ def evaluate(
     config: Evaluate, accelerator: Accelerator, name: str, items: dict[str, list[dict]]
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of one model, and notes on them."""
-    directory = local_directory(model_directory(name))
+    directory = local_directory(verified_directory(name, config.verify))
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
     shape = model.config

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.files import atomic_files, remove_leftovers
+from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.hf.gguf import DTYPES, write_gguf
 from gpt2_accel.hf.onnx import write_onnx
@@ -28,6 +28,7 @@ class Export:
     output: str = required("file to write")
     format: str = setting("gguf", "'gguf' or 'onnx'")
     dtype: str = setting("f32", "dtype of the weights: 'f32', or in GGUF 'f16', 'bf16' or 'q8_0'")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -47,22 +48,16 @@ class Export:
             raise ValueError(f"output is the path of a file to write, got {self.output!r}")
         if file := next((parent for parent in output.parents if parent.is_file()), None):
             raise ValueError(f"{file} is a file, not a folder: choose another --output")
-        for path in self.files():
-            if path.exists():
-                raise FileExistsError(
-                    f"{path} exists already, and an export does not overwrite it: choose another --output"
-                )
-
-    def files(self) -> list[Path]:
-        """Returns the file, and that of the weights of a large ONNX model."""
-        return [Path(self.output), Path(f"{self.output}.data")]
+        if output.exists():
+            raise FileExistsError(
+                f"{output} exists already, and an export does not overwrite it: choose another --output"
+            )
 
 
 def main() -> None:
     config = parse_config(Export)
-    directory, output = model_directory(config.model), Path(config.output)
+    directory, output = verified_directory(config.model, config.verify), Path(config.output)
     model = from_pretrained(directory)
-    remove_leftovers(output.parent, "files")  # of an export that was killed
     with atomic_files(output.parent) as folder:
         if config.format == "onnx":
             write_onnx(model, folder / output.name)
@@ -71,7 +66,7 @@ def main() -> None:
             write_gguf(
                 model, tokenizer, folder / output.name, config.dtype, Path(config.model).name
             )
-    size = sum(path.stat().st_size for path in config.files() if path.exists())
+        size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"The model is in {output}, {size / 1e6:,.1f} MB.")
 
 

@@ -19,6 +19,7 @@ with OpenAI's weights.
 from dataclasses import dataclass
 
 from gpt2_accel import cli
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare_text
 from gpt2_accel.hf.convert import model_tokenizer
@@ -60,7 +61,9 @@ def main() -> None:
         prepare_text(
             config.input,
             config.data_dir,
-            lambda text: model_tokenizer(config.init_from),
+            lambda text: model_tokenizer(
+                verified_directory(config.init_from, hint="use another checkpoint")
+            ),
         )
     if train(config):
         processes().print(

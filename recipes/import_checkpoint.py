@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.files import check_unused
+from gpt2_accel.files import atomic_directory, check_unused
 from gpt2_accel.hf.importers import read_checkpoint
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
 
@@ -33,7 +33,9 @@ def main() -> None:
         tokenizer = gpt2_tokenizer()
     elif config.tokenizer != "none":
         tokenizer = load_tokenizer(config.tokenizer)
-    save_pretrained(read_checkpoint(config.input), config.output_dir, tokenizer)
+    model = read_checkpoint(config.input)
+    with atomic_directory(config.output_dir) as folder:
+        save_pretrained(model, folder, tokenizer, name=config.output_dir)
     print(f"The model is in {config.output_dir}.")
     if tokenizer is None:
         print("It has no tokenizer: add the model's tokenizer files before sampling or evaluation.")

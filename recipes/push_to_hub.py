@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.hf.convert import describe, read_config
 from gpt2_accel.hf.hub import PICTURE, check_repo_id, push_model
@@ -25,12 +25,13 @@ class PushToHub:
     model: str = required("run's folder, checkpoint or HF model directory")
     repo_id: str = required("repository, USER/NAME")
     private: bool = setting(True, "make the repository private if it is new")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
 
 def main() -> None:
     config = parse_config(PushToHub)
     check_repo_id(config.repo_id)
-    directory = Path(model_directory(config.model))
+    directory = Path(verified_directory(config.model, config.verify))
     shape = read_config(directory)
     weight_files(directory)  # raises an error if they are incomplete
     draw_loss(config.model, directory / PICTURE)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
@@ -86,7 +87,9 @@ def prepare_corpus(config: Quickstart) -> None:
             split = "val" if held_out(name.as_posix()) else "train"
             texts[split].append(read_text(path))
     if config.init_from:
-        tokenizer = model_tokenizer(config.init_from)
+        tokenizer = model_tokenizer(
+            verified_directory(config.init_from, hint="use another checkpoint")
+        )
     else:
         tokenizer = train_bpe(
             texts["train"], VOCAB_SIZE if config.vocab_size is None else config.vocab_size

@@ -25,11 +25,12 @@ class Sample(Sampling):
         False, "compile the forward pass of one token: takes about 20 seconds, then is faster"
     )
     logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
+    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
 
 def main() -> None:
     config = parse_config(Sample)
-    model, tokenizer = load(config.model, config.dtype)
+    model, tokenizer = load(config.model, config.dtype, verify=config.verify)
     written = stream(
         model,
         tokenizer,

@@ -19,9 +19,11 @@ from pathlib import Path
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 280  # time limit of one launch
+stores: list[TCPStore] = []  # of `hold_store`
 
 
 def launch(
@@ -97,6 +99,7 @@ class Started:
         if processes:
             flags = launch_flags(*argv, processes=processes, config=config, **env)
             argv, environments = launched(*flags)
+        hold_store(environments)
         commands = [{"argv": argv, "env": env} for env in environments]
         files = {"output": str(log), "errors": str(log)}
         self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})
@@ -149,9 +152,18 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
         "LOCAL_WORLD_SIZE": str(args.num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(args.main_process_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     ranks = range(args.num_processes)
     return argv, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+
+
+def hold_store(environments: list[dict[str, str]]) -> None:
+    """Holds the store that the processes of a launch connect to, as torchrun does, until this process ends."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in environments[0]:
+        port = int(environments[0]["MASTER_PORT"])
+        stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
 
 
 def forked(
@@ -161,6 +173,7 @@ def forked(
     at_import: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Runs a script in one forked process per environment, in parallel, and waits for all of them."""
+    hold_store(environments)
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         request = {

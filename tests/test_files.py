@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from gpt2_accel.checkpoint.find import point_to
 from gpt2_accel.files import (
+    atomic_directory,
+    atomic_files,
     check_unused,
     lock_folder,
     parse_json,
@@ -56,20 +59,59 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
 
 
 def test_an_output_folder_must_be_new_or_empty(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
     check_unused(tmp_path / "new")
-    mine = scratch_path(tmp_path / "files")
-    (tmp_path / mine.name.replace(f".{os.getpid()}.", f".{ended.pid}.")).mkdir()
-    check_unused(tmp_path)  # a killed process left it
-    assert not any(tmp_path.iterdir())
+    check_unused(tmp_path)
     file = tmp_path / "file"
     file.touch()
     for used in (tmp_path, file):
         with pytest.raises(FileExistsError, match=f"{used} exists already"):
             check_unused(used)
-    with pytest.raises(ValueError, match="output_dir is ''"):
-        check_unused("")
+    for name in ("", "."):
+        with pytest.raises(ValueError, match=f"output_dir is '{name}'"):
+            check_unused(name)
+
+
+def test_a_new_folder_may_be_an_empty_one_or_a_link_to_one(tmp_path):
+    for name in ("empty", "target"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for path in (tmp_path / "new", tmp_path / "empty", tmp_path / "link"):
+        with atomic_directory(path) as folder:
+            (folder / "a.txt").touch()
+        with pytest.raises(FileExistsError, match="exists already"), atomic_directory(path):
+            raise AssertionError("not reached")
+    assert (tmp_path / "target/a.txt").exists()
+
+
+def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
+    path, rename = tmp_path / "checkpoint-4", Path.rename
+    with atomic_directory(path) as folder:
+        (folder / "a.txt").write_text("old")
+
+    def no_space(self, target):
+        if (self / "a.txt").read_text() == "new":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", no_space)
+    with pytest.raises(OSError, match="No space"), atomic_directory(path, replace=True) as folder:
+        (folder / "a.txt").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (path / "a.txt").read_text() == "old"
+
+
+def test_a_config_and_an_onnx_file_appear_after_their_weights(tmp_path, monkeypatch):
+    appeared, replace = [], Path.replace
+
+    def noted(self, target):
+        appeared.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    with atomic_files(tmp_path) as folder:
+        for name in ("a.onnx", "a.onnx.data", "config.json", "model.safetensors"):
+            (folder / name).touch()
+    assert appeared == ["model.safetensors", "config.json", "a.onnx.data", "a.onnx"]
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

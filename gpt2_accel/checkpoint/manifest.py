@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,24 +12,31 @@ STATE = "training_state"
 MANIFEST = f"{STATE}/manifest.json"
 
 
-def find_corruption(checkpoint: Path) -> str | None:
-    """Describes the first damage of a checkpoint; None if all files match its manifest."""
+def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None:
+    """Describes the first damage of a checkpoint; None if all files match its manifest.
+
+    A name `checkpoint-N` of another update counts as damage. With `model_only` neither that nor the other files of
+    `training_state/` are checked.
+    """
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = parse_json(text)["files"]
         if text != manifest_text(files) or not all(map(plain_name, files)):
             return "its manifest is damaged"
         checks = [
-            (checkpoint / name, entry["bytes"], entry["sha256"]) for name, entry in files.items()
+            (checkpoint / name, entry["bytes"], entry["sha256"])
+            for name, entry in files.items()
+            if not (model_only and name.startswith(f"{STATE}/"))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "its manifest is missing or damaged"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if problem := next(filter(None, pool.map(find_file_corruption, checks)), None):
             return problem
-    name, step = checkpoint.name, read_state(checkpoint)["step"]
-    if name.startswith("checkpoint-") and name != f"checkpoint-{step}":
-        return f"it holds update {step}, its name says another"
+    if not model_only and re.fullmatch(r"checkpoint-\d+", checkpoint.name):
+        step = read_state(checkpoint)["step"]
+        if checkpoint.name != f"checkpoint-{step}":
+            return f"it holds update {step}, its name says another"
     return None
 
 

@@ -3,18 +3,18 @@
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from gpt2_accel.files import sentence
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FIRST = 4  # local rank r > 0 waits FIRST + r seconds, so that a lower rank fails first
+CONNECTION = timedelta(seconds=5)  # time limit of a connection to the launcher's store
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,13 +28,15 @@ def run(main: Callable[[], object]) -> None:
     """Calls `main`. A user error ends the process with one sentence and exit code 1.
 
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a script in the folder of
-    the recipe. Other errors are bugs and keep their traceback. Only one of several processes prints. Ctrl-C ends with
-    exit code 130.
+    the recipe. Other errors are bugs and keep their traceback. Of several processes only the first that fails prints.
+    Ctrl-C ends with exit code 130.
     """
     try:
         main()
     except Exception as error:
-        wait_for_turn()
+        if not fails_first():
+            sys.stdout.flush()
+            os._exit(0)  # the launcher has the exit code of the first, and ends the rest
         if not is_mistake(error):
             raise
         name = script().name.replace("__main__.py", "gpt2-accel")  # of `python -m gpt2_accel`
@@ -52,15 +54,19 @@ def is_mistake(error: Exception) -> bool:
     return ours and isinstance(error, (ValueError, ImportError))
 
 
-def wait_for_turn() -> None:
-    """Lets the processes of this machine with a lower rank fail first.
+def fails_first() -> bool:
+    """Whether this process is the first of its launcher's to fail, by a count in torchrun's store; True without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore
 
-    The launcher terminates the others when one fails; they then exit silently.
-    """
-    rank = os.environ.get("LOCAL_RANK", "")
-    if rank.isdigit() and int(rank):
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(FIRST + int(rank))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher = f"{os.environ.get('GROUP_RANK')}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=CONNECTION)
+        return store.add(f"gpt2_accel/failed/{launcher}", 1) == 1
+    except RuntimeError:  # the launcher that held the store has ended
+        return True
 
 
 def end(message: str) -> NoReturn:

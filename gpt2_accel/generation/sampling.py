@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
@@ -30,15 +30,18 @@ NOT_FINITE = (
 )
 
 
-def load(name: str, dtype: str = "float32") -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+def load(
+    name: str, dtype: str = "float32", *, verify: bool = True
+) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
-    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `from_pretrained` and `load_tokenizer`.
+    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `verified_directory`, which takes `verify`,
+    `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory = model_directory(name)
+    directory = verified_directory(name, verify)
     model = from_pretrained(directory).to(best_device(), DTYPES[dtype]).eval()
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)

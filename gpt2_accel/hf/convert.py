@@ -75,7 +75,7 @@ def own_tensors(
 
     `source` names the file in errors. `own_tensor` replaces the function of that name of the architecture's conversion.
     Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
-    should be tied to, or a nonzero bias if the model has none.
+    should be tied to, a tensor that is there under two names, or a nonzero bias if the model has none.
     """
     converted = conversion(config)
     own_tensor = own_tensor or converted.own_tensor
@@ -83,7 +83,7 @@ def own_tensors(
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
     for name in expected.keys() & set(converted.PADDED):
         expected[name] = torch.Size([config.vocab_size, config.n_embd])
-    found, head = {}, None
+    found, keys, head = {}, {}, None
     for key, tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -104,7 +104,11 @@ def own_tensors(
                 f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
                 f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
             )
-        found[name] = tensor
+        if name in found:
+            raise ValueError(
+                f"{source} has the tensor {name} twice, as {keys[name]} and as {key}: remove one of them"
+            )
+        found[name], keys[name] = tensor, key
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{source} lacks {len(missing)} tensors, the first is {converted.PREFIX}{missing[0]}"
@@ -139,6 +143,15 @@ def build(config: ModelConfig, state: dict[str, torch.Tensor]) -> LanguageModel:
         model = config.build()
     model.load_state_dict(state, assign=True)
     return model
+
+
+def check_finite(model: LanguageModel) -> None:
+    """Raises `ValueError` if a weight is NaN or infinite."""
+    for key, tensor in to_hf(model).items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{key} holds NaN or infinite weights, which are not exported: take an earlier checkpoint"
+            )
 
 
 def save_pretrained(

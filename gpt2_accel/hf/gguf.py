@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
-from gpt2_accel.hf.convert import conversion
+from gpt2_accel.hf.convert import check_finite, conversion
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
 
@@ -53,11 +53,13 @@ def write_gguf(
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
     Raises `ValueError` if the package gguf is missing, `dtype` is unknown, llama.cpp lacks some part of the model (the
-    exact GELU), a weight is too large for fp16, or llama.cpp would encode some text differently than the tokenizer.
+    exact GELU), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than
+    the tokenizer.
     """
     gguf = import_gguf()
     if dtype not in DTYPES:
         raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_finite(model)
     writer = gguf_writer(path, model.config.architecture)
     check_vocabulary(tokenizer, model.config.vocab_size, name or "the model")
     add_shape(writer, model, dtype, name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from gpt2_accel import kernels
+from gpt2_accel.hf.convert import check_finite
 from gpt2_accel.models import LanguageModel
 
 
@@ -30,7 +31,8 @@ def write_onnx(model: LanguageModel, path: Path) -> None:
     """Writes an fp32 ONNX model: `input_ids` (batch, length) int64 -> `logits` (batch, length, vocab_size) fp32.
 
     Batch and length are dynamic; the length is at most `n_positions`. The embedding and the tied head are one tensor.
-    Weights above 1.5 GB are in a second file, `path` with `.data` added. Raises `ValueError` if a package is missing.
+    Weights above 1.5 GB are in a second file, `path` with `.data` added. Raises `ValueError` if a package is missing or
+    a weight is NaN or infinite.
     """
     try:
         import onnxscript.optimizer
@@ -39,6 +41,7 @@ def write_onnx(model: LanguageModel, path: Path) -> None:
         raise ValueError(
             f"ONNX files need {missing}: pip install 'onnx>=1.20' 'onnxscript>=0.7'"
         ) from error
+    check_finite(model)
     length = torch.export.Dim("length", max=model.config.n_positions)
     with plain_and_quiet():
         program = torch.onnx.export(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from gpt2_accel.files import atomic_file
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.report.names import in_words
 from gpt2_accel.report.reader import Run, read_run
@@ -112,7 +113,8 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     """Draws the loss curves of a run to the PNG file `path`. Does nothing without matplotlib or without curves."""
     if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
         figure = loss_figure([read_run(run_dir)])
-        figure.savefig(path, facecolor="white")
+        with atomic_file(path) as file:
+            figure.savefig(file, format="png", facecolor="white")
 
 
 def metrics_figure(

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.report import figures
 from gpt2_accel.report.figures import AXES, COLOURS, NARROW, WIDE
 from gpt2_accel.report.names import compares, in_words
-from gpt2_accel.report.reader import Run
+from gpt2_accel.report.reader import Run, is_number
 from gpt2_accel.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def number(value: float | None) -> str:
 def figure(values: dict, name: str) -> str:
     """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345."""
     both = (values.get(name), values.get(f"{name}_stderr"))
-    known = [value for value in both if isinstance(value, (int, float))]
+    known = [value for value in both if is_number(value)]
     return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
@@ -292,7 +292,7 @@ def samples(run: Run) -> str:
 def add_attention(page: Page, run: Run, text: str) -> None:
     """Adds the section with the attention of a run's newest weights on the beginning of `text`."""
     try:
-        directory = model_directory(run.folder)
+        directory = verified_directory(run.folder, hint="use another checkpoint")
         model, tokenizer = from_pretrained(directory), load_tokenizer(directory)
         ids = encode(tokenizer, [text])[0][: min(MOST_TOKENS, model.config.n_positions)]
         if not ids:

@@ -1,5 +1,6 @@
 """Reads a run's folder: settings, metadata, curves, samples, the newest weights."""
 
+import reprlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,15 @@ GPT2_LINES = (
     ("val/loss", "openwebtext", 3.12, "nanoGPT"),
     ("hellaswag/acc_norm_per_token", "", 0.2945, "build-nanogpt"),
 )
+
+# The types of the values that the report calculates with; it shows others as they are.
+TYPES = {
+    "config.yaml": {"max_steps": int, "sequence_length": int | None, "data_dir": str | None},
+    "run.json": {"parameters": int, "vocab_size": int, "tokenizer": str, "flops_per_token": int}
+    | {"git_commit": str | None},
+    "status.json": {"step": int},
+}
+LARGEST = 1e30  # integers from here on cannot be drawn; far above what training reaches
 
 
 @dataclass
@@ -117,9 +127,10 @@ def read_run(folder: str | Path) -> Run:
     run = Run(folder, folder.resolve().name)
     run.settings = read_part(run, "config.yaml")
     run.metadata = read_part(run, "run.json")
-    run.status = read_part(run, "status.json") and read_status(folder)
+    status = read_part(run, "status.json")
+    run.status = {name: value for name, value in read_status(folder).items() if name in status}
     for part, name in (("lines", "metrics.jsonl"), ("samples", "samples.jsonl")):
-        entries = read_json_lines(folder / name)
+        entries = [entry for entry in read_json_lines(folder / name) if is_entry(entry)]
         setattr(run, part, sorted(entries, key=lambda entry: entry["step"]))
         note_lost_lines(run, name, len(entries))
     for place in (*list_checkpoints(folder), folder):
@@ -138,7 +149,8 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_part(run: Run, name: str) -> dict:
-    """Reads a JSON or YAML file of the run's folder; empty if it is missing or damaged."""
+    """Reads a JSON or YAML file of the run's folder, without values of another type than `TYPES` says; empty if it is
+    missing or damaged."""
     path = run.folder / name
     if not path.exists():
         run.problems.append(f"{name} is missing: the run is of another release, or just starting")
@@ -150,7 +162,25 @@ def read_part(run: Run, name: str) -> dict:
     if not isinstance(values, dict):
         run.problems.append(f"{name} is damaged: left out")
         return {}
+    for key, kind in TYPES[name].items():
+        value = values.get(key, 0 if kind is int else None)
+        too_large = isinstance(value, int) and not 0 <= value < LARGEST
+        if key in values and (too_large or not isinstance(value, kind)):
+            run.problems.append(f"{name} has {key} = {reprlib.repr(values.pop(key))}: left out")
     return values
+
+
+def is_entry(entry: dict) -> bool:
+    """Whether a line of `metrics.jsonl` or `samples.jsonl` has numbers for its step, tokens and metrics. A metric that
+    was not finite is null."""
+    metrics = [value for name, value in entry.items() if "/" in name and value is not None]
+    counts = [entry["step"], entry.get("tokens", 0)]
+    return all(map(is_number, counts + metrics)) and min(counts) >= 0
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that can be drawn or, if it is not finite, left out of a curve."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 
 def note_lost_lines(run: Run, name: str, whole: int) -> None:

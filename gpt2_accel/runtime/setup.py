@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_accel import kernels
-from gpt2_accel.checkpoint.find import find_checkpoint, model_directory
+from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
 from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
@@ -134,7 +134,8 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
     """
     source = checkpoint or config.init_from
     if source is not None:
-        source = local_directory(model_directory(source))
+        unchecked = checkpoint is None  # `find_checkpoint` has checked a checkpoint to resume
+        source = local_directory(verified_directory(source, unchecked, "use another checkpoint"))
         model = from_pretrained(source, config.dropout)
     if config.init_from is None:
         shape = configured_shape(config, vocab_size)

@@ -76,3 +76,18 @@ def test_only_the_failing_process_prints_its_message(tmp_path):
     )
     done = launch(script, processes=3)
     assert done.returncode != 0 and done.stderr == "x.py: a mistake\n"
+
+
+def test_a_slow_process_does_not_repeat_the_message(tmp_path):
+    """On a busy machine a process may fail while the first that failed is still ending."""
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import atexit, os, time; from gpt2_accel import cli\n"
+        "del os.environ['TORCHELASTIC_ERROR_FILE']  # the message is printed at once\n"
+        "atexit.register(time.sleep, 6)\n"
+        "def main():\n    if os.environ['RANK'] == '0': time.sleep(5.5)\n"
+        "    raise ValueError('a mistake')\n"
+        "cli.run(main)\n"
+    )
+    done = launch(script, processes=2, launcher=True)
+    assert done.returncode == 1 and done.stderr.count("a mistake") == 1

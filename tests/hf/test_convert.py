@@ -266,3 +266,13 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_wr
     with pytest.raises(ValueError, match="257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    save_pretrained(GPT(GPTConfig(257, 32, 2, 2, 32)), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["wte.weight"] = tensors["transformer.wte.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    words = "the tensor wte.weight twice, as transformer.wte.weight and as wte.weight"
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(tmp_path)

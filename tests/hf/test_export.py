@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import randomized
+from conftest import load_recipe, randomized
 from launching import python
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -211,6 +211,19 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
         write_gguf(large, own_bpe(), tmp_path / "a.gguf", "f16")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value, tmp_path):
+    model = random_model(280)
+    model.h[1].mlp.c_fc.weight.data[3, 4] = value
+    words = r"transformer\.h\.1\.mlp\.c_fc\.weight holds NaN or infinite weights"
+    for dtype in DTYPES:
+        with pytest.raises(ValueError, match=words):
+            write_gguf(model, own_bpe(), tmp_path / "a.gguf", dtype)
+    with pytest.raises(ValueError, match=words):
+        write_onnx(model, tmp_path / "a.onnx")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_missing_package_is_named_with_its_installation(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="GGUF files need gguf: pip install 'gguf>=0.17'"):
@@ -245,6 +258,12 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     again = export(*flags)
     assert again.returncode == 1 and output.read_bytes() == before
     assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
+
+
+def test_the_data_of_a_killed_onnx_export_is_no_obstacle(tmp_path):
+    """A kill between the two files of a large model leaves the second, which the same command replaces."""
+    (tmp_path / "a.onnx.data").touch()
+    load_recipe("export").Export(model="m", output=str(tmp_path / "a.onnx"), format="onnx")
 
 
 def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):

@@ -187,6 +187,51 @@ def test_a_preparation_killed_before_any_file_operation_resumes(tmp_path, times,
     report("SIGKILL before each change that a preparation makes on the disk", tried, tried, "none")
 
 
+@pytest.mark.parametrize(("recipe", "short"), [("average_checkpoints", 9), ("export", 1)])
+def test_a_result_is_whole_after_a_kill_before_any_file_operation(
+    recipe, short, trained, tmp_path, times, report
+):
+    model = trained / "checkpoint-250"
+
+    def made(folder, kill_at):
+        output = folder / "result.gguf"
+        args = {
+            "average_checkpoints": (model, model, "--output_dir", output),
+            "export": ("--model", model, "--output", output),
+        }[recipe]
+        script = (KILLING_SCRIPT, kill_at, f"{folder.name}/", ROOT / f"recipes/{recipe}.py")
+        return python(*script, *args)
+
+    assert made(tmp_path / "whole", 0).returncode == 0
+    expected = result_of(tmp_path / "whole")
+    tried, number = 0, 1
+    while True:
+        folder = tmp_path / f"killed-{number}"
+        code = made(folder, number).returncode
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        again = made(folder, 0)
+        if again.returncode:  # killed after the result appeared
+            assert "exists already" in again.stderr
+        else:
+            assert [path.name for path in folder.iterdir()] == ["result.gguf"], number
+        assert result_of(folder) == expected, number
+        tried, number = tried + 1, number + times(short, 1)
+    assert tried > 4
+    report(f"SIGKILL before each change that {recipe}.py makes on the disk", tried, tried, "none")
+
+
+def result_of(folder) -> dict[str, bytes]:
+    """Returns the files below a folder that are not hidden, except the card, which names the folder."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("[!.]*")}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if path.is_file() and "/." not in f"/{name}" and path.name != "README.md"
+    }
+
+
 def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
     data_dir, tmp_path, small_disk, capsys, report
 ):

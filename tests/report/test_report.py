@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import run, tiny_config
 from launching import python
 from transformers import AutoModelForCausalLM
@@ -19,7 +20,7 @@ from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.report.figures import smoothed
-from gpt2_accel.report.page import newest, tell_apart, write_report
+from gpt2_accel.report.page import Page, newest, tell_apart, write_report
 from gpt2_accel.report.reader import Run, read_run
 
 needs_matplotlib = pytest.mark.skipif(
@@ -318,6 +319,43 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
         new.curve("step", "minutes")[0][-1], rel=0.01
     )
     assert all(map(math.isfinite, read_run(running).curve("train/loss", "tokens")[1]))
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(
+    "value", ["7", [1, {"a": []}], -(10**400)], ids=lambda value: str(value)[:9]
+)
+def test_a_value_of_a_wrong_type_is_left_out_and_its_file_named(value, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Page, "picture", lambda *_: "")  # drawing is slow
+    folder = shutil.copytree(runs / "first", tmp_path / "run")
+    for name in ("run.json", "status.json", "config.yaml", "evaluation.json"):
+        path = folder / name
+        values = yaml.safe_load(path.read_text()) if path.exists() else {"a": {"results": 1}}
+        path.write_text(json.dumps(dict.fromkeys(values, value)))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        wrong = [
+            line | {key: value}
+            for line in lines[:2]
+            for key in line
+            if "/" in key or key == "tokens"
+        ]
+        wrong += [line | {"step": value} for line in lines[:1]]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in [*wrong, *lines]))
+    run = read_run(folder)
+    write_report([run], tmp_path / "out")
+    said = "\n".join(run.problems)
+    for name in (
+        "run.json has parameters = ",
+        "status.json has step = ",
+        "config.yaml has max_steps = ",
+    ):
+        assert name in said
+    for name in ("metrics.jsonl: ", "samples.jsonl: ", "evaluation.json is damaged"):
+        assert name in said
+    assert run.curve("train/loss", "tokens") == read_run(runs / "first").curve(
+        "train/loss", "tokens"
+    )
 
 
 @needs_matplotlib

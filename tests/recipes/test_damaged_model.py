@@ -1,0 +1,77 @@
+"""Recipes that take a model refuse a checkpoint whose files differ from its manifest."""
+
+import shutil
+
+import pytest
+from conftest import run, run_recipe, tiny_config
+
+from gpt2_accel.checkpoint.find import model_directory
+
+# The command line of each recipe, for the model MODEL and the folder OUTPUT.
+COMMANDS = {
+    "sample": "--model MODEL --max_new_tokens 1 --num_samples 1",
+    "export": "--model MODEL --format gguf --output OUTPUT/a.gguf",
+    "average_checkpoints": "MODEL MODEL --output_dir OUTPUT/average",
+    "evaluate": "--model MODEL --sample_prompts a --output OUTPUT/evaluation.json",
+    "push_to_hub": "--model MODEL --repo_id a/b",
+    "demo": "--model MODEL --write_space OUTPUT/space",
+}
+
+
+def flip(path, position=-1) -> None:
+    """Flips the lowest bit of a byte: by default of the last, in a weight's exponent."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    return shutil.copytree(trained / "checkpoint-250", tmp_path / "checkpoint-250")
+
+
+def run_on(recipe, model, *flags) -> None:
+    output = model.parent / "output"
+    output.mkdir()
+    words = COMMANDS[recipe].replace("OUTPUT", str(output)).replace("MODEL", str(model)).split()
+    try:
+        run_recipe(recipe, *words, *flags)
+    finally:
+        left = sorted(path.name for path in output.iterdir())
+        shutil.rmtree(output)
+    assert left or "OUTPUT" not in COMMANDS[recipe]
+
+
+@pytest.mark.parametrize("recipe", COMMANDS)
+def test_a_recipe_refuses_a_damaged_checkpoint_unless_told_not_to(recipe, checkpoint):
+    if recipe == "demo":
+        pytest.importorskip("gradio")
+    flip(checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match="is damaged: model.safetensors does not match") as refused:
+        run_on(recipe, checkpoint)
+    assert str(checkpoint) in str(refused.value) and "--verify false" in str(refused.value)
+    if recipe != "push_to_hub":  # which would need a Hub
+        run_on(recipe, checkpoint, "--verify", "false")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training_state/manifest.json"])
+def test_the_config_the_tokenizer_and_the_manifest_are_checked(name, checkpoint):
+    flip(checkpoint / name, -3)
+    with pytest.raises(ValueError, match="is damaged: "):
+        run_on("sample", checkpoint)
+
+
+def test_only_the_files_of_the_model_are_read_and_only_a_checkpoint_is_checked(checkpoint):
+    flip(checkpoint / "training_state/optimizer.safetensors")
+    run_on("sample", checkpoint)
+    flip(checkpoint / "model.safetensors")
+    shutil.rmtree(checkpoint / "training_state")
+    run_on("sample", checkpoint)
+
+
+def test_training_refuses_a_damaged_checkpoint_to_start_from(checkpoint, data_dir, tmp_path):
+    flip(checkpoint / "model.safetensors")
+    config = tiny_config(data_dir, tmp_path / "run", init_from=str(checkpoint), max_steps=1)
+    with pytest.raises(ValueError, match="is damaged: .*; use another checkpoint$"):
+        run(config)
+    assert model_directory(checkpoint) == checkpoint
