@@ -97,10 +97,13 @@ def local_files(config: Evaluate) -> dict[str, str]:
 
 
 def evaluate(
-    config: Evaluate, accelerator: Accelerator, name: str, items: dict[str, list[dict]]
+    config: Evaluate,
+    accelerator: Accelerator,
+    name: str,
+    directory: Path,
+    items: dict[str, list[dict]],
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of one model, and notes on them."""
-    directory = local_directory(verified_directory(name, config.verify))
+    """Returns the results of the model `name` in `directory`, and notes on them."""
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
     shape = model.config
@@ -151,12 +154,16 @@ def output_file(config: Evaluate) -> Path | None:
 
 
 def save(
-    output: Path, record: dict[str, dict], accelerator: Accelerator, found: dict[str, tuple]
+    output: Path,
+    record: dict[str, dict],
+    accelerator: Accelerator,
+    directories: dict[str, Path],
+    found: dict[str, tuple],
 ) -> None:
     """Adds the results to `record`, those of earlier evaluations, and writes the JSON file."""
     for name, (results, notes) in found.items():
         entry = {
-            **describe_weights(local_directory(model_directory(name))),
+            **describe_weights(directories[name]),
             "precision": accelerator.mixed_precision,
             "results": {key: x if math.isfinite(x) else None for key, x in results.items()},
             "conventions": {key: convention(key) for key in results},
@@ -183,9 +190,12 @@ def main() -> None:
     record = {} if output is None else read_record(output)
     with main_process_first():
         items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
+    names = BASELINES if config.baselines else (config.model,)
+    # Once: a run that trains meanwhile saves newer checkpoints.
+    directories = {n: local_directory(verified_directory(n, config.verify)) for n in names}
     found = {
-        name: evaluate(config, accelerator, name, items)
-        for name in (BASELINES if config.baselines else (config.model,))
+        name: evaluate(config, accelerator, name, directory, items)
+        for name, directory in directories.items()
     }
     if accelerator.is_main_process:
         for name, (_, notes) in found.items():
@@ -193,9 +203,9 @@ def main() -> None:
         table = {name: results for name, (results, _) in found.items()}
         print("", markdown_table(table, comparable(config, files)), sep="\n")
         if output is not None:
-            save(output, record, accelerator, found)
+            save(output, record, accelerator, directories, found)
         if config.update_card:
-            directory = Path(model_directory(config.model))
+            directory = directories[config.model]
             add_results(directory, found[config.model][0], describe(read_config(directory)))
             print(f"The card {directory / 'README.md'} has them too.")
     accelerator.end_training()
