@@ -182,7 +182,7 @@ class TrainConfig:
         "checkpoint to continue: 'latest' of output_dir (afresh if there is none), a path, a Hub id",
     )
     save_every: int = setting(1000, "updates between checkpoints; 0 for the last one only")
-    keep_last: int = setting(2, "newest checkpoints to keep")
+    keep_last: int = setting(2, "newest checkpoints to keep; one more while the run trains")
     keep_every: int = setting(0, "also keep those whose step is a multiple of this; 0 for none")
     keep_best: bool = setting(False, "also keep the one of lowest validation loss, as best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")

@@ -22,7 +22,7 @@ from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE, check_repo_id
 from gpt2_accel.hf.uploads import Uploads
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.optim import learning_rate, set_learning_rate
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
@@ -217,13 +217,15 @@ def check_results(results: dict[str, float]) -> None:
 
 
 def check_weights(model: LanguageModel) -> None:
-    """Raises `ValueError` if a weight is NaN or infinite."""
-    for name, tensor in model.state_dict().items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"the run has diverged, {name} holds NaN or infinite weights: resume from an earlier checkpoint with a "
-                "lower --learning_rate, or start again with it"
-            )
+    """Raises `ValueError` if the logits of a few tokens are NaN or infinite. They are if a weight is, or far too large."""
+    tokens = torch.arange(min(16, model.config.n_positions, model.config.vocab_size))
+    with evaluating(model), torch.no_grad():
+        finite = model(tokens[None]).isfinite().all()
+    if not finite:
+        raise ValueError(
+            "the run has diverged, its logits are NaN or infinite: resume from an earlier checkpoint with a lower "
+            "--learning_rate, or start again with it"
+        )
 
 
 def nothing_left(config: TrainConfig, state: TrainState) -> str:

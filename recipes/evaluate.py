@@ -19,7 +19,12 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint.find import model_directory, read_status, verified_directory
+from gpt2_accel.checkpoint.find import (
+    list_checkpoints,
+    model_directory,
+    read_status,
+    verified_directory,
+)
 from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import check_ranges, parse_config, setting
@@ -146,10 +151,11 @@ def comparable(config: Evaluate, files: dict[str, str]) -> set[str]:
 
 
 def output_file(config: Evaluate) -> Path | None:
-    """Returns the file for the results, or None."""
+    """Returns the file for the results, or None. That of a run is in its folder: a checkpoint may be removed."""
     if config.output is not None:
         return Path(config.output)
-    directory = Path(model_directory(config.model))
+    named = Path(config.model)
+    directory = named if list_checkpoints(named) else Path(model_directory(named)).resolve()
     return None if config.baselines or not directory.is_dir() else directory / "evaluation.json"
 
 
@@ -157,13 +163,18 @@ def save(
     output: Path,
     record: dict[str, dict],
     accelerator: Accelerator,
-    directories: dict[str, Path],
+    weights: dict[str, dict],
     found: dict[str, tuple],
 ) -> None:
-    """Adds the results to `record`, those of earlier evaluations, and writes the JSON file."""
+    """Adds the results to `record`, those of earlier evaluations, and writes the JSON file.
+
+    If the run has removed the checkpoint meanwhile, the file goes into the run's folder."""
+    if not output.parent.exists() and output.parent.name.startswith("checkpoint-"):
+        output = output.parent.with_name(output.name)
+        record = read_record(output)
     for name, (results, notes) in found.items():
         entry = {
-            **describe_weights(directories[name]),
+            **weights[name],
             "precision": accelerator.mixed_precision,
             "results": {key: x if math.isfinite(x) else None for key, x in results.items()},
             "conventions": {key: convention(key) for key in results},
@@ -176,8 +187,10 @@ def save(
 
 def describe_weights(directory: Path) -> dict[str, str | int | None]:
     """Returns the checksum of a model's weights and their update, None if it is unknown."""
-    trained = (directory / STATE).is_dir()
-    step = read_state(directory)["step"] if trained else read_status(directory).get("step")
+    if (directory / STATE).is_dir():
+        step = read_state(directory)["step"]
+    else:
+        step = read_status(directory).get("step")
     files = hashlib.sha256("".join(map(digest, weight_files(directory))).encode())
     return {"step": step, "weights": files.hexdigest()}
 
@@ -191,8 +204,9 @@ def main() -> None:
     with main_process_first():
         items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
     names = BASELINES if config.baselines else (config.model,)
-    # Once: a run that trains meanwhile saves newer checkpoints.
+    # Before the evaluation: a run that trains meanwhile saves newer checkpoints and removes this one.
     directories = {n: local_directory(verified_directory(n, config.verify)) for n in names}
+    weights = {name: describe_weights(directory) for name, directory in directories.items()}
     found = {
         name: evaluate(config, accelerator, name, directory, items)
         for name, directory in directories.items()
@@ -203,7 +217,7 @@ def main() -> None:
         table = {name: results for name, (results, _) in found.items()}
         print("", markdown_table(table, comparable(config, files)), sep="\n")
         if output is not None:
-            save(output, record, accelerator, directories, found)
+            save(output, record, accelerator, weights, found)
         if config.update_card:
             directory = directories[config.model]
             add_results(directory, found[config.model][0], describe(read_config(directory)))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from gpt2_accel.checkpoint.manifest import MANIFEST, STATE, find_corruption, read_state
+from gpt2_accel.checkpoint.manifest import STATE, find_corruption, read_state
 from gpt2_accel.files import parse_json, remove, scratch_path
 from gpt2_accel.hf import hub
 
@@ -112,17 +112,13 @@ def verified_directory(
     hint: str = "use another checkpoint, or this one as it is with --verify false",
 ) -> str | Path:
     """Returns `model_directory(name)` after it has compared the model's files, without those of `training_state/`, with
-    the checkpoint's manifest. A directory without a manifest is not checked, nor is any if `verify` is False.
+    the checkpoint's manifest. A directory that is no checkpoint is not checked, nor is any if `verify` is False.
 
     Raises `ValueError`, with `hint` at its end, if a file does not match.
     """
     directory = model_directory(name)
     path = Path(directory)
-    if (
-        verify
-        and (path / MANIFEST).exists()
-        and (problem := find_corruption(path, model_only=True))
-    ):
+    if verify and (path / STATE).is_dir() and (problem := find_corruption(path, model_only=True)):
         raise ValueError(f"{path} is damaged: {problem}; {hint}")
     return directory
 

@@ -15,8 +15,8 @@ MANIFEST = f"{STATE}/manifest.json"
 def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None:
     """Describes the first damage of a checkpoint; None if all files match its manifest.
 
-    A name `checkpoint-N` of another update counts as damage. With `model_only` neither that nor the other files of
-    `training_state/` are checked.
+    A name `checkpoint-N` of another update counts as damage. With `model_only` the files of `training_state/` are not
+    checked.
     """
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
@@ -33,8 +33,11 @@ def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if problem := next(filter(None, pool.map(find_file_corruption, checks)), None):
             return problem
-    if not model_only and re.fullmatch(r"checkpoint-\d+", checkpoint.name):
-        step = read_state(checkpoint)["step"]
+    if re.fullmatch(r"checkpoint-\d+", checkpoint.name):
+        try:
+            step = read_state(checkpoint)["step"]
+        except ValueError:  # found by its checksum, unless only the model is checked
+            return None
         if checkpoint.name != f"checkpoint-{step}":
             return f"it holds update {step}, its name says another"
     return None

@@ -53,7 +53,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run in the background while training continues.
 
     It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0: none), and with
-    `keep_best` the one with the lowest validation loss. The links `latest` and `best` point to the newest and the best.
+    `keep_best` the one with the lowest validation loss. While the run trains it keeps one more: the updates after the
+    newest may show that its weights are destroyed. The links `latest` and `best` point to the newest and the best.
 
     `saved` is called with each new checkpoint, also in the background. A failed write is reported through `print_line` and
     leaves the older checkpoints unchanged. A path that cannot be removed or replaced by a link is reported once.
@@ -129,6 +130,7 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.state["step"]
         path = self.run_dir / f"checkpoint-{step}"
+        self.rotate(step - 1)  # by now their updates have followed
         try:
             with atomic_directory(path, replace=True) as folder:
                 save_pretrained(
@@ -147,26 +149,34 @@ class CheckpointWriter:
             self._error = error
             self.print_line(f"{path.name} could not be written, training continues: {error}")
             return
-        self.rotate(step)
+        self.link(step)
         self.saved(path)
 
     def rotate(self, step: int) -> None:
-        """Removes the checkpoints up to `step` that are not to be kept, and updates the links.
+        """Removes the checkpoints up to `step` that are not to be kept.
 
         Newer ones can only be damaged. They are neither counted nor removed: the run replaces them.
         """
-        checkpoints = [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
+        checkpoints = self._up_to(step)
         keep = checkpoints[-self.keep_last :]
         if self.keep_every:
             keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]
         if self.keep_best and (best := best_checkpoint(checkpoints)):
             keep.append(best)
-            self._point_to("best", best)
-        if checkpoints:
-            self._point_to("latest", checkpoints[-1])
         for path in checkpoints:
             if path not in keep:
                 self._discard(path)
+
+    def link(self, step: int) -> None:
+        """Points the links to the newest and the best checkpoint up to `step`."""
+        checkpoints = self._up_to(step)
+        if self.keep_best and (best := best_checkpoint(checkpoints)):
+            self._point_to("best", best)
+        if checkpoints:
+            self._point_to("latest", checkpoints[-1])
+
+    def _up_to(self, step: int) -> list[Path]:
+        return [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
 
     def _discard(self, path: Path) -> None:
         try:

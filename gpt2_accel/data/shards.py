@@ -103,9 +103,12 @@ def read_header(path: Path) -> tuple[int, int, str]:
     header says.
     """
     hint = "prepare the data again"
-    with open(path, "rb") as file:
-        header = file.read(HEADER.size)
-        size = os.fstat(file.fileno()).st_size
+    try:
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: {hint}") from None
     if len(header) < HEADER.size:
         raise ValueError(f"{path} is truncated within its header: {hint}")
     magic, version, width, tokens, digest = HEADER.unpack(header)
@@ -438,13 +441,8 @@ class TokenStream:
         path = self.data_dir / shard["file"]
         if "offset" in shard:
             return Shard(path, self._dtype, shard["tokens"], shard["offset"])
-        opened = open_shard(path)
-        if len(opened) != shard["tokens"]:
-            raise ValueError(
-                f"{path} holds {len(opened)} tokens, the manifest says {shard['tokens']}: "
-                "prepare the data again"
-            )
-        return opened
+        check_shards(self.data_dir, [shard], self._dtype.itemsize)  # it may have been replaced
+        return open_shard(path)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64.

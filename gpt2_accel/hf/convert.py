@@ -114,8 +114,8 @@ def own_tensors(
             f"{source} lacks {len(missing)} tensors, the first is {converted.PREFIX}{missing[0]}"
         )
     embedding = converted.PADDED[0]
-    if head is not None and not torch.equal(
-        head.to(torch.float32), found[embedding].to(torch.float32)
+    if head is not None and not torch.allclose(
+        head.to(torch.float32), found[embedding].to(torch.float32), rtol=0, atol=0, equal_nan=True
     ):
         raise ValueError(
             f"{source} has an lm_head that is not tied to {embedding.removesuffix('.weight')}; only tied heads can load"
@@ -145,12 +145,12 @@ def build(config: ModelConfig, state: dict[str, torch.Tensor]) -> LanguageModel:
     return model
 
 
-def check_finite(model: LanguageModel) -> None:
-    """Raises `ValueError` if a weight is NaN or infinite."""
+def check_finite(model: LanguageModel, source: str | Path = "the model") -> None:
+    """Raises `ValueError` if a weight is NaN or infinite. `source` names the model in the message."""
     for key, tensor in to_hf(model).items():
         if not tensor.isfinite().all():
             raise ValueError(
-                f"{key} holds NaN or infinite weights, which are not exported: take an earlier checkpoint"
+                f"{key} of {source} holds NaN or infinite weights: take another, such as an earlier checkpoint"
             )
 
 

@@ -56,7 +56,9 @@ def read_pt(path: Path) -> GPT:
     with torch.serialization.safe_globals([(PickledConfig, name) for name in names]):
         checkpoint = load_pickle(path)
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
-        raise ValueError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt")
+        raise ValueError(
+            f"{path} is not a checkpoint of nanoGPT or build-nanogpt: give the .pt that its train script wrote"
+        )
     if "model_args" in checkpoint:
         values, gelu = checkpoint["model_args"], "none"
     else:

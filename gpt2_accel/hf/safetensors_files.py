@@ -81,7 +81,13 @@ def weight_files(directory: Path) -> list[Path]:
             return indexed_files(index)
         if (directory / weights).is_file():
             return [directory / weights]
-    raise FileNotFoundError(f"{directory} holds no {WEIGHTS}, nor an index of its parts")
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"{directory} has been removed, as a run does with its older checkpoints: start again"
+        )
+    raise FileNotFoundError(
+        f"{directory} holds no {WEIGHTS}, nor an index of its parts: give the directory of a whole model"
+    )
 
 
 def indexed_files(index: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Reads a run's folder: settings, metadata, curves, samples, the newest weights."""
 
+import math
 import reprlib
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,7 +31,7 @@ TYPES = {
     | {"git_commit": str | None},
     "status.json": {"step": int},
 }
-LARGEST = 1e30  # integers from here on cannot be drawn; far above what training reaches
+LARGEST = 1e30  # numbers from here on cannot be drawn; far above what training reaches
 
 
 @dataclass
@@ -180,7 +181,9 @@ def is_entry(entry: dict) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether a value is a number that can be drawn or, if it is not finite, left out of a curve."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)
+    if isinstance(value, float) and not math.isfinite(value):
+        return True
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def note_lost_lines(run: Run, name: str, whole: int) -> None:

@@ -89,7 +89,7 @@ class RunContext:
             PrefetchLoader(self.inputs.loader, self.state.schedule, steps)
         )
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
-            self.writer.rotate(self.state.step)  # a kill may have prevented it
+            self.writer.link(self.state.step)  # a kill may have prevented it
         self.log.clock.resume()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> bool | None:
@@ -138,9 +138,10 @@ class RunContext:
         return describe_training(self.config, self.metadata, self.log)
 
     def finished(self) -> None:
-        """Marks the run as complete: its final model is written."""
+        """Marks the run as complete: its final model is written. Removes the checkpoints that are not to be kept."""
         if self._status is not None:
             self._status.finished()
+            self.writer.rotate(self.state.step)
 
     def stopped(self, reason: str) -> None:
         """Marks the run as ended before it is complete."""

@@ -23,7 +23,7 @@ from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import Evaluation, prepare_task
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import encode_prompt
-from gpt2_accel.hf.convert import from_pretrained, local_directory
+from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import build_optimizer
@@ -137,6 +137,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
         unchecked = checkpoint is None  # `find_checkpoint` has checked a checkpoint to resume
         source = local_directory(verified_directory(source, unchecked, "use another checkpoint"))
         model = from_pretrained(source, config.dropout)
+        check_finite(model, source)
     if config.init_from is None:
         shape = configured_shape(config, vocab_size)
         if source is None:

@@ -16,6 +16,7 @@ from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
 from launching import ROOT, launch, python
 
+import gpt2_accel.evals.tasks as tasks_module
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.evals import sources
 from gpt2_accel.evals.results_table import BASELINES, markdown_table
@@ -332,3 +333,24 @@ def test_the_table_shows_published_figures_beside_the_results():
     header, _, row = markdown_table(baselines, {"val"}).splitlines()
     assert "published" not in header
     assert "4.0000 ± 0.1000 (2.84)" in row and "nanoGPT, on OpenWebText" in row
+
+
+def test_results_survive_the_removal_of_their_checkpoint(data_dir, tmp_path, monkeypatch):
+    """A run that trains meanwhile removes its older checkpoints."""
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, save_every=2))
+    (tmp_path / "run/status.json").write_text('{"state": "running"}')
+    honest = tasks_module.open_split
+
+    def removing(*args):
+        shutil.rmtree(tmp_path / "run/checkpoint-4", ignore_errors=True)
+        return honest(*args)
+
+    monkeypatch.setattr(tasks_module, "open_split", removing)
+    run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
+    [entry] = json.loads((tmp_path / "run/evaluation.json").read_text()).values()
+    assert entry["step"] == 4 and len(entry["weights"]) == 64
+    shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "run/checkpoint-4")
+    named = ("--model", tmp_path / "run/checkpoint-4", "--verify", "false")
+    run_recipe("evaluate", *named, "--data_dir", data_dir)
+    assert not (tmp_path / "run/checkpoint-4").exists()
+    assert len(json.loads((tmp_path / "run/evaluation.json").read_text())) == 2

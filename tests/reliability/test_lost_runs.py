@@ -16,12 +16,16 @@ from launching import ROOT, launch, python
 from safetensors.torch import load_file
 from test_reliability import KILLING_SCRIPT, SCRIPT, finish, last_step, start, wait_for, weights
 
+import gpt2_accel.data.shards as shards_module
 import gpt2_accel.runtime.context as context_module
-from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
+import gpt2_accel.train as train_module
+from gpt2_accel.checkpoint.find import list_checkpoints, model_directory, verified_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.data.shards import HEADER
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.shards import HEADER, UnreadableData
 from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime.progress import lasting_output
+from gpt2_accel.tokenizer import byte_tokenizer
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
 FSDP = str(ROOT / "tests/fsdp_script.py")
@@ -137,7 +141,8 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, t
 
     done = diverged(0, tmp_path / "whole")
     assert done.returncode == 1 and "resume from checkpoint-6" in done.stderr, done.stderr
-    assert [path.name for path in list_checkpoints(tmp_path / "whole")] == ["checkpoint-6"]
+    kept = [path.name for path in list_checkpoints(tmp_path / "whole")]
+    assert kept == ["checkpoint-4", "checkpoint-6"]
     tried, number = 0, times(8, 1)
     while diverged(number, tmp_path / f"killed-{number}").returncode == -signal.SIGKILL:
         saved = list_checkpoints(tmp_path / f"killed-{number}")
@@ -145,6 +150,16 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, t
         tried, number = tried + 1, number + times(30, 1)
     assert tried
     report("SIGKILL before each change on the disk of a diverging run's save", tried, tried, "none")
+
+
+def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
+    """Update 9 has a finite loss and destroys the weights, which its checkpoint holds."""
+    settings = {"keep_last": 1, "warmup_steps": 0}
+    run(tiny_config(data_dir, tmp_path, **settings))
+    again = {"max_steps": 60, "learning_rate": 1e30, "save_every": 1, "resume_from": "latest"}
+    with pytest.raises(ValueError, match="resume from checkpoint-9 or an earlier one"):
+        run(tiny_config(data_dir, tmp_path, **settings, **again))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-9"]
 
 
 # 6: a closed terminal or pipe
@@ -320,6 +335,28 @@ def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_pat
     report(f"a {split} shard truncated under {processes} processes", 1, 1, "one update")
 
 
+def test_a_replaced_shard_is_refused_when_it_is_opened_again(data_dir, tmp_path, monkeypatch):
+    """Only so many shards stay open. Another file of the same size would change the run in silence."""
+    monkeypatch.setattr(shards_module, "OPEN_SHARDS", 1)
+    text = [f"the cat {i} sat on the mat. " * 40 for i in range(6)]
+    for name, texts in (("data", text), ("other", text[::-1])):
+        splits = {"train": texts, "val": texts[:1]}
+        prepare(splits, byte_tokenizer(), tmp_path / name, source="x", shard_tokens=1000)
+    honest = train_module.accumulate_gradients
+
+    def replace(accelerator, model, loader, first, sequences, interrupted):
+        if first // sequences == 3:
+            for path in (tmp_path / "other").glob("train_*.bin"):
+                shutil.copy(path, tmp_path / "copy")
+                (tmp_path / "copy").replace(tmp_path / "data" / path.name)
+        return honest(accelerator, model, loader, first, sequences, interrupted)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", replace)
+    with pytest.raises(UnreadableData, match="holds other tokens than the manifest lists"):
+        run(tiny_config(tmp_path / "data", tmp_path / "run", max_steps=50))
+    assert list_checkpoints(tmp_path / "run")
+
+
 @long
 def test_shards_truncated_at_random_times(data_dir, tmp_path, report):
     rng = random.Random(0)
@@ -369,10 +406,12 @@ def test_a_run_does_not_write_into_a_folder_that_another_has_locked(
     assert not list_checkpoints(tmp_path / "run")
 
 
-@pytest.mark.parametrize("changes", [{"eval_every": 2, "eval_tokens": 64}, {"max_grad_norm": 0.0}])
-def test_a_destroyed_model_is_not_a_result(changes, data_dir, tmp_path):
-    rate = 1e30 if "eval_every" in changes else 3e38
-    settings = {"max_steps": 2, "learning_rate": rate, "warmup_steps": 0, **changes}
+@pytest.mark.parametrize(
+    ("rate", "changes"),
+    [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e38, {}), (3e38, {"max_grad_norm": 0.0})],
+)
+def test_a_destroyed_model_is_not_a_result(rate, changes, data_dir, tmp_path):
+    settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
     with pytest.raises(ValueError, match="the run has diverged"):
         run(tiny_config(data_dir, tmp_path / "run", **settings))
     assert not (tmp_path / "run/model.safetensors").exists()
@@ -392,6 +431,8 @@ def test_a_renamed_checkpoint_does_not_count_as_newest(data_dir, tmp_path, capsy
     run(tiny_config(data_dir, tmp_path, save_every=4))
     (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-99")
     before = load_file(tmp_path / "checkpoint-8/model.safetensors")
+    with pytest.raises(ValueError, match="checkpoint-99 is damaged: it holds update 4"):
+        verified_directory(tmp_path / "checkpoint-99")
     run(tiny_config(data_dir, tmp_path, resume_from="latest", max_steps=10))
     assert "checkpoint-99 is skipped: it holds update 4, its name says another" in (
         capsys.readouterr().out
