@@ -215,7 +215,7 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
 def test_weights_that_are_not_finite_are_refused(value, tmp_path):
     model = random_model(280)
     model.h[1].mlp.c_fc.weight.data[3, 4] = value
-    words = r"transformer\.h\.1\.mlp\.c_fc\.weight holds NaN or infinite weights"
+    words = r"transformer\.h\.1\.mlp\.c_fc\.weight of the model holds NaN or infinite weights"
     for dtype in DTYPES:
         with pytest.raises(ValueError, match=words):
             write_gguf(model, own_bpe(), tmp_path / "a.gguf", dtype)
