@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpt2_accel.kernels.rotary import rotary_angles
 from gpt2_accel.models.parts import (
     RMSNorm,
     head_loss,
-    rotary_angles,
     rotate,
     sequence_positions,
 )

@@ -136,6 +136,41 @@ def document_mask(folder: Path) -> None:
     assert losses(run(folder, "crossing", compiled=False)) != losses(dense)
 
 
+def attention(folder: Path) -> None:
+    """Decoding and masked scoring take no kernel of cuDNN, and grouped queries keep no scores in memory."""
+    from gpt2_accel import kernels
+    from gpt2_accel.device import attention_order
+    from gpt2_accel.models.parts import attend
+
+    device = this_device()
+    length = 2048 if CUDA else 64
+
+    def heads(number: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(2, number, tokens, 64, dtype=dtype, device=device, requires_grad=True)
+
+    with kernels.chosen(sdpa_order=attention_order(device, deterministic=False)):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            k, v = heads(6, length + 37, dtype), heads(6, length + 37, dtype)
+            mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=device)
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
+            with torch.no_grad(), torch.profiler.profile(activities=kinds) as profile:
+                for part in (None, mask):
+                    attend(heads(12, 1, dtype), k, v, part, cached=True)
+            names = {event.key for event in profile.key_averages()}
+            assert not [name for name in names if "cudnn" in name.lower()], names
+            if not CUDA:
+                continue
+            q = heads(12, length, dtype)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            attend(q, heads(6, length, dtype), heads(6, length, dtype), None).sum().backward()
+            used = torch.cuda.max_memory_allocated() - before
+            scores = 2 * 12 * length * length * q.element_size()
+            print(f"{dtype}: {used / 1e6:.0f} MB, all scores alone {scores / 1e6:.0f} MB")
+            assert used < scores, dtype
+
+
 def auto_batch(folder: Path) -> None:
     """--micro_batch_size auto catches real out-of-memory errors and trains with a smaller micro-batch."""
     sequences = 4096 if CUDA else 60

@@ -22,26 +22,37 @@ OVERRIDES = "GPT2_ACCEL_DEVICE"
 
 
 class Gpu(NamedTuple):
-    """Figures of NVIDIA's data sheets: dense FLOP/s in bf16 (V100 and T4: fp16), and bytes of memory."""
+    """Dense FLOP/s in bf16 with fp32 sums (V100 and T4: fp16), and bytes of memory. Data sheets often quote the double,
+    for sparse matrices, and for GeForce fp16 sums, which are twice as fast."""
 
     peak_flops: float
     memory: float
 
 
-# By words of the device's name; the memory is that of the largest version where the name does not say it.
+# By words of the device's name, the longer first; the memory is that of the largest version where the name does not say
+# it. From NVIDIA's data sheets, and for GeForce and RTX 6000 from its architecture whitepapers.
 GPUS = {
+    "GB300": Gpu(2500e12, 288e9),  # GB300 NVL72: 360 PFLOPS sparse in 72 GPUs
+    "GB200": Gpu(2500e12, 186e9),  # GB200 NVL72: 360 PFLOPS sparse in 72 GPUs
+    "B300": Gpu(2250e12, 288e9),  # HGX B300: 36 PFLOPS sparse in 8 GPUs
     "B200": Gpu(2250e12, 180e9),
+    "GH200": Gpu(989e12, 144e9),
     "H200": Gpu(989e12, 141e9),
     "H100 PCIe": Gpu(756e12, 80e9),
+    "H100 NVL": Gpu(835e12, 94e9),
     "H100": Gpu(989e12, 80e9),
+    "H20": Gpu(148e12, 141e9),
     "A100 40GB": Gpu(312e12, 40e9),
     "A100": Gpu(312e12, 80e9),
     "L40S": Gpu(362e12, 48e9),
     "L40": Gpu(181e12, 48e9),
     "L4": Gpu(121e12, 24e9),
+    "A10G": Gpu(70e12, 24e9),
     "A10": Gpu(125e12, 24e9),
     "V100": Gpu(125e12, 32e9),
     "T4": Gpu(65e12, 16e9),
+    "RTX 6000 Ada": Gpu(364e12, 48e9),
+    "RTX 5090": Gpu(209.5e12, 32e9),
     "RTX 4090": Gpu(165e12, 24e9),
     "RTX 3090": Gpu(71e12, 24e9),
 }
@@ -197,7 +208,7 @@ def matmul_flops(
 
 
 def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...]:
-    """Returns torch's causal attention kernels for training, the fastest first, by their names in `SDPBackend`.
+    """Returns torch's attention kernels that the device has, the fastest first, by their names in `SDPBackend`.
 
     cuDNN's takes half the time of flash attention on Hopper, and more on Ampere (huggingface/transformers#48163). With
     `deterministic` only kernels whose backward is. Empty for devices other than NVIDIA GPUs: torch decides.
@@ -205,10 +216,11 @@ def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...
     major, _ = compute_capability(device)
     if not major:
         return ()
+    flash = ("FLASH_ATTENTION",) if major >= 8 else ()
     if deterministic:
-        return "FLASH_ATTENTION", "MATH"
+        return *flash, "MATH"
     first = ("CUDNN_ATTENTION",) if major in (9, 10) else ()
-    return *first, "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"
+    return *first, *flash, "EFFICIENT_ATTENTION", "MATH"
 
 
 @overridable
@@ -225,17 +237,29 @@ def logits_at_once(memory: float, precision: str) -> int:
     return int(memory / 16 / (2 if precision in DTYPES else 4))
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has done all that it got."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class SideStream:
     """A stream of a CUDA device beside the one that computes, for copies to it. On other devices it does nothing."""
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def start_thread(self) -> None:
+        """Sets the device of the thread that will call `run`. Leaving a stream sets the thread's former device, and that
+        of a new thread is 0: each rank would open a context there, of 0.5 GB."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+
     def run(self, function: Callable[[], Answer]) -> tuple[Answer, torch.Event | None]:
-        """Calls `function` on this stream, in any thread. Returns its result, and an event at its end."""
+        """Calls `function` on this stream. Returns its result, and an event at its end."""
         if self._stream is None:
             return function(), None
-        # Also sets the device, which is the first one in a new thread.
         with torch.cuda.stream(self._stream):
             return function(), self._stream.record_event()
 

@@ -104,21 +104,26 @@ def run_updates(run: RunContext) -> bool:
         )
         set_learning_rate(optimizer, lr)
         torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
-        loss = accumulate_gradients(accelerator, model, run.loader, first, sequences, interrupted)
-        if loss is None:  # a rank has to stop: the unfinished update is dropped
-            break
-        grad_norm = accelerator.clip_grad_norm_(
-            model.parameters(), config.max_grad_norm or math.inf
-        )
-        loss, grad_norm, stopping = reduce_step_stats(accelerator, must_stop(run), loss, grad_norm)
-        if stopping:
-            run.check_data()  # tokens that could not be read are in no update
-        problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
-        if problem is None:
-            optimizer.step()
-        elif accelerator.scaler is not None:
-            accelerator.scaler.update()
-        optimizer.zero_grad()
+        with run.update():
+            loss = accumulate_gradients(
+                accelerator, model, run.loader, first, sequences, interrupted
+            )
+            if loss is None:  # a rank has to stop: the unfinished update is dropped
+                break
+            grad_norm = accelerator.clip_grad_norm_(
+                model.parameters(), config.max_grad_norm or math.inf
+            )
+            loss, grad_norm, stopping = reduce_step_stats(
+                accelerator, must_stop(run), loss, grad_norm
+            )
+            if stopping:
+                run.check_data()  # tokens that could not be read are in no update
+            problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+            if problem is None:
+                optimizer.step()
+            elif accelerator.scaler is not None:
+                accelerator.scaler.update()
+            optimizer.zero_grad()
         state.step = step = state.step + 1
 
         run.log.advance(step)

@@ -1,6 +1,8 @@
 """Complete runs in the test process."""
 
+import gc
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,14 @@ from conftest import losses, run, status, tiny_config
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
 from gpt2_accel.data.shards import TokenStream, UnreadableData
 from gpt2_accel.device import peak_flops
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import JsonLines, read_json_lines
+from gpt2_accel.runtime.accelerator import set_environment
 from gpt2_accel.tokenizer import char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
@@ -209,3 +213,35 @@ def test_peak_flops_of_known_devices():
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("Tesla T4") == 65e12
     assert peak_flops("Something new") is None
+
+
+def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(
+    data_dir, tmp_path, monkeypatch
+):
+    """A rank that collects within an update keeps the others waiting."""
+    honest, seen = train_module.accumulate_gradients, []
+
+    def watched(*args):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > before))
+        return honest(*args)
+
+    monkeypatch.setattr(train_module, "accumulate_gradients", watched)
+    before = gc.get_freeze_count()
+    run(tiny_config(data_dir, tmp_path, max_steps=3))
+    assert seen == [(False, False), (False, True), (False, True)]
+    assert gc.isenabled() and not gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_environment_of_a_run(nodes, monkeypatch):
+    """Several nodes may share a home folder on a network disk, which is no place for the compiler's cache."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "x")  # restored at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    set_environment()
+    assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == (nodes == 1)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    set_environment()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.device import is_shard
+from gpt2_accel.device import is_shard, synchronize
 from gpt2_accel.hf.convert import build
 from gpt2_accel.models import LanguageModel
 
@@ -36,12 +36,16 @@ def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageMode
 def gather_to_host(
     accelerator: Accelerator, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Gathers the tensors, one at a time, into host memory on the main process; returns an empty dict on the others."""
+    """Gathers the tensors, one at a time, into host memory on the main process; returns an empty dict on the others.
+
+    From a GPU it copies into pinned memory, and waits once, at the end.
+    """
     copies = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)  # a collective: all ranks call it
         if accelerator.is_main_process:
-            copies[name] = full.detach().to("cpu", copy=True)
+            copies[name] = full.detach().to("cpu", copy=True, non_blocking=True)
+    synchronize(accelerator.device)
     return copies
 
 

@@ -210,9 +210,13 @@ def load_training_state(
             f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "
             "resume with the --optimizer of the first run"
         )
-    # Cloned: memory-mapped tensors would keep the file's disk space in use after the checkpoint is removed.
-    mapped = load_file(path / STATE / "optimizer.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in mapped.items()}
+    tensors = load_file(path / STATE / "optimizer.safetensors")
+    # What stays on the CPU is cloned: memory-mapped tensors would keep the file's disk space in use after the checkpoint
+    # is removed. Numbers, the steps, stay there with some optimizers.
+    on_cpu = accelerator.device.type == "cpu"
+    for name, tensor in tensors.items():
+        if on_cpu or not tensor.ndim:
+            tensors[name] = tensor.clone()
     load_optimizer_tensors(optimizer, tensors, path)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

@@ -25,7 +25,8 @@ class Prefetch:
     def __init__(self, batches: Iterable[Batch], device: torch.device):
         self._batches, self._stream = iter(batches), SideStream(device)
         self._upcoming: deque[Future] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        start = self._stream.start_thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
 
     def __enter__(self) -> "Prefetch":
         return self

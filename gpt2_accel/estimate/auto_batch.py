@@ -9,8 +9,16 @@ from accelerate import Accelerator
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import empty_cache, free_memory, is_sharded, reports_out_of_memory
+from gpt2_accel.device import (
+    empty_cache,
+    free_memory,
+    is_sharded,
+    reports_out_of_memory,
+    total_memory,
+)
 from gpt2_accel.estimate.memory import activation_bytes
+
+MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
 
 
 def fitting_batch_size(
@@ -18,8 +26,8 @@ def fitting_batch_size(
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    On a GPU, sizes are tried: forward and backward with random tokens, with memory reserved for the optimizer state. On
-    a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
+    On a GPU, sizes are tried: forward and backward with random tokens, with gradients, memory reserved for the optimizer
+    state, and a `MARGIN`. On a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
     Parameters and random states do not change.
 
     Raises `ValueError` if not even one sequence fits.
@@ -53,9 +61,14 @@ def try_size(
     """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
+        device = accelerator.device
         reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
+        margin = int(MARGIN * total_memory(device))
+        reserve.append(torch.empty(margin, dtype=torch.uint8, device=device))
+        for parameter in parameters:  # from the second micro-batch on they are there
+            parameter.grad = torch.zeros_like(parameter)
         shape = (size, config.tokens_per_sequence)
-        tokens = torch.randint(0, 100, shape, device=accelerator.device)
+        tokens = torch.randint(0, 100, shape, device=device)
         with accelerator.no_sync(model):
             model(tokens, tokens).backward()
         del reserve

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpt2_accel import kernels
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.device import best_device
+from gpt2_accel.device import attention_order, best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
@@ -41,8 +42,9 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory = verified_directory(name, verify)
-    model = from_pretrained(directory).to(best_device(), DTYPES[dtype]).eval()
+    directory, device = verified_directory(name, verify), best_device()
+    kernels.choose(sdpa_order=attention_order(device, deterministic=False))
+    model = from_pretrained(directory).to(device, DTYPES[dtype]).eval()
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     return model, tokenizer

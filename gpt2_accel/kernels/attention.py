@@ -34,16 +34,28 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
 def preferred(length: int, causal: bool) -> AbstractContextManager:
     """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`.
 
-    Torch has its own order for other than causal attention, such as decoding: cuDNN would plan anew for each length.
+    cuDNN's is left out except for causal attention of some lengths: in decoding it would plan anew for each length.
     """
+    cudnn = causal and length % CUDNN_LENGTHS == 0
     order = [
         getattr(SDPBackend, name)
         for name in kernels.choices.sdpa_order
-        if name != "CUDNN_ATTENTION" or length % CUDNN_LENGTHS == 0
+        if name != "CUDNN_ATTENTION" or cudnn
     ]
-    if not (kernels.choices.enabled and causal and order):
+    if not (kernels.choices.enabled and order):
         return nullcontext()
     return sdpa_kernel(order, set_priority=True)
+
+
+def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer heads of keys and values than of queries, q: (B, H, T, D).
+
+    On a GPU only flash attention and cuDNN's do. Torch's plain attention would keep the scores, (B, H, T, T).
+    """
+    if q.device.type != "cuda":
+        return True
+    flash = "FLASH_ATTENTION" in kernels.choices.sdpa_order
+    return flash and mask is None and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,8 @@ def linear_cross_entropy(
         return mean_of(total, targets)
     # Here each chunk also has two copies in fp32.
     rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
+    if torch.is_autocast_enabled(x.device.type):  # once, not for each chunk
+        weight = weight.to(torch.get_autocast_dtype(x.device.type))
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf
     chunks = zip(x.split(rows), targets.split(rows), strict=True)
@@ -106,7 +108,8 @@ def chunked_cross_entropy(
     total = x.new_zeros((), dtype=accumulate_dtype)
     grad_x = torch.empty_like(x, dtype=accumulate_dtype)
     grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
-    buffer = x.new_empty(rows, len(weight))
+    # One row more than a chunk: every part is a view of a larger tensor. Dynamo would compile for a whole one again.
+    buffer = x.new_empty(rows + 1, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
             x_rows, t = x[start : start + rows], targets[start : start + rows, None]
@@ -161,9 +164,12 @@ def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """Replaces logits, (rows, V), by their softmax times `scale`. Returns each row's log-sum-exp, (rows, 1) in fp32 or
     fp64."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_sum = x.logsumexp(dim=1, keepdim=True)
-    logits.copy_((x - log_sum).exp() * scale)
-    return log_sum
+    # Not `logsumexp`: inductor then reads the logits twice instead of three times.
+    largest = x.amax(dim=1, keepdim=True)
+    powers = (x - largest).exp()
+    total = powers.sum(dim=1, keepdim=True)
+    logits.copy_(powers * (scale / total))
+    return largest + total.log()
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels.linear import Linear
+from gpt2_accel.kernels.rotary import rotary_angles
 from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
 from gpt2_accel.models.parts import (
     Embedding,
@@ -26,7 +27,6 @@ from gpt2_accel.models.parts import (
     RMSNorm,
     SwiGLU,
     attend,
-    rotary_angles,
     rotate,
     sequence_positions,
 )

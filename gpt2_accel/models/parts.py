@@ -38,21 +38,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def rotary_angles(
-    position_ids: torch.Tensor, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
-
-    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
-    position · theta^(-2i/D).
-    """
-    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (steps / head_dim)
-    angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
-    angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
-    return angles.cos(), angles.sin()
-
-
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turns queries or keys by their positions' angles. x: (B, H, T, D) -> the same, in its dtype."""
     first, second = x.chunk(2, dim=-1)
@@ -90,10 +75,13 @@ def attend(
     assert mask is not None or q.shape[2] in (1, k.shape[2]), (q.shape, k.shape)
     if isinstance(mask, BlockMask):
         return block_attention(q, k, v, mask)
-    causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+    causal, groups = mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
+    if groups > 1 and not attention.takes_groups(q, mask):
+        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+        groups = 1
     with attention.preferred(q.shape[2], causal and not cached):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
         )
 
 
@@ -123,7 +111,7 @@ def document_mask(input_ids: torch.Tensor, separator: int, blocks: bool = False)
 
 def head_logits(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns the logits without vocabulary padding. x: (…, C), weight: (V, C) -> (…, vocab_size)."""
-    return linear(x, weight[:vocab_size])
+    return linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
 
 
 def head_loss(

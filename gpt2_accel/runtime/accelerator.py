@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, PrecisionType
+from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, PrecisionType
 
 from gpt2_accel import kernels
 from gpt2_accel.cores import usable_cpus
@@ -35,13 +36,14 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     config sets gradient accumulation, which follows from the batch size here. Raises `RuntimeError` if the processes
     cannot exchange tensors.
     """
-    # Inductor's default is the temporary folder, which a restart of the machine empties.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
+    set_environment()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
-        accelerator = Accelerator()
+        # DDP's buckets are the gradients, instead of a copy of them.
+        views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        accelerator = Accelerator(kwargs_handlers=[views])
     except ValueError as error:  # for example an unknown compile backend
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision not in PrecisionType.list():
@@ -74,6 +76,10 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not accelerator.is_fsdp2:
+        accelerator.print(
+            "Accelerate has FSDP2 for GPUs only: each process holds the whole model, as in DDP"
+        )
     check_exchange(accelerator)
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
@@ -86,6 +92,17 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     compiled = dynamo.backend == DynamoBackend.INDUCTOR
     tune(accelerator.device, accelerator.mixed_precision, compiled, deterministic)
     return accelerator
+
+
+def set_environment() -> None:
+    """Sets torch's environment variables that are not set. It has to come before the first CUDA call."""
+    # Inductor's default is the temporary folder, which a restart of the machine empties. With several nodes the home
+    # folder may be on a network disk, and the temporary one is each node's own.
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
+    # Segments that grow: memory is less fragmented where the shapes of batches vary.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def tune(device: torch.device, precision: str, compiled: bool, deterministic: bool) -> None:
@@ -103,6 +120,8 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
         sdpa_order=attention_order(device, deterministic),
         block_masks=has_block_masks(device),
     )
+    # Inductor reports a choice of its own for few rows, once for each graph.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
     # default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64

@@ -1,5 +1,6 @@
 """The context manager around the training loop: lock, signals, log, trackers, uploads, checkpoints, profiler."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -63,6 +64,7 @@ class RunContext:
         )
         self._saved_step = state.step if resumes_here else None
         self._status: Status | None = None  # of the main process
+        self._frozen = False
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
@@ -99,6 +101,25 @@ class RunContext:
                 self.log.end_step()
             self._stack = stack.pop_all()
         return self._stack.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """The context of an update, without cyclic garbage collection: a rank that collects keeps the others waiting.
+
+        What is there after the first update is not collected before the run ends.
+        """
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+        if not self._frozen:
+            gc.collect()
+            gc.freeze()
+            self._stack.callback(gc.unfreeze)
+            self._frozen = True
 
     def save(self) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, if it is not saved. All ranks call

@@ -141,3 +141,13 @@ def test_all_parts_run_on_a_bare_machine(tmp_path):
     written = {path.name for path in (tmp_path / "cpu").rglob("*") if path.is_file()}
     assert {"training-tiny.json", "kernels.json", "generate.json", "profile.json"} <= written
     assert {"trace.json.gz", "speed_ladder.md"} <= written
+
+
+def test_a_step_for_which_no_time_is_left_is_not_started(command, monkeypatch):
+    """It did not fail: a second call has time for it."""
+    monkeypatch.setattr(gpu, "LONGEST", 11)
+    steps = {"tests": [step("a", "import time; time.sleep(2)"), step("b", "print(1)")]}
+    found, code = command(["tests"], steps)
+    assert code == "not started: b"
+    assert found["tests"]["a"]["outcome"] == "ok"
+    assert found["tests"]["b"]["outcome"] == "not started: the part's 11 s are over"

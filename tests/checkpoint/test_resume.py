@@ -3,15 +3,18 @@
 import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import contents, losses, run, status, tiny_config
+from safetensors.torch import save_file
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.checkpoint.state_dict import gather_to_host
+from gpt2_accel.checkpoint.state_dict import gather_to_host, optimizer_tensors
+from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest
 
@@ -118,9 +121,41 @@ def test_a_copied_run_resumes_and_ignores_outdated_latest_and_best_folders(
 
 @pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])
 def test_only_the_main_process_keeps_gathered_tensors(is_main, kept):
-    accelerator = type("Accelerator", (), {"is_main_process": is_main})
+    accelerator = SimpleNamespace(is_main_process=is_main, device=torch.device("cpu"))
     found = gather_to_host(accelerator, {"a": torch.ones(2), "b": torch.zeros(3)})
     assert list(found) == kept
+
+
+def test_copies_from_a_gpu_wait_once_at_the_end(monkeypatch):
+    """Into pinned memory, which `to` allocates for a copy that is not blocking."""
+    calls, plain = [], torch.Tensor.to
+
+    def spied(tensor, *args, **kwargs):
+        calls.append(kwargs.get("non_blocking"))
+        return plain(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", spied)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    gpu = torch.device("cuda", 3)
+    gather_to_host(SimpleNamespace(is_main_process=True, device=gpu), {"a": torch.ones(2)})
+    assert calls == [True, gpu]
+
+
+@pytest.mark.parametrize(("device", "cloned"), [("cpu", 6), ("cuda", 2)])
+def test_a_resume_clones_only_what_stays_on_the_cpu(device, cloned, tmp_path, monkeypatch):
+    """On a GPU each rank would need the optimizer's whole state in host memory besides."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (tmp_path / "training_state").mkdir()
+    save_file(optimizer_tensors(optimizer), tmp_path / "training_state/optimizer.safetensors")
+    clone, clones = torch.Tensor.clone, []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clones.append(1) or clone(tensor))
+    accelerator = SimpleNamespace(device=torch.device(device), scaler=None)
+    state = {"optimizer": "AdamW", "scaler": None}
+    load_training_state(tmp_path, state, accelerator, optimizer)
+    assert len(clones) == cloned  # two moments and the step of two parameters, or the two steps
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +52,42 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
         with pytest.raises(ValueError, match="shard 7 is damaged"):
             next(batches)
     assert not threads()
+
+
+class FakeCuda:
+    """CUDA's current device of each thread, which a stream changes as `torch.cuda.stream` does."""
+
+    def __init__(self):
+        self.here, self.used = threading.local(), []
+
+    def set_device(self, device):
+        self.here.device = torch.device(device).index
+
+    def current(self):
+        return getattr(self.here, "device", 0)
+
+    @contextmanager
+    def stream(self, stream):
+        before = self.current()
+        self.set_device(stream.device)
+        self.used.append(self.current())
+        yield
+        self.set_device(torch.device("cuda", before))
+        self.used.append(self.current())
+
+
+def test_the_thread_of_rank_3_never_uses_gpu_0(monkeypatch):
+    """Leaving a stream sets the thread's former device, where CUDA then opens a context."""
+    cuda, device = FakeCuda(), torch.device("cuda", 3)
+    event = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: event)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    monkeypatch.setattr(torch.cuda, "set_device", cuda.set_device)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    with Prefetch((batch(number) for number in range(4)), device) as batches:
+        assert len(list(batches)) == 4
+    assert set(cuda.used) == {3}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -12,6 +12,7 @@ from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.auto_batch import compute_size, fitting_batch_size
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.models.llama import LlamaConfig
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
 
@@ -27,6 +28,18 @@ def test_micro_batch_fits_if_its_estimated_memory_is_free(checkpointed, monkeypa
         assert compute_size(config, accelerator, model, 8) is fits
 
 
+def test_repeated_keys_and_values_count_on_gpus_without_a_kernel_for_groups():
+    shape = LlamaConfig(256, 128, 3, 4, 1, 16, 64, 64)
+    at_once = 2**40
+    more = {
+        precision: activation_bytes(shape, 8, 128, precision, at_once=at_once)
+        - activation_bytes(shape, 8, 128, precision)
+        for precision in ("no", "fp16", "bf16")
+    }
+    one = 3 * (4 - 1) * 16 * 8 * 128  # numbers: layers x heads more x channels x tokens
+    assert more == {"no": 2 * one * 4, "fp16": 2 * one * 2, "bf16": 0}
+
+
 def test_checkpointed_activations_need_less_than_half():
     plain, checkpointed = (activation_bytes(SHAPE, 8, 128, "no", flag) for flag in (False, True))
     assert checkpointed < plain / 2
@@ -38,9 +51,10 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     monkeypatch.setenv(OVERRIDES, json.dumps({"reports_out_of_memory": True}))
     torch._dynamo.reset()
     plain = GPTConfig(vocab_size=128, n_positions=8, n_layer=1, n_head=1, n_embd=16).build()
-    forward = plain.wte.forward
+    forward, there = plain.wte.forward, []
 
     def limited(input_ids):
+        there.append(all(parameter.grad is not None for parameter in plain.parameters()))
         if len(input_ids) > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(input_ids)
@@ -50,6 +64,7 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     model = torch.compile(plain, backend=counter, dynamic=False)
     config = TrainConfig(sequence_length=8, n_positions=8, total_batch_size=60 * 8)
     assert fitting_batch_size(config, Accelerator(cpu=True), model) == 20
+    assert all(there), "a trial had no gradients, which the second micro-batch of an update has"
     compiled = counter.frame_count
     tokens = torch.zeros(20, 8, dtype=torch.int64)
     for size in (20, 10, 5, 4, 2, 1):

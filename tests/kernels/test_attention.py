@@ -1,12 +1,22 @@
 """The attention kernel: its error relative to fp64 is about that of torch's attention, at each scale of the scores."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from gpt2_accel import GPT, GPTConfig, kernels
+from gpt2_accel.device import OVERRIDES, attention_order
 from gpt2_accel.kernels import attention as module
-from gpt2_accel.kernels.attention import applies, attention_backward, causal_attention
+from gpt2_accel.kernels.attention import (
+    applies,
+    attention_backward,
+    causal_attention,
+    takes_groups,
+)
+from gpt2_accel.models.parts import attend
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -98,7 +108,7 @@ def test_operator_passes_opcheck():
 
 @pytest.mark.parametrize("length", [128, 100])
 def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
-    """cuDNN is left out for lengths that are not a multiple of 128, and other attention has torch's order."""
+    """cuDNN is left out for lengths that are not a multiple of 128, and for other than causal attention."""
     order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
     model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
     tokens = torch.randint(50, (2, length))
@@ -118,5 +128,33 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         model(tokens, attention_mask=mask[None, None])
     assert seen[0] == [name for name in order if length == 128 or "CUDNN" not in name]
-    assert seen[1] == [kind.name for kind in before]
+    assert seen[1] == ["MATH", "FLASH_ATTENTION"]
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "masked", "groups"),
+    [
+        ((9, 0), torch.bfloat16, False, True),
+        ((9, 0), torch.bfloat16, True, False),
+        ((9, 0), torch.float32, False, False),
+        ((7, 5), torch.float16, False, False),
+    ],
+)
+def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
+    capability, dtype, masked, groups, monkeypatch
+):
+    """Torch's plain attention, which it takes otherwise, keeps all scores in memory."""
+    monkeypatch.setenv(OVERRIDES, json.dumps({"compute_capability": capability}))
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    with kernels.chosen(sdpa_order=attention_order(torch.device("cuda"), False)):
+        assert takes_groups(q, torch.ones(1) if masked else None) == groups
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_repeated_keys_change_nothing(causal, monkeypatch):
+    q, k, v = (torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
+    mask = None if causal else torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    grouped = attend(q, k, v, mask)
+    monkeypatch.setattr(module, "takes_groups", lambda *_: False)
+    torch.testing.assert_close(attend(q, k, v, mask), grouped)

@@ -32,6 +32,14 @@ OPERATORS = {
 }
 
 
+def cross_entropy(logits, *args, **kwargs):
+    """`F.cross_entropy` of contiguous logits; it would call `contiguous` inside."""
+    return torch.nn.functional.cross_entropy(torch.ops.aten.clone(logits), *args, **kwargs)
+
+
+OPERATORS[torch.nn.functional.cross_entropy] = cross_entropy
+
+
 class Operators(TorchFunctionMode):
     """Replaces methods of tensors that ask for a CUDA device, which a build for CPUs does not have, by operators."""
 

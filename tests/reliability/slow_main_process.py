@@ -6,7 +6,6 @@ ACCELERATE_USE_CPU=true accelerate launch --multi_gpu ... slow_main_process.py -
 import os
 import time
 from datetime import timedelta
-from functools import partial
 
 import huggingface_hub.constants
 from accelerate import Accelerator
@@ -30,7 +29,9 @@ def slowly(function):
 
 
 limited = InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))
-accelerator_module.Accelerator = partial(Accelerator, kwargs_handlers=[limited])
+accelerator_module.Accelerator = lambda kwargs_handlers: Accelerator(
+    kwargs_handlers=[*kwargs_handlers, limited]
+)
 setup_module.verify_data = slowly(setup_module.verify_data)
 CheckpointWriter._write = slowly(CheckpointWriter._write)
 huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]

@@ -48,5 +48,6 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     wide, wide_gradient = trained("wide", *fsdp, *EAGER, gather_fp32=True)
     assert losses(wide) == pytest.approx(losses(lines), abs=2e-5)
     assert error(wide_gradient, gradient) < 1e-3
-    by_block, _ = trained("by_block", *fsdp, *BY_BLOCK)
-    assert losses(by_block) == pytest.approx(losses(lines), abs=2e-3)
+    for name, how in (("by_block", fsdp), ("ddp_by_block", ddp)):
+        by_block, _ = trained(name, *how, *BY_BLOCK)
+        assert losses(by_block) == pytest.approx(losses(lines), abs=2e-3)

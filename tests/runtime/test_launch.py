@@ -405,7 +405,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
     save_pretrained(GPT(GPTConfig(257, 32, 1, 2, 64)), tmp_path / "start", byte_tokenizer())
     shape = GPTConfig(257, 32, 1, 2, 64)
     assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
-    with pytest.raises(ValueError, match="device must be one of B200, .*got 'a100'"):
+    with pytest.raises(ValueError, match="device must be one of GB300, .*got 'a100'"):
         train(replace(config, device="a100"))
     with pytest.raises(FileNotFoundError, match="--accelerate_config no.yaml: there is no such"):
         train(replace(config, accelerate_config="no.yaml"))
@@ -465,3 +465,12 @@ def test_profile_writes_a_trace_of_some_updates(data_dir, tmp_path, capsys):
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"ProfilerStep#5", "ProfilerStep#6"} <= names
     assert any("addmm" in name for name in names)
+
+
+def test_fsdp2_on_cpus_says_that_nothing_is_sharded(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, micro_batch_size=2, max_steps=2)
+    flags = ("--dynamo_backend", "no", "--mixed_precision", "no")
+    script = ("tests/train_script.py", *as_flags(config))
+    done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("FSDP2 for GPUs only: each process holds the whole model") == 1
