@@ -161,8 +161,8 @@ class RunContext:
     def finished(self) -> None:
         """Marks the run as complete: its final model is written. Removes the checkpoints that are not to be kept."""
         if self._status is not None:
+            self.writer.rotate(self.state.step)  # first: a complete run that starts again does nothing
             self._status.finished()
-            self.writer.rotate(self.state.step)
 
     def stopped(self, reason: str) -> None:
         """Marks the run as ended before it is complete."""
