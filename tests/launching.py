@@ -105,9 +105,9 @@ class Started:
         self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})
 
     def poll(self) -> int | None:
-        """Returns None while a process runs, then 0 or the exit code of the first failed process."""
+        """Returns None while a process runs, then the exit code."""
         codes = ask({"poll": self.pids})
-        return None if None in codes else next(filter(None, codes), 0)
+        return None if None in codes else exit_code(codes)
 
     def wait(self, seconds: float = SECONDS) -> int:
         """Waits and returns the exit code. Kills the processes after `seconds` and raises `TimeoutExpired`."""
@@ -159,6 +159,11 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
     return argv, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
 
 
+def exit_code(codes: list[int]) -> int:
+    """Returns the exit code of a launch: that of a process that failed, before those that a signal ended for it."""
+    return next((code for code in codes if code > 0), min(codes))
+
+
 def hold_store(environments: list[dict[str, str]]) -> None:
     """Holds the store that the processes of a launch connect to, as torchrun does, until this process ends."""
     if "TORCHELASTIC_USE_AGENT_STORE" in environments[0]:
@@ -185,7 +190,7 @@ def forked(
         }
         codes = ask(request, at_import or {})
         return subprocess.CompletedProcess(
-            argv, next(filter(None, codes), 0), *(p.read_text() for p in (output, errors))
+            argv, exit_code(codes), *(p.read_text() for p in (output, errors))
         )
 
 
