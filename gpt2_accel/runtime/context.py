@@ -161,7 +161,9 @@ class RunContext:
     def finished(self) -> None:
         """Marks the run as complete: its final model is written. Removes the checkpoints that are not to be kept."""
         if self._status is not None:
-            self.writer.rotate(self.state.step)  # first: a complete run that starts again does nothing
+            self.writer.rotate(
+                self.state.step
+            )  # first: a complete run that starts again does nothing
             self._status.finished()
 
     def stopped(self, reason: str) -> None:
