@@ -243,9 +243,7 @@ def take_lock(folder: Path, hint: str) -> TextIO:
         raise BlockingIOError(
             f"{folder} is in use by {holder or 'another run'}: wait for it to end, or {hint}"
         )
-    if (
-        os.fstat(file.fileno()).st_nlink == 0
-    ):  # removed by the last holder, after it was opened here
+    if not os.fstat(file.fileno()).st_nlink:  # the last holder removed it after it was opened here
         file.close()
         return take_lock(folder, hint)
     file.truncate(0)

@@ -161,9 +161,8 @@ class RunContext:
     def finished(self) -> None:
         """Marks the run as complete: its final model is written. Removes the checkpoints that are not to be kept."""
         if self._status is not None:
-            self.writer.rotate(
-                self.state.step
-            )  # first: a complete run that starts again does nothing
+            # Before the status: a complete run that is started again removes nothing.
+            self.writer.rotate(self.state.step)
             self._status.finished()
 
     def stopped(self, reason: str) -> None:
