@@ -122,6 +122,11 @@ class CheckpointWriter:
             message = f"the last checkpoint could not be written: {sentence(self._error)}"
             raise OSError(message) from self._error
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last write failed."""
+        return self._error is not None
+
     def join(self) -> None:
         """Waits for a running write."""
         if self._thread is not None:

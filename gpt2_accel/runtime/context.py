@@ -122,14 +122,16 @@ class RunContext:
             self._frozen = True
 
     def save(self) -> None:
-        """Waits for the previous checkpoint and starts to write the one of this step, if it is not saved. All ranks call
-        it.
+        """Waits for the previous checkpoint and starts to write the one of this step, unless it is written. All ranks
+        call it.
 
         Raises `OSError` if the run's folder was removed or moved since the start, after the checkpoint is written."""
         state = self.state
-        if state.step == self._saved_step:
+        folder_is_gone, failed = on_main_process(
+            self.accelerator, lambda: (self._folder_is_gone(), self.writer.failed)
+        )
+        if state.step == self._saved_step and not failed:
             return
-        folder_is_gone = on_main_process(self.accelerator, self._folder_is_gone)
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,

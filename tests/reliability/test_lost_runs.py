@@ -1,5 +1,6 @@
 """A run is never lost or wrong in silence: two starts at once, closed terminals, long updates, shards that change."""
 
+import errno
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from launching import ROOT, launch, python
 from safetensors.torch import load_file
 from test_reliability import KILLING_SCRIPT, SCRIPT, finish, last_step, start, wait_for, weights
 
+import gpt2_accel.checkpoint.writer as writer_module
 import gpt2_accel.data.shards as shards_module
 import gpt2_accel.runtime.context as context_module
 import gpt2_accel.train as train_module
@@ -160,6 +162,28 @@ def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
     with pytest.raises(ValueError, match="resume from checkpoint-9 or an earlier one"):
         run(tiny_config(data_dir, tmp_path, **settings, **again))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-9"]
+
+
+def test_a_save_that_failed_is_tried_again_when_the_run_stops(data_dir, tmp_path, monkeypatch):
+    """A signal within the update after a failed save: the step is the same, and the disk may have room by now."""
+    honest, accumulate = writer_module.save_pretrained, train_module.accumulate_gradients
+    failures = iter([OSError(errno.ENOSPC, "No space left on device")])
+
+    def full_once(*args, **kwargs):
+        if error := next(failures, None):
+            raise error
+        return honest(*args, **kwargs)
+
+    def stopped(accelerator, model, loader, first, sequences, interrupted):
+        ends = first // sequences == 4
+        return None if ends else accumulate(accelerator, model, loader, first, sequences)
+
+    monkeypatch.setattr(writer_module, "save_pretrained", full_once)
+    monkeypatch.setattr(train_module, "accumulate_gradients", stopped)
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    [checkpoint] = list_checkpoints(tmp_path)
+    assert checkpoint.name == "checkpoint-4" and find_corruption(checkpoint) is None
+    assert status(tmp_path)["state"] == "stopped"
 
 
 # 6: a closed terminal or pipe
