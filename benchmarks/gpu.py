@@ -3,9 +3,10 @@
     python benchmarks/gpu.py tests bench ladder generate profile
 
 Each part takes at most 8 minutes. A part has steps: processes with a time limit each, and the next one starts if one
-fails. A step for which no time is left is not started; a second call, with warm caches, has time for it. It needs torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The results of all
-parts are in `gpu.json` in the folder of the device's results, beside those that the benchmarks write there;
-`benchmarks/table.py` shows the trainings, the ladder and generation in docs/.
+fails. A step for which no time is left is not started; a second call, with warm caches, has time for it. It needs
+torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The results of all parts are in
+`gpu.json` in the folder of the device's results, beside those that the benchmarks write there; `benchmarks/table.py`
+shows the trainings, the ladder and generation in docs/.
 
 Without a GPU every part runs, with tiny models, into runs/gpu.
 """
@@ -61,7 +62,7 @@ def steps(part: str, cuda: bool, results: Path) -> list[Step]:
             Step("training", training("gpt2" if cuda else "tiny"), 220),
             Step("kernels", script("kernels", "", *into), 60),
         ]
-        large = ("alone", "switches") if cuda else ()
+        large = ("micro_batch", "switches") if cuda else ()
         return found + [Step(size, training(size), 100) for size in large]
     if part == "ladder":
         folder = ("--output_dir", str(results / ("cuda" if cuda else "cpu") / "ladder"))

@@ -59,7 +59,8 @@ def aims(folder: str | Path) -> str:
     """Returns the table of aims and measurements."""
     names = ("training-gpt2", "training-baby", "generate")
     gpt2, baby, generate = (read_result(name, "cpu", folder) for name in names)
-    gpu, alone = (read_result(f"training-{name}", "cuda", folder) for name in ("gpt2", "alone"))
+    sizes = ("gpt2", "micro_batch")
+    gpu, large = (read_result(f"training-{name}", "cuda", folder) for name in sizes)
     cpu, rows = "124M on a CPU", []
     for what, other, speed, memory in (
         (f"{cpu} against HF's Trainer in bf16, both without dropout", "HF Trainer", 2.2, 0.6),
@@ -78,7 +79,7 @@ def aims(folder: str | Path) -> str:
         compare(f"{loop}, 124M", "≤", 0.02, pick(gpt2, "overhead"), "%", 1),
         compare(f"{loop}, nanoGPT's CPU model", "≤", 0.05, pick(baby, "overhead"), "%", 1),
         compare(sample, "≥", 1.5, best_generation(generate)),
-        gpu_speed(alone),
+        gpu_speed(large),
         compare(f"124M on a GPU: {ceiling}", "≥", 0.5, pick(gpu, "mfu"), "%", 0, NO_GPU),
     ]
     for what, other, aim in (
@@ -298,7 +299,9 @@ def generation(folder: str | Path) -> str:
 
 def gpu(folder: str | Path) -> str:
     """Returns the tables of the trainings on a GPU that no other section has."""
-    found = (read_result(f"training-{name}", "cuda", folder) for name in ("alone", "switches"))
+    found = (
+        read_result(f"training-{name}", "cuda", folder) for name in ("micro_batch", "switches")
+    )
     tables = [training("gpt2", result) for result in found if result]
     return "\n\n".join(tables) or f"`make gpu`: {NOT_MEASURED}, {NO_GPU}."
 

@@ -12,7 +12,7 @@ The time excludes building, warmup and compilation. A ratio is the median of the
   the toolkit's kernels but no Accelerate.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
 - qwen3: a Qwen3 of the same layers, heads and width as 124M, beside `Qwen3ForCausalLM` in HF's Trainer and GPT-2 here.
-- alone: 124M on a GPU, the toolkit with a micro-batch of 64 x 1,024 tokens.
+- micro_batch: 124M on a GPU, the toolkit with updates of 64 x 1,024 tokens, as one micro-batch and as four.
 - switches: 124M on a GPU, the toolkit with the options of `SWITCHES`.
 - tiny: to try this script.
 
@@ -31,6 +31,7 @@ from results import RESULTS, ratios, summary, write_result
 # Do not import torch before all contestants have ended: on Linux a process inherits the peak memory of its parent.
 
 HF_DEFAULTS = "HF Trainer, its dropout"
+FOUR = "gpt2_accel, four micro-batches"
 OUR_QWEN3, HF_QWEN3 = "gpt2_accel, Qwen3", "HF Trainer, Qwen3"
 # Options of inductor that the toolkit leaves off, as environment variables.
 SWITCHES = {
@@ -45,6 +46,7 @@ CONTESTANTS = {
     "matmul": Job("matmul"),
     "bare loop": Job("loop", optimizer="toolkit", chunked_loss=True, tuned=True),
     HF_DEFAULTS: Job("hf_trainer", dropout=True),
+    FOUR: Job("toolkit", accumulation=4),
     OUR_QWEN3: Job("toolkit", architecture="qwen3"),
     HF_QWEN3: Job("hf_trainer", architecture="qwen3"),
     **{name: Job("toolkit", environment=switch) for name, switch in SWITCHES.items()},
@@ -55,6 +57,7 @@ PAIRS = {
     "HF Trainer": "gpt2_accel",
     HF_DEFAULTS: "gpt2_accel",
     "plain loop": "gpt2_accel",
+    FOUR: "gpt2_accel",
     HF_QWEN3: OUR_QWEN3,
     "gpt2_accel": OUR_QWEN3,
 }
@@ -83,10 +86,10 @@ QWEN3 = (OUR_QWEN3, HF_QWEN3)
 SIZES = {
     "gpt2": Size(SMALL, (4, 16), (1, 20), True, (ALL, ("gpt2_accel", "bare loop", HF_DEFAULTS))),
     "qwen3": Size(SMALL, (4, 16), (1, 20), True, (("gpt2_accel", *QWEN3),)),
-    "alone": Size(SMALL, (4, 64), (1, 20), True, (("gpt2_accel", "matmul"),)),
+    "micro_batch": Size(SMALL, (4, 64), (1, 20), True, (("gpt2_accel", FOUR, "matmul"),)),
     "switches": Size(SMALL, (4, 16), (1, 20), True, (("gpt2_accel", *SWITCHES),)),
     "baby": Size(BABY, (12, 12), (100, 100), False, ((*ALL[:3], "bare loop"),)),
-    "tiny": Size(TINY, (4, 4), (5, 5), False, ((*ALL, "bare loop", *QWEN3),)),
+    "tiny": Size(TINY, (4, 4), (5, 5), False, ((*ALL, FOUR, "bare loop", *QWEN3),)),
 }
 
 
@@ -115,7 +118,7 @@ def compete(
 
 
 def build_job(name: str, fast: bool, shape: dict, batch_size: int, data: str, facts: dict) -> Job:
-    """Returns the job of a contestant; `facts` is the reply of `worker.data`.
+    """Returns the job of a contestant with updates of `batch_size` sequences; `facts` is the reply of `worker.data`.
 
     With `fast`, HF's Trainer and the plain loop are compiled on a GPU only; the plain loop is in fp32 on a CPU.
     """
@@ -131,7 +134,7 @@ def build_job(name: str, fast: bool, shape: dict, batch_size: int, data: str, fa
     return replace(
         job,
         shape=shape,
-        batch_size=batch_size,
+        batch_size=batch_size // job.accumulation,
         precision="bf16" if bf16 else "no",
         compile=compiled,
         data_dir=data,

@@ -87,7 +87,7 @@ def settings(job: Job) -> "TrainConfig":
         output_dir=job.output_dir,
         architecture=job.architecture,
         micro_batch_size=job.batch_size,
-        total_batch_size=job.batch_size * job.shape["n_positions"],
+        total_batch_size=job.accumulation * job.batch_size * job.shape["n_positions"],
         max_steps=ENDLESS,
         learning_rate=LEARNING_RATE,
         beta2=BETA2,
