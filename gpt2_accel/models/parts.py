@@ -76,12 +76,14 @@ def attend(
     if isinstance(mask, BlockMask):
         return block_attention(q, k, v, mask)
     causal, groups = mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
-    if groups > 1 and not attention.takes_groups(q, mask):
-        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-        groups = 1
+    grouped = False  # not `groups > 1`: torch 2.11 breaks the graph at a comparison of dynamic sizes as an argument
+    if groups > 1:
+        grouped = attention.takes_groups(q, mask)
+        if not grouped:
+            k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
     with attention.preferred(q.shape[2], causal and not cached):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
         )
 
 
