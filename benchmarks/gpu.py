@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 LONGEST = 480  # seconds of a part
 SHORTEST = 10  # seconds in which a step can do anything
 # What compiles several models comes last: with cold caches it may not fit into the part.
-CHECKS = ("resume", "attention", "train", "export", "evaluation", "generation", "fp16", "fsdp2")
-CHECKS += ("deterministic", "document_mask", "auto_batch")
+CHECKS = ("peak", "contexts", "attention", "resume", "train", "export", "evaluation", "generation")
+CHECKS += ("fp16", "fsdp2", "qwen3", "deterministic", "document_mask", "auto_batch")
 LINES = 12  # of a failed step's output
 TINY_LADDER = "--size tiny --sequence_length 32 --steps 1 --accumulation 2 --attention 1 2 32 16"
 TINY_TEXT = "--new_tokens 4 --rounds 1 --no_cache_tokens 0 --dtypes float32"

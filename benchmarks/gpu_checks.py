@@ -17,7 +17,9 @@ from accelerate.state import AcceleratorState, GradientState
 from timing import this_device
 
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.device import device_name, matmul_flops, peak_flops
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train as run_training
@@ -81,6 +83,38 @@ def train(folder: Path) -> None:
     check_close(losses(compiled)[:5], losses(eager)[:5], 0.05)
     exact = run(folder, "fp32", precision="no", compiled=False)
     check_close(losses(eager)[:5], losses(exact)[:5], 0.1)
+
+
+def qwen3(folder: Path) -> None:
+    """A Qwen3, with grouped queries and rotary angles as an operator, has the same losses compiled and not."""
+    compiled, eager = (
+        run(folder, name, compiled=name == "compiled", architecture="qwen3")
+        for name in ("compiled", "eager")
+    )
+    check_learned(compiled)
+    check_close(losses(compiled)[:5], losses(eager)[:5], 0.05)
+
+
+def peak(folder: Path) -> None:
+    """The product of two matrices in bf16 reaches a part of the GPU's published peak, and no more than all of it."""
+    name = device_name(this_device())
+    if (published := peak_flops(name)) is None:
+        return print(f"skipped: no peak of {name} is known")
+    measured = matmul_flops(this_device(), torch.bfloat16, 8192, repeats=10)
+    print(f"{name}: {measured / 1e12:.0f} of {published / 1e12:.0f} TFLOP/s")
+    assert 0.3 < measured / published < 1.02
+
+
+def contexts(folder: Path) -> None:
+    """A process on another GPU than the first reads ahead without a context on the first."""
+    last = torch.cuda.device_count() - 1
+    if last < 1:
+        return print("skipped: contexts need two GPUs")
+    torch.cuda.set_device(last)
+    batches = ((torch.ones(1), torch.ones(1)) for _ in range(9))
+    with Prefetch(batches, torch.device("cuda", last)) as ahead:
+        assert all(part.device.index == last for batch in ahead for part in batch)
+    assert not torch._C._cuda_hasPrimaryContext(0)
 
 
 def resume(folder: Path) -> None:
