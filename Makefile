@@ -43,7 +43,7 @@ bench: .venv/installed-dev  ## speed and memory against other trainers, into the
 	$(BIN)/python benchmarks/table.py
 
 gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench, ladder, generate or profile
-	$(PYTHON) benchmarks/gpu.py $(PART)
+	PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(PART)
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails
 	$(BIN)/zensical build --clean --strict

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 from conftest import LONG
@@ -151,3 +152,15 @@ def test_a_step_for_which_no_time_is_left_is_not_started(command, monkeypatch):
     assert code == "not started: b"
     assert found["tests"]["a"]["outcome"] == "ok"
     assert found["tests"]["b"]["outcome"] == "not started: the part's 11 s are over"
+
+
+def test_make_gpu_needs_no_installation():
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    command = [
+        "make",
+        "gpu",
+        "PART=none",
+        f"PYTHON={sys.executable} -S",
+    ]  # -S skips the installed package
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert "invalid choice: 'none'" in done.stderr, done.stderr
