@@ -78,7 +78,7 @@ class Study:
         ["data/python_stdlib", "data/shakespeare_char"], "folders of token shards"
     )
     tokens: int = setting(2000 * 12 * LENGTH, "training tokens of nanoGPT's settings")
-    trials: int = setting(20, "settings that each optimizer may try on each corpus")
+    trials: int = setting(26, "settings that each optimizer may try on each corpus")
     seeds: int = setting(5, "runs at each of the settings found, with seeds 1, 2, …")
     processes: int = setting(os.cpu_count() or 1, "runs at a time, each on one thread")
     results: str = setting(str(RESULTS), "folder of the results")
