@@ -149,9 +149,9 @@ def metrics_figure(
 
 
 def settled(y: list[float]) -> list[float]:
-    """Returns the values without the initial fall if it would take more than two thirds of the chart."""
+    """Returns the values without the initial fall if it would take more than half of the chart."""
     rest = y[len(y) // 20 :]
-    return rest if y and y[0] > y[-1] and span(y) > 3 * span(rest) else y
+    return rest if y and y[0] > y[-1] and span(y) > 2 * span(rest) else y
 
 
 def span(values: list[float]) -> float:

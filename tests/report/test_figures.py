@@ -41,12 +41,12 @@ def test_the_legend_names_what_is_drawn_and_a_single_point_has_a_marker(tmp_path
 
 
 def test_the_axis_of_a_short_run_shows_its_first_loss(tmp_path):
-    """The quickstart's fall from ln(4096) takes half of the chart, that of a long run nearly all of it."""
-    for later, whole in ((5.5, True), (3.5, False)):
-        losses = [8.3, 8.0, 7.5, 7.0, 6.0, *np.linspace(later, 3, 95)]
+    """The initial fall stays unless it would take more than half of the chart."""
+    for later, whole in ((4.9, True), (3.5, False)):
+        losses = [6.7, 6.4, 6.0, 5.5, 5.2, *np.linspace(later, 3, 95)]
         lines = [{"step": n, "tokens": n, "train/loss": y} for n, y in enumerate(losses)]
         [ax] = figures.loss_figure([Run(tmp_path, "run", lines=lines)]).axes
-        assert bool(ax.get_ylim()[1] > 8.3) == whole
+        assert bool(ax.get_ylim()[1] > 6.7) == whole
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(data_dir, tmp_path, monkeypatch):

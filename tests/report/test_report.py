@@ -104,7 +104,7 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
     for line in lines[every - 1 :: every]:
         line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
         line |= {
-            "val/perplexity": 20 + 1e8 / line["step"] ** 2,
+            "val/perplexity": 20 + 1e5 / line["step"],
             "val/steady": 1 + line["step"] * 1e-9,
         }
     lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
