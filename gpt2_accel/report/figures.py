@@ -114,9 +114,10 @@ def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
-    """Draws the loss curves of a run to the PNG file `path`. Does nothing without matplotlib or without curves."""
+    """Draws the loss curves of a run to the PNG file `path`, legible on a phone too. Does nothing without matplotlib or
+    without curves."""
     if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
-        figure = loss_figure([read_run(run_dir)])
+        figure = loss_figure([read_run(run_dir)], width=NARROW)
         with atomic_file(path) as file:
             figure.savefig(file, format="png", facecolor="white")
 
