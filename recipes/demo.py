@@ -43,6 +43,7 @@ from gpt2_accel.generation.sampling import (
 from gpt2_accel.hf.convert import describe
 from gpt2_accel.recipe_command import FOLDERS
 
+TITLE = "Continue a text"
 EXAMPLES = ("Hello, I'm a language model,", "Once upon a time", "The most important thing is")
 MAX_SAMPLES = 4
 MAX_NEW_TOKENS = 1000  # of one visit: the others wait
@@ -163,13 +164,13 @@ def build_page(
     models: list[LoadedModel], compile: bool, examples: Sequence[str] = EXAMPLES
 ) -> "gr.Blocks":
     """The Gradio page: the prompt above, a column for each model below, or a tab on a phone."""
-    with gr.Blocks(title="Talk to a language model", analytics_enabled=False) as page:
-        gr.Markdown("# Talk to a language model\nThe model continues the text that you begin.")
+    with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
+        gr.Markdown(f"# {TITLE}\nThe model continues the text that you begin.")
         prompt = gr.Textbox(label="Prompt", lines=3, autofocus=True, info="Empty: a text's start.")
         gr.Examples([[text] for text in examples], prompt, label="Examples")
         with gr.Row():
-            write = gr.Button("Write", variant="primary")
-            stop = gr.Button("Stop", variant="stop", visible=False)
+            write = gr.Button("Write", variant="primary", scale=4)
+            stop = gr.Button("Stop", variant="secondary", visible=False, min_width=80)
         with gr.Accordion("Settings", open=False):
             inputs = [prompt, *settings_row()]
         outputs = [stop]
@@ -234,14 +235,17 @@ def is_code(text: str) -> bool:
 def settings_row() -> list:
     """The inputs that are settings, in the order in which `read_settings` takes them."""
     default = Sampling(max_new_tokens=100)
+    integer = {"precision": 0, "min_width": 120}  # six in a line, two on a phone
     with gr.Row():
         return [
-            gr.Slider(0, 2, default.temperature, step=0.05, label="Temperature", info="0: greedy"),
-            gr.Number(default.top_k, label="Top-k", precision=0, info="0 keeps all"),
-            gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all"),
-            gr.Number(default.max_new_tokens, label="Length", precision=0, info="new tokens"),
-            gr.Number(default.seed, label="Seed", precision=0, info="same seed, same text"),
-            gr.Slider(1, MAX_SAMPLES, 1, step=1, label="Samples", info="side by side"),
+            gr.Number(
+                default.temperature, label="Temperature", info="0: greedy", step=0.1, min_width=120
+            ),
+            gr.Number(default.top_k, label="Top-k", info="0 keeps all", **integer),
+            gr.Number(default.top_p, label="Top-p", info="1 keeps all", step=0.05, min_width=120),
+            gr.Number(default.max_new_tokens, label="Length", info="new tokens", **integer),
+            gr.Number(default.seed, label="Seed", info="fixes the text", **integer),
+            gr.Number(1, label="Samples", info=f"1 to {MAX_SAMPLES}", **integer),
         ]
 
 
@@ -256,6 +260,8 @@ def read_settings(
     """The values of `settings_row`, None where a visitor left one empty; raises `ValueError` then too."""
     if None in (temperature, top_k, top_p, length, seed, num_samples):
         raise ValueError("a setting is empty: give a number")
+    if num_samples > MAX_SAMPLES:
+        raise ValueError(f"the samples must be at most {MAX_SAMPLES}, got {num_samples}")
     if length > MAX_NEW_TOKENS:
         raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
     return Sampling(
@@ -263,7 +269,7 @@ def read_settings(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        num_samples=int(num_samples),
+        num_samples=num_samples,
         seed=seed,
     )
 
@@ -328,7 +334,7 @@ def space_metadata(config: Demo) -> dict:
     Fields: https://huggingface.co/docs/hub/spaces-config-reference.
     """
     return {
-        "title": "Talk to a language model",
+        "title": TITLE,
         "emoji": "💬",
         "colorFrom": "blue",
         "colorTo": "gray",

@@ -4,7 +4,7 @@
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
-saves time from about a thousand tokens.
+saves time in one sample of more than about a thousand tokens (docs/generation.md).
 """
 
 from collections.abc import Iterator

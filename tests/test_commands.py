@@ -48,6 +48,9 @@ LOCAL = {
     "--config my_settings.yaml --learning_rate 5e-4 --optimizer muon": (
         f"{SMALL} --input my_texts/0.txt"
     ),
+    "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/shakespeare_char.py": (
+        f"{SMALL} --input my_texts/0.txt --output_dir runs/shakespeare"
+    ),
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
     "python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml "
     "--device A100": "",
@@ -102,7 +105,6 @@ SERVERS = (
 )
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
-    "make test": "runs these tests",
     "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "> run.log '2>&1' &": "trains for two minutes",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
@@ -224,6 +226,14 @@ def test_every_documented_command_runs(tmp_path):
     for line, flags in (LOCAL | PROGRAM).items():
         done = run_command(line, flags, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def test_the_dry_run_prints_what_the_hardware_page_quotes(tmp_path):
+    prepare_folder(tmp_path)
+    page = (ROOT / "docs/hardware.md").read_text()
+    [command] = [command for command in commands_of(page) if "--dry_run" in command]
+    done = run_command(command, "", tmp_path)
+    assert f"```\n{done.stdout}```" in page
 
 
 def header_commands() -> list[str]:

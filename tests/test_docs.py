@@ -56,6 +56,13 @@ def test_files_that_a_page_names_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=str)
+def test_every_column_of_a_table_but_the_first_has_a_name(page):
+    heads = re.findall(r"^\|(.+)\|\n\| ?---", page.read_text(), re.MULTILINE)
+    names = [name.strip() for head in heads for name in head.split("|")[1:]]
+    assert "" not in names and not any("our " in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("page", "defaults"),
     [
@@ -76,6 +83,14 @@ def test_the_defaults_of_the_settings_are_those_of_the_code(page, defaults):
             assert float(written.replace(",", "")) == default, name
         elif isinstance(default, str):
             assert written == f"`{default}`", name
+
+
+def test_one_page_says_what_was_not_run_on_a_gpu():
+    pages = [ROOT / "README.md", *PAGES]
+    saying = [
+        page for page in pages if re.search(r"No GPU was\s+available", page.read_text(), re.I)
+    ]
+    assert saying == [ROOT / "docs/hardware.md"]
 
 
 def test_the_citation_names_the_licence_and_what_the_format_requires():

@@ -174,8 +174,8 @@ def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
                 plain = (w for w in rest.split() if w[0] != "-" and w != "constraints.txt")
                 found |= dict.fromkeys(re.findall(r"'([^']+)'", rest) or [next(plain)], path)
     local = re.compile(r"\.|dist/gpt2_accel-.*\.whl$|git\+ADDRESS$")
-    # In the page of messages; in the code, from `TRACKERS` and from the package's metadata.
-    filled_in = {"…", "{TRACKERS[name]}", "{requirement}", "{names}"}
+    # In the page of messages; in the code, from `TRACKERS` and from the package's metadata; in the notebook.
+    filled_in = {"…", "{TRACKERS[name]}", "{requirement}", "{names}", "{source}"}
     named = {word for word in found if not local.match(word)} - filled_in | {*TRACKERS.values()}
     # Reads exported models, and is built from source: no extra.
     known = requirements() | {"llama-cpp-python[server]==0.3.36"}

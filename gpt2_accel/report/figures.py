@@ -80,39 +80,44 @@ def same_tokens(runs: list[Run]) -> bool:
 
 
 def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "Figure":
-    """Training loss, thin, and validation loss, bold, of several runs over one of `AXES`: in nats per token, or in bits
-    per byte where the runs' tokenizers differ. The training loss is then by the bytes per token of the validation data.
+    """Training loss, faint, its moving average, thin, and validation loss, bold, of several runs over one of `AXES`: in
+    nats per token, or in bits per byte where the runs' tokenizers differ. The training loss is then by the bytes per
+    token of the validation data.
     """
     nats = same_tokens(runs)
     validation = "val/loss" if nats else "val/bits_per_byte"
     figure, [[ax]] = new_figure(width, 4.2 if width == WIDE else 3.2)
     shown = []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        bold_x, bold_y = run.curve(validation, axis)
         x, y = thinned(*run.curve("train/loss", axis))
         if not nats:
             unit = run.bits_per_byte
             x, y = (x, [value * unit for value in y]) if unit else ([], [])
         ax.plot(x, y, color=colour, linewidth=0.7, alpha=0.35)
-        ax.plot(x, smoothed(y), color=colour, linewidth=1, gid=f"{run.name}, training")
-        shown += settled(y)
-        x, y = run.curve(validation, axis)
-        marker = "o" if len(x) <= 60 else None
-        style = {"linewidth": 2.2, "marker": marker, "markersize": 4, "label": run.name}
-        ax.plot(x, y, color=colour, gid=f"{run.name}, validation", **style)
-        shown += settled(y)
+        style = {"linewidth": 1, "marker": "o" if len(x) == 1 else None, "markersize": 2.5}
+        # The legend names what is drawn: the validation loss, or else the training loss.
+        style["label"] = run.name if x and not bold_x else None
+        ax.plot(x, smoothed(y), color=colour, gid=f"{run.name}, training", **style)
+        style = {"linewidth": 2.2, "marker": "o" if len(bold_x) <= 60 else None, "markersize": 4}
+        style["label"] = run.name if bold_x else None
+        ax.plot(bold_x, bold_y, color=colour, gid=f"{run.name}, validation", **style)
+        shown += settled(y) + settled(bold_y)
     shown += draw_gpt2_line(ax, runs, validation)
     unit = "nats per token" if nats else "bits per byte, as the tokenizers differ"
     colon = ": " if width == WIDE else ":\n"
-    finish_axes(ax, axis, f"loss in {unit}{colon}training thin, validation bold", shown)
-    if runs:
+    lines = "training faint, its moving average thin, validation bold"
+    finish_axes(ax, axis, f"loss in {unit}{colon}{lines}", shown)
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, loc="upper right", labelcolor=INK, fontsize=9)
     return figure
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
-    """Draws the loss curves of a run to the PNG file `path`. Does nothing without matplotlib or without curves."""
+    """Draws the loss curves of a run to the PNG file `path`, legible on a phone too. Does nothing without matplotlib or
+    without curves."""
     if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
-        figure = loss_figure([read_run(run_dir)])
+        figure = loss_figure([read_run(run_dir)], width=NARROW)
         with atomic_file(path) as file:
             figure.savefig(file, format="png", facecolor="white")
 
@@ -145,8 +150,15 @@ def metrics_figure(
 
 
 def settled(y: list[float]) -> list[float]:
-    """Returns the values without the initial fall, which would flatten the rest of the chart."""
-    return y[len(y) // 20 :] if y and y[0] > y[-1] else y
+    """Returns the values without the initial fall if it would take more than half of the chart."""
+    rest = y[len(y) // 20 :]
+    return rest if y and y[0] > y[-1] and span(y) > 2 * span(rest) else y
+
+
+def span(values: list[float]) -> float:
+    """Returns the difference between the highest and the lowest finite value."""
+    finite = [value for value in values if math.isfinite(value)]
+    return max(finite, default=0.0) - min(finite, default=0.0)
 
 
 def finish_axes(ax: "Axes", axis: str, title: str, values: list[float]) -> None:

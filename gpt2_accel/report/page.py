@@ -109,9 +109,9 @@ def table_of_runs(runs: list[Run]) -> str:
         "state": state_of,
         "parameters": lambda run: number(run.metadata.get("parameters")),
         "data": lambda run: run.metadata.get("data"),
-        "tokens": lambda run: number(run.last("tokens")),
-        "training": time_of,
-        "FLOPs": compute_of,
+        "tokens": lambda run: of_last_line(run, number(run.last("tokens"))),
+        "training": lambda run: of_last_line(run, time_of(run)),
+        "FLOPs": lambda run: of_last_line(run, compute_of(run)),
         "hardware": lambda run: run.metadata.get("hardware"),
         "git commit": lambda run: short_commit(run.metadata.get("git_commit")),
     }
@@ -132,7 +132,7 @@ def table(heads: list[str], rows: dict[str, list[str | None]]) -> str:
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(
         f'<tr><th scope="row">{html.escape(title)}</th>'
-        + "".join(f"<td>{html.escape(str(cell or '-'))}</td>" for cell in cells)
+        + "".join(f"<td>{in_html(str(cell or '-'))}</td>" for cell in cells)
         + "</tr>"
         for title, cells in rows.items()
     )
@@ -177,7 +177,7 @@ def state_of(run: Run) -> str:
         return ""
     of = f" of {run.settings['max_steps']:,}" if "max_steps" in run.settings else ""
     reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-    return f"{run.status.get('state')} at update {run.status.get('step', 0):,}{of}{reason}"
+    return f"{run.status.get('state')} at update {run.step:,}{of}{reason}"
 
 
 def number(value: float | None) -> str:
@@ -195,8 +195,17 @@ def figure(values: dict, name: str) -> str:
 def newest(run: Run, name: str) -> str:
     """Returns a run's newest value of a metric, and its update if that is not the run's last."""
     line = next((line for line in reversed(run.lines) if name in line), {})
-    value = figure(line, name)
-    earlier = value and line["step"] != run.lines[-1]["step"]
+    return at_update(run, line, figure(line, name))
+
+
+def of_last_line(run: Run, value: str) -> str:
+    """Returns a value of the run's last logged update, and that update if it is not the run's last."""
+    return at_update(run, run.lines[-1] if run.lines else {}, value)
+
+
+def at_update(run: Run, line: dict, value: str) -> str:
+    """Adds the update of a line of `metrics.jsonl` to its value, if that is not the run's last update."""
+    earlier = value and line["step"] < run.step
     return value + (f" at update {line['step']:,}" if earlier else "")
 
 
@@ -310,5 +319,10 @@ def add_attention(page: Page, run: Run, text: str) -> None:
 
 def bullets(lines: list[str]) -> str:
     """Returns lines of text as an HTML list, or an empty string."""
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    items = "".join(f"<li>{in_html(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""
+
+
+def in_html(text: str) -> str:
+    """Returns text as HTML in which a path breaks after a slash, not within a name."""
+    return html.escape(text).replace("/", "/<wbr>")

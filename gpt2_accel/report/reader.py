@@ -54,6 +54,11 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def step(self) -> int:
+        """The number of updates done, as far as the files say: either of them may be the newer."""
+        return max(self.status.get("step", 0), self.lines[-1]["step"] if self.lines else 0)
+
+    @property
     def evaluations(self) -> list[str]:
         """The names of all evaluation results, such as `val/loss`, without standard errors."""
         names = dict.fromkeys(name for line in self.lines for name in line if "/" in name)

@@ -203,7 +203,7 @@ def test_the_stop_button_stops_generation(visitor):
 
 def test_examples_settings_copies_and_messages(visitor):
     page = visitor.page
-    assert page.get_by_role("heading", name="Talk to a language model").is_visible()
+    assert page.get_by_role("heading", name="Continue a text").is_visible()
     assert not page.get_by_text("Top-k").is_visible()
     page.get_by_text("Once upon a time").click()
     visitor.wait_for(lambda: visitor.prompt.input_value() == "Once upon a time")
@@ -247,20 +247,21 @@ def test_code_is_monospaced_and_examples_are_those_of_the_run(tmp_path):
 
 
 def test_invalid_settings_show_a_message_and_others_generate(visitor):
-    good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0}
+    good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0, "Samples": 1}
     for label, value, message in (
         ("Top-k", -1, "top_k must not be negative, got -1"),
         ("Length", 0, "max_new_tokens must be at least 1"),
         ("Length", 100000, "at most 1000 tokens"),
         ("Seed", -5, "seed must not be negative"),
         ("Seed", "", "a setting is empty"),
+        ("Temperature", -1, "temperature must not be negative"),
+        ("Samples", 5, "at most 4, got 5"),
     ):
         visitor.write("x", **{**good, label: value})
         visitor.wait_for_message(message)
     visitor.write("", **good, **{"Top-p": 1})
     visitor.wait_for_texts("", 7)
-    # The slider limits the temperature to 0, and top_k 99999 keeps all 257 tokens.
-    visitor.write("y", **{"Top-k": 99999, "Temperature": -1})
+    visitor.write("y", **{"Top-k": 99999})  # keeps all 257 tokens
     visitor.wait_for_texts("y", 7)
     visitor.write("z" * 300)
     visitor.wait_for_texts("z" * 300, 7)

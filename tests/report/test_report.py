@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.report import page as page_module
 from gpt2_accel.report.figures import smoothed
-from gpt2_accel.report.page import Page, newest, tell_apart, write_report
+from gpt2_accel.report.page import Page, newest, table_of_runs, tell_apart, write_report
 from gpt2_accel.report.reader import Run, read_run
 
 needs_matplotlib = pytest.mark.skipif(
@@ -101,7 +103,10 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
     ]
     for line in lines[every - 1 :: every]:
         line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
-        line |= {"val/perplexity": 20 + 1e5 / line["step"], "val/steady": 1 + line["step"] * 1e-9}
+        line |= {
+            "val/perplexity": 20 + 1e5 / line["step"],
+            "val/steady": 1 + line["step"] * 1e-9,
+        }
     lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
     run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
     drawn = page.Page()
@@ -222,7 +227,7 @@ def test_gpt2s_lines_are_drawn_only_where_they_apply(runs):
 @needs_matplotlib
 def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     from gpt2_accel.report.figures import loss_figure, themed_svg
-    from gpt2_accel.report.page import Page, add_curves, table_of_runs
+    from gpt2_accel.report.page import Page, add_curves
 
     def written():
         page = Page()
@@ -261,14 +266,29 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     second.metadata["data"] = "another"
     page = written()
     assert "different data" in page and "not known" in second.problems[-1]
-    assert drawn(loss_figure([first, second]))["second, validation"] == []
+    left = loss_figure([first, second])
+    assert drawn(left)["second, validation"] == []
+    assert [line.get_label() for line in left.axes[0].get_legend().get_lines()] == ["first"]
 
 
 def test_a_figure_of_an_earlier_update_says_so(tmp_path):
     found = Run(tmp_path, "run", lines=[{"step": 20, "val/loss": 3.5}])
     assert newest(found, "val/loss") == "3.5000"
-    found.lines.append({"step": 40, "train/loss": 3.4})
+    found.lines.append({"step": 40, "tokens": 5120, "train/loss": 3.4, "train/seconds": 9.0})
     assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
+    found.metadata["flops_per_token"] = 1000
+    assert "<td>5,120</td>" in table_of_runs([found])
+    found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
+    page = table_of_runs([found])
+    assert "<td>stopped at update 50</td>" in page and "<td>5,120 at update 40</td>" in page
+    assert "<td>9 s at update 40</td>" in page and "<td>5.12e+06 at update 40</td>" in page
+
+
+def test_a_path_breaks_after_a_slash_only(tmp_path):
+    found = Run(tmp_path, "run", metadata={"data": "/my/texts <1>"})
+    assert "<td>/<wbr>my/<wbr>texts &lt;1&gt;</td>" in table_of_runs([found])
+    style = (Path(page_module.__file__).parent / "page.html").read_text()
+    assert "anywhere" not in re.search(r"^th, td \{.*?\}", style, re.M | re.S)[0]
 
 
 @needs_matplotlib

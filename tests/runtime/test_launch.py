@@ -177,12 +177,28 @@ def test_the_notebook_trains(tmp_path):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "%pip install" in code[0]
     # It is installed here, so the first cell must not install it.
-    text = "\n".join(code).replace("%pip install --quiet ..", "raise AssertionError")
+    text = "\n".join(code).replace("%pip install --quiet {source}", "raise AssertionError")
     (tmp_path / "text.txt").write_text(make_text(3000, 0))
     (tmp_path / "notebook.py").write_text(text)
     done = python(tmp_path / "notebook.py", cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "source"), [("", ".."), ("https://host/a", "git+https://host/a")]
+)
+def test_the_notebook_has_a_badge_and_installs_the_clone_or_the_address(
+    address, source, monkeypatch
+):
+    badge, install = ("".join(cell["source"]) for cell in small_notebook()["cells"][:2])
+    assert "[![Open in Colab](" in badge
+    installed = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    install = install.replace('ADDRESS = ""', f"ADDRESS = {address!r}")
+    install = install.replace("%pip install --quiet {source}", "installed.append(source)")
+    exec(install, {"installed": installed})
+    assert installed == [source]
 
 
 # FSDP2
