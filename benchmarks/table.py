@@ -167,7 +167,11 @@ def token_rows(result: dict | None) -> list[Row]:
     rows = []
     for baseline, what, aim in (
         ("nanoGPT", "Muon's tokens to the loss of nanoGPT's CPU settings", 0.36),
-        ("AdamW", "Muon's tokens to the loss of the AdamW settings found with an equal budget", 0.75),
+        (
+            "AdamW",
+            "Muon's tokens to the loss of the AdamW settings found with an equal budget",
+            0.75,
+        ),
     ):
         row = compare(what, "≤", aim, None, "%")
         if result:

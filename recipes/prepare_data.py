@@ -48,6 +48,7 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
     with_retries,
 )
+from gpt2_accel.data.tokenizing import worker_context
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -195,6 +196,8 @@ def training_texts(pieces: list[Piece]) -> Iterator[str]:
 
 def prepare_corpus(options: argparse.Namespace) -> dict | None:
     """Writes the shards; returns the manifest, None after submitting Slurm jobs."""
+    if options.workers > 1 and not options.executor:
+        worker_context()  # starts while the tokenizer is built
     plan = plan_of(options)
     plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
     if not options.executor:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
@@ -99,12 +101,19 @@ def check_disk(plan: Plan, writer: "PieceWriter", todo: list[int], size: int) ->
         )
 
 
+def worker_context() -> BaseContext:
+    """Starts the process from which the workers fork, unless it runs; returns its context. It imports this module."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+    return context
+
+
 def tokenize_in_parallel(
     plan: Plan, writer: "PieceWriter", todo: list[int], workers: int, bar: Bar
 ) -> None:
     """Tokenizes the pieces `todo` with `workers` processes. Raises `OSError` if a process is killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpt2_accel.data.tokenizing"])
+    context = worker_context()
     totals = context.Array("q", [0, 0, 0, 0])  # documents, tokens, bytes; whether to stop
     with ProcessPoolExecutor(workers, context, start_worker, (writer, totals)) as pool:
         futures = [pool.submit(make_piece, i, plan.pieces[i]) for i in todo]

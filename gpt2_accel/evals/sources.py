@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from types import UnionType
 
-from huggingface_hub import hf_hub_download
-
 from gpt2_accel.data.sources import LONGEST_LINE, parse_line, read_text
 from gpt2_accel.files import first_line
 from gpt2_accel.hf.benchmarks import SOURCES, Source
@@ -41,6 +39,7 @@ def read_items(task: str, data: str | Path | None = None) -> list[dict]:
 def from_hub(source: Source) -> list[dict]:
     """Returns the rows of a split, downloaded unless they are in the Hub client's cache."""
     from datasets import Dataset
+    from huggingface_hub import hf_hub_download
 
     try:
         path = hf_hub_download(

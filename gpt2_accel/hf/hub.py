@@ -12,14 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
-
 from gpt2_accel.files import first_line
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.recipe_command import recipe_command
+
+# The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # downloaded from a repository
@@ -50,6 +48,8 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
     Only files at the root that match `patterns` are downloaded; with `folder`, those in that folder, whose path is
     returned. Raises `FileNotFoundError` if the repository does not exist or cannot be reached.
     """
+    from huggingface_hub import snapshot_download
+
     repo_id, _, revision = name.partition("@")
     wanted = [f"{folder}/{pattern}" for pattern in patterns] if folder else list(patterns)
     try:
@@ -78,6 +78,8 @@ def push(folder: Path, repo_id: str, *, private: bool) -> str:
     The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
     again after temporary errors. Raises the errors of the Hub client.
     """
+    from huggingface_hub import HfApi
+
     api = HfApi()
     for attempt in itertools.count(1):
         try:
@@ -168,6 +170,8 @@ def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str
 
 def is_final(error: Exception) -> bool:
     """Whether a retry cannot help: the server refused the request, or the request is invalid."""
+    from huggingface_hub.errors import HfHubHTTPError
+
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
         return 400 <= response.status_code < 500 and response.status_code not in (408, 409, 429)
@@ -185,6 +189,8 @@ def reason(error: Exception) -> str:
 
 def check_repo_id(repo_id: str) -> None:
     """Raises `ValueError` if `repo_id` is not a valid name of a repository."""
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(repo_id)
     except ValueError as error:

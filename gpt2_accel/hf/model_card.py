@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from gpt2_accel.files import write_file
 from gpt2_accel.hf.benchmarks import SOURCES
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # whose versions are recorded
 OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
@@ -46,6 +49,8 @@ def model_card(
     `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that
     of its config. Absolute paths in `training` are shortened to their last part.
     """
+    from huggingface_hub import ModelCardData
+
     settings = training.settings if training else {}
     init_from = str(settings.get("init_from") or "")
     on_the_hub = init_from and not (Path(init_from).is_absolute() or Path(init_from).exists())
@@ -84,6 +89,8 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 
 def named_card(text: str, repo_id: str) -> str:
     """Replaces the folder's name in the card's title, metadata and code by the repository's."""
+    from huggingface_hub import ModelCard
+
     card = ModelCard(text, ignore_metadata_errors=True)
     folder, name = card.data.model_name, repo_id.rpartition("/")[2]
     if folder:
@@ -101,11 +108,13 @@ def without_folders(value: object) -> object:
     return re.sub(r"(?<!\S)/\S+", lambda match: Path(match[0].rstrip("/")).name or "/", value)
 
 
-def eval_results(results: Mapping[str, float], data: str | None) -> list[EvalResult] | None:
+def eval_results(results: Mapping[str, float], data: str | None) -> "list[EvalResult] | None":
     """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none.
 
     `data` describes the run's data; its splits are train and val.
     """
+    from huggingface_hub import EvalResult
+
     found = []
     for name, value in results.items():
         task, _, metric = name.partition("/")
@@ -134,6 +143,8 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
 
     A directory without a card gets one; `description` is the model in words.
     """
+    from huggingface_hub import ModelCard
+
     path = directory / "README.md"
     text = (
         path.read_text(encoding="utf-8")

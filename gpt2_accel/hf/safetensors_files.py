@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 
 from gpt2_accel.files import parse_json
@@ -26,6 +25,8 @@ def write_weights(
     folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
 ) -> list[str]:
     """Writes `tensors` as one safetensors file, or as shards with an index in HF's layout. Returns the file names."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     split = split_torch_state_dict_into_shards(
         shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size

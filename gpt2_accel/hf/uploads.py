@@ -9,8 +9,6 @@ from concurrent.futures import thread as executors
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub.utils import disable_progress_bars
-
 from gpt2_accel.files import first_line
 from gpt2_accel.hf import hub
 from gpt2_accel.recipe_command import recipe_command
@@ -52,6 +50,8 @@ class Uploads:
 
     def __enter__(self) -> "Uploads":
         if self.repo_id is not None:
+            from huggingface_hub.utils import disable_progress_bars
+
             disable_progress_bars()  # they would break the run's progress bar
             shutil.rmtree(self.scratch, ignore_errors=True)
         return self
