@@ -20,7 +20,7 @@ from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.files import first_line
 from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
-from gpt2_accel.hf.hub import PICTURE, check_repo_id
+from gpt2_accel.hf.hub import PICTURE, check_login, check_repo_id
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.optim import learning_rate, set_learning_rate
@@ -58,6 +58,8 @@ def train(config: TrainConfig) -> bool:
     with lasting_output():
         accelerator = build_accelerator(config.deterministic, config.gather_fp32)
         check_same_settings(config, accelerator)
+        if config.push_to_hub:
+            on_main_process(accelerator, check_login)
         with lock_run_dir(config, accelerator):
             finished = train_or_evaluate(config, accelerator)
         close(accelerator)

@@ -39,6 +39,7 @@ from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.options import check_separate
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, check_vocabulary, load_tokenizer
@@ -72,6 +73,7 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens", not_negative="seed")
+        check_separate("tasks", self.tasks, TASKS)
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"there is no task {task!r}: choose one of {', '.join(TASKS)}")
@@ -202,7 +204,10 @@ def main() -> None:
     output = output_file(config)
     record = {} if output is None else read_record(output)
     with main_process_first():
-        items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
+        items = {
+            task: read_items(task, files.get(task), f"--data {task}=FILE")[: config.limit]
+            for task in config.tasks
+        }
     names = BASELINES if config.baselines else (config.model,)
     # Before the evaluation: a run that trains meanwhile saves newer checkpoints and removes this one.
     directories = {n: local_directory(verified_directory(n, config.verify)) for n in names}

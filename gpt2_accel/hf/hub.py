@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
@@ -183,9 +183,19 @@ def reason(error: Exception) -> str:
     return f"{first_line(error).removesuffix('.')}: {hint}"
 
 
+def check_login() -> None:
+    """Raises `ValueError` if the Hub client finds no access token. It does not ask the Hub whether the token is valid."""
+    if get_token() is None:
+        raise ValueError(
+            "a push to the Hub needs a login: run `hf auth login`, or set HF_TOKEN to a token that may write there"
+        )
+
+
 def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not a valid name of a repository."""
+    """Raises `ValueError` if `repo_id` is not a valid name of a repository, with its user."""
     try:
+        if "/" not in repo_id:
+            raise ValueError("it names no user")
         validate_repo_id(repo_id)
     except ValueError as error:
         raise ValueError(
