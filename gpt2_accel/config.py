@@ -190,7 +190,7 @@ class TrainConfig:
         False, "resume although the data, the tokenizer or the model's settings changed"
     )
 
-    log_every: int = setting(10, "updates between lines of metrics.jsonl")
+    log_every: int = setting(10, "updates between lines of metrics.jsonl, beside that of the first")
     report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
 
     push_to_hub: str | None = setting(None, "Hub repository, USER/NAME, to push to while training")

@@ -132,7 +132,7 @@ def run_updates(run: RunContext) -> bool:
         if problem is not None:
             run.log.skipped(problem, loader.samples(first, sequences))
             diverged = state.guard.bad_in_a_row == config.max_bad_steps
-        elif due(config.log_every, step, inputs.updates):
+        elif step == 1 or due(config.log_every, step, inputs.updates):
             run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
         for every, evaluate in inputs.evaluations:
             if due(every, step, inputs.updates) and not stopping:

@@ -111,6 +111,7 @@ def evaluate(
     items: dict[str, list[dict]],
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of the model `name` in `directory`, and notes on them."""
+    accelerator.print(f"evaluating {name}", flush=True)
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
     shape = model.config
@@ -128,6 +129,7 @@ def evaluate(
     if config.limit:
         limited = [*config.tasks, *(f"lm_eval:{task}" for task in config.lm_eval)]
         notes += [f"{task}: the first {config.limit} items only" for task in limited]
+    accelerator.print(*(f"{name}: {note}" for note in notes), sep="\n", flush=True)
     if config.lm_eval:
         options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
@@ -138,6 +140,7 @@ def evaluate(
         plain = unwrap(accelerator, model)
         for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
             notes.append(f"sample: {sample.prompt}{sample.text}")
+            print(f"{name}: {notes[-1]}")
     return results, notes
 
 
@@ -217,8 +220,6 @@ def main() -> None:
         for name, directory in directories.items()
     }
     if accelerator.is_main_process:
-        for name, (_, notes) in found.items():
-            print("", *(f"{name}: {note}" for note in notes), sep="\n")
         table = {name: results for name, (results, _) in found.items()}
         print("", markdown_table(table, comparable(config, files)), sep="\n")
         if output is not None:
