@@ -17,6 +17,7 @@ import yaml
 from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 from gpt2_accel.options import from_launch, suggestion, whole_number
+from gpt2_accel.recipe_command import recipe_command
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 PATHS = (
@@ -230,7 +231,12 @@ class TrainConfig:
         )
         for name in ("data_dir", "output_dir"):
             if not (path := getattr(self, name)) or Path(path).is_file():
-                raise ValueError(f"{name} is {path!r}, which is no folder: give the path of one")
+                made = (
+                    f"make one by {recipe_command('prepare_data')} text {path} --data_dir FOLDER"
+                    if path and name == "data_dir"
+                    else "give the path of one"
+                )
+                raise ValueError(f"{name} is {path!r}, which is no folder: {made}")
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
         if self.patience and not self.eval_every:

@@ -67,6 +67,18 @@ OTHER_NAMES = {
     "input": "text text_file file ckpt checkpoint model path",
 }
 
+# The same for the commands of `gpt2-accel`.
+OTHER_COMMANDS = {
+    "launch": "train run pretrain finetune",
+    "sample": "generate chat complete infer inference",
+    "demo": "serve web ui app",
+    "prepare-data": "tokenize data download preprocess",
+    "push": "upload",
+    "export": "convert",
+    "report": "plot show",
+    "average-checkpoints": "merge soup",
+}
+
 # What the launch config sets, its names in other programs, a shipped config, and an option of `accelerate launch`.
 LAUNCH = (
     ("the precision", "fp16 half amp", "1xt4_fp16", "--mixed_precision fp16"),
@@ -98,8 +110,11 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
     name = word.lstrip("-").split("=")[0].split(".")[-1].replace("-", "_").lower()
     others = [option for option, known in OTHER_NAMES.items() if name in known.split()]
     found = next((option for option in (name, *others) if option in names), None)
-    if found is None and "eval_tokens" in names and (launch := from_launch(name)):
-        return f": {launch}"  # training and evaluation are launched
+    if found is None and (launch := from_launch(name)):
+        if "eval_tokens" in names:  # training and evaluation are launched
+            return f": {launch}"
+        if "dtype" in names:
+            return ": it runs on the GPU if there is one, which CUDA_VISIBLE_DEVICES= hides"
     if found is None:
         found, *others = [option for option in names if option.startswith(name)] or [None]
         found = next(iter(difflib.get_close_matches(name, names, n=1)), None if others else found)

@@ -148,7 +148,7 @@ def folders() -> Iterator[Row]:
         ("pretrain_124m", SMALL + "--data_dir {model}", "manifest.json is missing"),
         ("pretrain_124m", SMALL + "--data_dir {chars} --document_mask", "document_mask"),
         ("pretrain_124m", SMALL + "--data_dir {chars} --init_from {model}", "vocabulary"),
-        ("quickstart", "--data_dir {text}", "{text}"),
+        ("quickstart", "--data_dir {text}", "make one by"),
         ("quickstart", "--data_dir {data} --vocab_size -1", "with a vocabulary of 257, not -1"),
         ("shakespeare_char", "--input none.txt", "none.txt"),
         ("shakespeare_char", "--input {data}", "{data}"),
@@ -251,6 +251,7 @@ def sampling() -> Iterator[Row]:
     for arguments, words in {
         "--temp 1": "--temp: did you mean --temperature?",
         "--fp16": "--fp16: did you mean --dtype?",
+        "--device cpu": "--device: it runs on the GPU if there is one",
         "{run}": "{run}: did you mean --model {run}?",
         "--top_p 2": "top_p must be above 0",
         "--dtype float8": "dtype must be one of float32, bfloat16",
