@@ -500,9 +500,9 @@ def check(row: Row, command: Callable, whole: dict[str, Path], folder: Path) -> 
     words = re.sub(r"{(\w+)}", lambda name: names[name[1]], row.words)
     assert done.returncode >= 1, done
     *progress, line = done.stderr.splitlines()
-    assert all(re.match(r"about [\d.]+ (bytes|kB|MB) of text, ", text) for text in progress), (
-        done.stderr
-    )
+    assert all(
+        re.match(r"about [\d.]+ (bytes|kB|MB) of text, |tokenizing the", text) for text in progress
+    ), done.stderr
     assert line.startswith(f"{row.recipe}.py: ") and words in line
     assert everything(folder, root) == before
 
