@@ -76,7 +76,10 @@ class Evaluate:
         check_separate("tasks", self.tasks, TASKS)
         for task in self.tasks:
             if task not in TASKS:
-                raise ValueError(f"there is no task {task!r}: choose one of {', '.join(TASKS)}")
+                raise ValueError(
+                    f"there is no task {task!r}: choose one of {', '.join(TASKS)}, or give a task of "
+                    "lm-evaluation-harness by --lm_eval"
+                )
         if self.update_card and (self.baselines or not Path(self.model).is_dir()):
             raise ValueError("update_card needs a local --model, whose card it can change")
         if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():

@@ -269,6 +269,7 @@ def sampling() -> Iterator[Row]:
 def evaluation() -> Iterator[Row]:
     for arguments, words in {
         "--tasks reading": "there is no task 'reading'",
+        "--tasks arc_easy": "or give a task of lm-evaluation-harness by --lm_eval",
         "--tasks text": "the task text has no data on the Hub",
         "--tasks text --data none.txt": "none.txt",
         "--tasks text --data {data}": "{data}",
