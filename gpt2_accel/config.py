@@ -5,10 +5,9 @@ processes, precision and compilation are not settings here: they come from the A
 """
 
 import argparse
-import difflib
 import reprlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -17,6 +16,8 @@ import yaml
 
 from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
+from gpt2_accel.options import from_launch, suggestion, whole_number
+from gpt2_accel.recipe_command import recipe_command
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 PATHS = (
@@ -94,7 +95,7 @@ AUTO = 0
 
 def batch_size(text: str) -> int:
     """Parses `--micro_batch_size`: a number, or `auto`, which is 0."""
-    return AUTO if text == "auto" else int(text)
+    return AUTO if text == "auto" else whole_number(text)
 
 
 @dataclass
@@ -190,7 +191,7 @@ class TrainConfig:
         False, "resume although the data, the tokenizer or the model's settings changed"
     )
 
-    log_every: int = setting(10, "updates between lines of metrics.jsonl")
+    log_every: int = setting(10, "updates between lines of metrics.jsonl, beside that of the first")
     report_to: list[str] = setting([], "trackers beside metrics.jsonl: wandb, tensorboard, trackio")
 
     push_to_hub: str | None = setting(None, "Hub repository, USER/NAME, to push to while training")
@@ -230,14 +231,19 @@ class TrainConfig:
         )
         for name in ("data_dir", "output_dir"):
             if not (path := getattr(self, name)) or Path(path).is_file():
-                raise ValueError(f"{name} is {path!r}, which is no folder: give the path of one")
+                made = (
+                    f"make one by {recipe_command('prepare_data')} text {path} --data_dir FOLDER"
+                    if path and name == "data_dir"
+                    else "give the path of one"
+                )
+                raise ValueError(f"{name} is {path!r}, which is no folder: {made}")
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best needs evaluations: set eval_every above 0")
         if self.patience and not self.eval_every:
             raise ValueError("patience needs evaluations: set eval_every above 0")
         if (self.accelerate_config or self.device) and not self.dry_run:
             raise ValueError(
-                "accelerate_config and device are for --dry_run: a run takes what accelerate launch gives it"
+                f"--accelerate_config and --device are for --dry_run: {from_launch('device')}"
             )
         choice_of = {
             "architecture": (*ARCHITECTURES, None),
@@ -330,8 +336,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     parser.error = file_option.error = raise_value_error
     # A switch has two actions, --x and --no_x; keep the first, which takes a value.
     options = {action.dest: action for action in reversed(parser._actions)}
-    if "micro_batch_size" in options:
-        options["micro_batch_size"].type = batch_size
+    for option in options.values():
+        if option.type is int:
+            option.type = batch_size if option.dest == "micro_batch_size" else whole_number
     explain(parser, config_class)
     hints = get_type_hints(config_class)
     path = file_option.parse_known_args(args)[0].config
@@ -341,7 +348,8 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             options[name].required = False
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], hints)}")
+        names = [*hints, "config"]
+        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
     return config
 
 
@@ -358,7 +366,7 @@ def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
     inherited = list(get_type_hints(TrainConfig)) if trains else []
     own = [name for name in names if name not in inherited]
     own.sort(key=lambda name: name not in config_class.__annotations__)  # then those of its base
-    kinds = {int: "N", batch_size: "N", float: "X", str: "TEXT"}
+    kinds = {whole_number: "N", batch_size: "N", float: "X", str: "TEXT"}
     section = parser.add_argument_group("this recipe") if own else None
     for name in own + inherited:
         if trains and name in SECTIONS:
@@ -393,7 +401,7 @@ def read_yaml(
     for name in values:
         if name not in hints:
             raise ValueError(
-                f"{path} has the unknown setting {name!r}{suggestion(str(name), hints)}"
+                f"{path} has the unknown setting {name!r}{suggestion(str(name), hints, '')}"
             )
     try:
         return {n: convert(n, value, hints[n], options[n]) for n, value in values.items()}
@@ -448,12 +456,6 @@ def plain_text(value: Any) -> str:
     if not isinstance(value, (str, bool, int, float)) or "\0" in str(value):
         raise TypeError
     return str(value)
-
-
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Returns the hint that ends a message about an unknown name."""
-    close = difflib.get_close_matches(name.lstrip("-").split("=")[0], names, n=1)
-    return f": did you mean {close[0]}?" if close else ": --help lists the settings"
 
 
 def raise_value_error(message: str) -> None:

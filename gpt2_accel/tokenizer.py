@@ -7,6 +7,7 @@ load it.
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,8 +114,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),  # else it prints empty lines to stdout
     )
+    print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
     bpe.train_from_iterator(texts, trainer)
     trained = json.loads(bpe.to_str())["model"]
     vocab = {**trained["vocab"], END_OF_TEXT: len(trained["vocab"])}

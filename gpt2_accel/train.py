@@ -20,7 +20,7 @@ from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.files import first_line
 from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import save_pretrained
-from gpt2_accel.hf.hub import PICTURE, check_repo_id
+from gpt2_accel.hf.hub import PICTURE, check_login, check_repo_id
 from gpt2_accel.hf.uploads import Uploads
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.optim import learning_rate, set_learning_rate
@@ -58,6 +58,8 @@ def train(config: TrainConfig) -> bool:
     with lasting_output():
         accelerator = build_accelerator(config.deterministic, config.gather_fp32)
         check_same_settings(config, accelerator)
+        if config.push_to_hub:
+            on_main_process(accelerator, check_login)
         with lock_run_dir(config, accelerator):
             finished = train_or_evaluate(config, accelerator)
         close(accelerator)
@@ -130,7 +132,7 @@ def run_updates(run: RunContext) -> bool:
         if problem is not None:
             run.log.skipped(problem, loader.samples(first, sequences))
             diverged = state.guard.bad_in_a_row == config.max_bad_steps
-        elif due(config.log_every, step, inputs.updates):
+        elif step == 1 or due(config.log_every, step, inputs.updates):
             run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
         for every, evaluate in inputs.evaluations:
             if due(every, step, inputs.updates) and not stopping:

@@ -39,6 +39,7 @@ from gpt2_accel.generation.sampling import Sampling, complete
 from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.options import check_separate
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, check_vocabulary, load_tokenizer
@@ -72,9 +73,13 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens", not_negative="seed")
+        check_separate("tasks", self.tasks, TASKS)
         for task in self.tasks:
             if task not in TASKS:
-                raise ValueError(f"there is no task {task!r}: choose one of {', '.join(TASKS)}")
+                raise ValueError(
+                    f"there is no task {task!r}: choose one of {', '.join(TASKS)}, or give a task of "
+                    "lm-evaluation-harness by --lm_eval"
+                )
         if self.update_card and (self.baselines or not Path(self.model).is_dir()):
             raise ValueError("update_card needs a local --model, whose card it can change")
         if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():
@@ -109,6 +114,7 @@ def evaluate(
     items: dict[str, list[dict]],
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of the model `name` in `directory`, and notes on them."""
+    accelerator.print(f"evaluating {name}", flush=True)
     tokenizer = load_tokenizer(directory)
     model = from_pretrained(directory)
     shape = model.config
@@ -126,6 +132,7 @@ def evaluate(
     if config.limit:
         limited = [*config.tasks, *(f"lm_eval:{task}" for task in config.lm_eval)]
         notes += [f"{task}: the first {config.limit} items only" for task in limited]
+    accelerator.print(*(f"{name}: {note}" for note in notes), sep="\n", flush=True)
     if config.lm_eval:
         options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
@@ -136,6 +143,7 @@ def evaluate(
         plain = unwrap(accelerator, model)
         for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
             notes.append(f"sample: {sample.prompt}{sample.text}")
+            print(f"{name}: {notes[-1]}")
     return results, notes
 
 
@@ -202,7 +210,10 @@ def main() -> None:
     output = output_file(config)
     record = {} if output is None else read_record(output)
     with main_process_first():
-        items = {task: read_items(task, files.get(task))[: config.limit] for task in config.tasks}
+        items = {
+            task: read_items(task, files.get(task), f"--data {task}=FILE")[: config.limit]
+            for task in config.tasks
+        }
     names = BASELINES if config.baselines else (config.model,)
     # Before the evaluation: a run that trains meanwhile saves newer checkpoints and removes this one.
     directories = {n: local_directory(verified_directory(n, config.verify)) for n in names}
@@ -212,8 +223,6 @@ def main() -> None:
         for name, directory in directories.items()
     }
     if accelerator.is_main_process:
-        for name, (_, notes) in found.items():
-            print("", *(f"{name}: {note}" for note in notes), sep="\n")
         table = {name: results for name, (results, _) in found.items()}
         print("", markdown_table(table, comparable(config, files)), sep="\n")
         if output is not None:

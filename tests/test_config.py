@@ -9,9 +9,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
 from gpt2_accel.generation.sampling import Sampling
+from gpt2_accel.options import LAUNCH, OTHER_NAMES, from_launch, suggestion
 
 
 @dataclass
@@ -34,6 +36,21 @@ def test_command_line_overrides_yaml_and_yaml_overrides_the_recipe(tmp_path):
     assert (config.learning_rate, config.n_layer, config.n_head) == (6e-4, 5, 12)
     assert config.bias is False
     assert config.sample_prompts == ["a", "b"]
+
+
+def test_options_may_have_dashes_for_underscores():
+    assert parse_config(Recipe, ["--max-steps", "60"]).max_steps == 60
+
+
+def test_every_other_name_leads_to_a_setting_of_a_recipe_or_to_the_launch():
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    for option, others in OTHER_NAMES.items():
+        for other in others.split() if option in names else ():
+            assert other in names or suggestion(f"--{other}", names).startswith(": did you mean --")
+    for _, others, config, _ in LAUNCH:
+        for other in others.split():
+            assert f"{config}.yaml RECIPE" in from_launch(other)
+            assert (ROOT / "accelerate_configs" / f"{config}.yaml").is_file()
 
 
 def test_saved_settings_round_trip(tmp_path):
@@ -60,8 +77,22 @@ def test_sequence_length_defaults_to_n_positions():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--learning_rat", "1"], "--learning_rat: did you mean learning_rate"),
+        (["--learning_rat", "1"], "--learning_rat: did you mean --learning_rate"),
         (["--zzz"], "--zzz: --help lists"),
+        (["max_steps=60"], "max_steps=60: did you mean --max_steps"),
+        (["-max_steps", "60"], "-max_steps: did you mean --max_steps"),
+        (["--max_s", "60"], "--max_s: did you mean --max_steps"),
+        (["--lr", "1e-3"], "--lr: did you mean --learning_rate"),
+        (["--batch_size=4"], "--batch_size=4: did you mean --micro_batch_size"),
+        (["--train.global_batch_size=4"], "did you mean --total_batch_size"),
+        (["--per_device_train_batch_size", "4"], "did you mean --micro_batch_size"),
+        (["settings.yaml"], "settings.yaml: did you mean --config settings.yaml"),
+        (["--fp16"], "--fp16: the launch config sets the precision: .*1xt4_fp16.yaml RECIPE"),
+        (["--precision", "bf16"], "the precision: .*, or --mixed_precision bf16 before RECIPE"),
+        (["--gpus", "2"], "the number of processes: .*8xa100.yaml RECIPE, or --num_processes N"),
+        (["--device", "cuda"], "--device are for --dry_run: .*--config_file .*1xgpu.yaml RECIPE"),
+        (["--max_steps", "1e3"], "--max_steps: '1e3' is no whole number: write 1000"),
+        (["--max_steps", "2.5"], "--max_steps: '2.5' is no whole number$"),
         (["--n_layer", "two"], "n_layer.*'two'"),
         (["--optimizer", "sgd"], "optimizer must be one of adamw, muon"),
         (["--lr_schedule", "step"], "lr_schedule must be one of"),
@@ -87,6 +118,8 @@ def test_a_bad_option_is_refused_in_one_sentence(args, message):
     ("text", "message"),
     [
         ("learning_rat: 1", "'learning_rat': did you mean learning_rate"),
+        ("lr: 1", "'lr': did you mean learning_rate"),
+        ("fp16: true", "'fp16': the launch config sets the precision: .*1xt4_fp16.yaml"),
         ("n_layer: many", "n_layer.*'many'"),
         ("- a\n- b", "`name: value`"),
         ("a: [", r"c.yaml is not valid YAML: expected the node content, but found .* in line 1$"),

@@ -11,7 +11,7 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.tokenizer import byte_tokenizer
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cores", "files", "device", "optim", "recipe_command", "tokenizer")
+LEAVES = ("cores", "files", "device", "optim", "options", "progress", "recipe_command", "tokenizer")
 # From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
 PACKAGES = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
@@ -25,6 +25,7 @@ SIDE_BY_SIDE = [
 ]
 OF_LEAVES = {
     "optim": {"device"},
+    "options": {"recipe_command"},
     "tokenizer": {"files"},
 }
 # The package's `__init__.py` and `__main__.py`, and former names of modules.

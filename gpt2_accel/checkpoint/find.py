@@ -60,10 +60,20 @@ def find_checkpoint(
     path = resolve_link(Path(resume_from))
     if not path.exists() and hub.is_repo_id(resume_from):
         path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
-    if not (path / STATE / "state.json").is_file():
+    if not is_checkpoint(path):
+        inside = [
+            Path(run_dir) / resume_from,
+            *reversed(list_checkpoints(path)),
+            *reversed(checkpoints),
+        ]
+        meant = next(filter(is_checkpoint, inside), None)
         raise FileNotFoundError(
-            f"--resume_from {resume_from} is not a checkpoint of this toolkit: give a checkpoint-<step> "
-            "folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
+            f"--resume_from {resume_from} is not a checkpoint of this toolkit: "
+            + (
+                f"did you mean --resume_from {meant}?"
+                if meant
+                else "give a checkpoint-<step> folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
+            )
         )
     if problem := find_corruption(path):
         raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
@@ -73,6 +83,11 @@ def find_checkpoint(
             "choose another --output_dir"
         )
     return path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder holds a checkpoint of this toolkit."""
+    return (path / STATE / "state.json").is_file()
 
 
 def model_directory(name: str | Path) -> str | Path:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from gpt2_accel.options import OTHER_COMMANDS
 from gpt2_accel.recipe_command import folder
 
 
@@ -41,7 +42,9 @@ def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    """Returns the message about an unknown name. It lists all names, those like it first."""
-    close = difflib.get_close_matches(name, names := list(names))
+    """Returns the message about an unknown name. It lists all names, those like it, or meant by it, first."""
+    names = list(names)
+    meant = [known for known, others in OTHER_COMMANDS.items() if name in others.split()]
+    close = [known for known in meant if known in names] or difflib.get_close_matches(name, names)
     listed = ", ".join([*close, *(other for other in names if other not in close)])
     return f"there is no {what} {name!r}: choose one of {listed}"

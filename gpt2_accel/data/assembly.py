@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Lock
 
 import numpy as np
-from tqdm import tqdm
 
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import (
@@ -24,6 +23,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.tokenizing import COUNTS, add_counts, record_path, tokens_path
 from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
+from gpt2_accel.progress import progress
 from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 
 BLOCK = 2**22  # tokens copied at once
@@ -126,7 +126,7 @@ def write_shards(plan: Plan, records: list[dict]) -> dict[str, dict]:
         return entry
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        entries = list(tqdm(pool.map(make, jobs), "writing shards", len(jobs), disable=None))
+        entries = list(progress(pool.map(make, jobs), "writing shards", len(jobs)))
     splits: dict[str, dict] = {}
     for (split, _, _), entry in zip(jobs, entries, strict=True):
         totals = splits.setdefault(split, {"tokens": 0, "documents": 0, "bytes": 0, "shards": []})

@@ -48,6 +48,7 @@ import numpy as np
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import atomic_directory, parse_json, write_json
+from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
@@ -298,7 +299,7 @@ def verify_data(data_dir: str | Path) -> int:
             verify_shard(data_dir / shard["file"], shard["sha256"])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(verify, shards))
+        list(progress(pool.map(verify, shards), "verifying", len(shards)))
     return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
 
 

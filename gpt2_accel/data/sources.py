@@ -187,8 +187,9 @@ class JsonLinesPiece:
         for offset, line in self.lines():
             if not line.strip():
                 continue
+            number = LineNumber(self.path, offset)
+            text = column_of(parse_line(line, number), self.column, number)
             place = f"{self.path}, at byte {offset:,}"
-            text = column_of(parse_line(line, place), self.column, place)
             yield from split_document(text, f"{self.name}:{offset}", self.is_held_out, place)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
@@ -211,10 +212,24 @@ class JsonLinesPiece:
             line = file.readline(LONGEST_LINE + 1)
         if len(line) > LONGEST_LINE:
             raise ValueError(
-                f"{self.path}, at byte {offset:,}, holds a line of more than {LONGEST_LINE:,} bytes, the "
+                f"{LineNumber(self.path, offset)}, holds a line of more than {LONGEST_LINE:,} bytes, the "
                 "limit: split it into several documents"
             )
         return line
+
+
+class LineNumber(NamedTuple):
+    """The line at a byte offset of a file. `str` of it is `FILE, line N`, and reads the file: it is for a message."""
+
+    path: str
+    offset: int
+
+    def __str__(self) -> str:
+        number, left = 1, self.offset
+        with open_binary(self.path) as file:
+            while left and (data := file.read(min(left, CHUNK))):
+                number, left = number + data.count(b"\n"), left - len(data)
+        return f"{self.path}, line {number:,}"
 
 
 def open_binary(path: str) -> io.BufferedReader:
@@ -226,15 +241,16 @@ def open_binary(path: str) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(path, compression="detect"), CHUNK)
 
 
-def parse_line(line: bytes, place: str) -> Any:
-    """Parses a line of JSON. Raises `ValueError` if it is not JSON."""
+def parse_line(line: bytes, place: object) -> Any:
+    """Parses a line of JSON. Raises `ValueError`, with `place` before the reason, if it is not JSON."""
     try:
         return parse_json(line.decode("utf-8-sig", "surrogateescape"))
     except ValueError as error:
-        raise ValueError(f"{place}, is not valid JSON ({error}): correct or remove it") from error
+        reason = re.sub(r": line 1 (column \d+) .*", r" at \1", str(error))
+        raise ValueError(f"{place}, is not valid JSON ({reason}): correct or remove it") from error
 
 
-def column_of(row: Any, column: str, place: str) -> str:
+def column_of(row: Any, column: str, place: object) -> str:
     """Returns the text of a row, empty for null. Raises `ValueError` if the column is missing or not a text."""
     if not isinstance(row, dict):
         raise ValueError(

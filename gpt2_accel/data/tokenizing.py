@@ -23,13 +23,13 @@ from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
 from gpt2_accel.data.documents import Document, Piece
 from gpt2_accel.data.plan import Plan
 from gpt2_accel.data.shards import token_dtype
 from gpt2_accel.data.sources import with_retries
 from gpt2_accel.files import atomic_file, readable_size, write_file
+from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import END_OF_TEXT, token_encoder
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ COUNTS = ("empty", "not_utf8", "literal_separator", "longest")
 
 SAMPLE = 2**16  # characters that are tokenized for an estimate
 
-Progress = Callable[[int, int, int], None]
+Report = Callable[[int, int, int], None]
 """Called with the numbers of additional documents, tokens and bytes of text."""
 
 
@@ -52,9 +52,9 @@ def tokenize(plan: Plan, workers: int) -> None:
     writer = PieceWriter(plan.work, plan.tokenizer)
     if size:
         check_disk(plan, writer, todo, size)
-    with tqdm(
-        total=size or None, unit="B", unit_scale=True, desc="tokenizing", disable=None
-    ) as bar:
+    else:
+        print(f"tokenizing the text of {plan.data_dir}", file=sys.stderr)
+    with Progress("tokenizing", size or None, unit="B", unit_scale=True) as bar:
         if min(workers, len(todo)) <= 1:
             progress = Bar(bar).add
             for number in todo:
@@ -64,9 +64,9 @@ def tokenize(plan: Plan, workers: int) -> None:
 
 
 class Bar:
-    """A progress bar over the bytes of text, which also shows documents and tokens."""
+    """Counts documents, tokens and bytes of text, and shows the bytes as progress."""
 
-    def __init__(self, bar: tqdm):
+    def __init__(self, bar: Progress):
         self.bar, self.totals = bar, [0, 0, 0]
 
     def add(self, *done: int) -> None:
@@ -75,8 +75,8 @@ class Bar:
 
     def set(self, totals: list[int]) -> None:
         """Sets the totals: documents, tokens and bytes."""
-        self.bar.set_postfix_str(f"{totals[0]:,} documents, {totals[1]:,} tokens", refresh=False)
-        self.bar.update(totals[2] - self.totals[2])
+        note = f"{totals[0]:,} documents, {totals[1]:,} tokens"
+        self.bar.advance(totals[2] - self.totals[2], note)
         self.totals = totals
 
 
@@ -134,7 +134,7 @@ def tokenize_in_parallel(
             pool.shutdown(cancel_futures=True)
 
 
-def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Progress) -> None:
+def write_piece(writer: "PieceWriter", number: int, piece: Piece, progress: Report) -> None:
     """Tokenizes one piece, and starts it again if the network fails."""
     with_retries(lambda: writer.write(number, piece.documents(), progress))
 
@@ -208,7 +208,7 @@ class PieceWriter:
         separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         self.separator = [] if separator is None else [separator]
 
-    def write(self, number: int, documents: Iterable[Document], progress: Progress) -> None:
+    def write(self, number: int, documents: Iterable[Document], progress: Report) -> None:
         """Tokenizes piece `number`; leaves no partial files after an error.
 
         The record's `counts` are those of the documents that begin in the piece, `last` those of the last of them.

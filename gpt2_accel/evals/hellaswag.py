@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 from gpt2_accel.evals.formulas import choice_accuracy
 from gpt2_accel.evals.likelihood import Question, encode_question, fit_rows, score
-from gpt2_accel.evals.sources import field
+from gpt2_accel.evals.sources import field, place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ def load_hellaswag(
         raise ValueError("there are no HellaSwag items: give at least one")
     data = HellaSwag([], [], [], cut=0, left_out=[])
     for number, item in enumerate(items):
-        where = f"item {number} of HellaSwag"
+        where = place_of(item, number, "HellaSwag")
         context, endings = STYLE_OF[style](item, where)
         label = read_label(item, len(endings), where)
         if not context.strip() or not all(ending.strip() for ending in endings):

@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
 from gpt2_accel.models import evaluating
+from gpt2_accel.progress import progress
 from gpt2_accel.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ def run_sharded(
     plain = unwrap(accelerator, model)
     found: list[tuple[Batch, torch.Tensor]] = []
     with evaluating(plain):
-        for first in range(0, len(batches), accelerator.num_processes):
+        rounds = range(0, len(batches), accelerator.num_processes)
+        for first in progress(rounds, "evaluating", len(rounds), shown=accelerator.is_main_process):
             if interrupted():
                 return []
             mine = first + accelerator.process_index

@@ -16,15 +16,31 @@ LARGEST_FILE = 10**9  # bytes of a local file, which is read into memory
 PARQUET_REVISION = "refs/convert/parquet"  # the Hub's conversion of every data set
 
 
-def read_items(task: str, data: str | Path | None = None) -> list[dict]:
-    """Returns the items of `task` from the local file `data`, or from the Hub if `data` is None.
+class Item(dict):
+    """An item of a local file, and its place there."""
+
+    def __init__(self, fields: dict, place: str):
+        super().__init__(fields)
+        self.place = place
+
+
+def place_of(item: dict, number: int, task: str) -> str:
+    """Returns how a message names an item: by its file and line, if it has them, or by its number."""
+    return getattr(item, "place", f"item {number} of {task}")
+
+
+def read_items(
+    task: str, data: str | Path | None = None, option: str = "a local file"
+) -> list[dict]:
+    """Returns the items of `task` from the local file `data`, or from the Hub if `data` is None. A message about the Hub
+    names the `option` that takes a file.
 
     A `.jsonl` file has one object per line. The text of any other file is one item, `{"text": …}`; for LAMBADA each
     line is one. Raises `FileNotFoundError` if the file does not exist or the Hub cannot be read, and `ValueError` if
     there are no items, the file is not UTF-8 or a line is not a JSON object.
     """
     if data is None:
-        items = from_hub(SOURCES[task])
+        items = from_hub(SOURCES[task], option)
     elif not Path(data).is_file():
         raise FileNotFoundError(f"{data} does not exist: give a .jsonl or a text file")
     else:
@@ -36,8 +52,9 @@ def read_items(task: str, data: str | Path | None = None) -> list[dict]:
     return items
 
 
-def from_hub(source: Source) -> list[dict]:
-    """Returns the rows of a split, downloaded unless they are in the Hub client's cache."""
+def from_hub(source: Source, option: str) -> list[dict]:
+    """Returns the rows of a split, downloaded unless they are in the Hub client's cache. Raises `FileNotFoundError`, which
+    names the `option` that takes a local file, if the Hub cannot be read."""
     from datasets import Dataset
     from huggingface_hub import hf_hub_download
 
@@ -47,7 +64,7 @@ def from_hub(source: Source) -> list[dict]:
         )
     except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
         raise FileNotFoundError(
-            f"{source.repo_id} cannot be read from the Hub: connect to it, or give a local file "
+            f"{source.repo_id} cannot be read from the Hub: connect to it, or give {option} "
             f"({first_line(error)})"
         ) from error
     return Dataset.from_parquet(path).to_list()
@@ -66,16 +83,17 @@ def parse_file(path: Path, lines: bool) -> list[dict]:
     # splitlines() would also split at U+2028.
     for number, part in enumerate(re.split(r"\r?\n", text) if by_line else [text], start=1):
         where = f"{path}, line {number}," if by_line else str(path)
+        place = where.removesuffix(",")
         if len(part) > LONGEST_LINE:
             raise ValueError(
                 f"{where} has {len(part):,} characters, more than the {LONGEST_LINE:,} that an item may have: cut it"
             )
         if not part.strip():
             continue
-        item = parse_line(part.encode(), where.removesuffix(",")) if is_jsonl else {"text": part}
+        item = parse_line(part.encode(), place) if is_jsonl else {"text": part}
         if not isinstance(item, dict):
             raise ValueError(f"{where} is not a JSON object: write one {{…}} per line")
-        items.append(item)
+        items.append(Item(item, place))
     return items
 
 
@@ -97,5 +115,5 @@ def texts(task: str, items: list[dict]) -> list[str]:
     found = []
     for number, item in enumerate(items):
         name = column if column in item else "text"
-        found.append(field(item, name, str, f"item {number} of {task}"))
+        found.append(field(item, name, str, place_of(item, number, task)))
     return found

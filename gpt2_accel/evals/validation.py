@@ -11,6 +11,7 @@ from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.models import evaluating
+from gpt2_accel.progress import progress
 
 
 @torch.no_grad()
@@ -36,7 +37,10 @@ def validation_loss(
     """
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
     with evaluating(model), Prefetch(loader, loader.device) as batches:
-        for _, (input_ids, targets) in zip(range(loader.rounds), batches, strict=False):
+        rounds = zip(range(loader.rounds), batches, strict=False)
+        for _, (input_ids, targets) in progress(
+            rounds, f"evaluating {prefix}", loader.rounds, shown=accelerator.is_main_process
+        ):
             if interrupted():
                 return {}
             nats = model(input_ids, targets, reduction="none").sum(dim=1).float()

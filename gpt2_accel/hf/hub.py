@@ -187,11 +187,23 @@ def reason(error: Exception) -> str:
     return f"{first_line(error).removesuffix('.')}: {hint}"
 
 
+def check_login() -> None:
+    """Raises `ValueError` if the Hub client finds no access token. It does not ask the Hub whether the token is valid."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ValueError(
+            "a push to the Hub needs a login: run `hf auth login`, or set HF_TOKEN to a token that may write there"
+        )
+
+
 def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not a valid name of a repository."""
+    """Raises `ValueError` if `repo_id` is not a valid name of a repository, with its user."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
+        if "/" not in repo_id:
+            raise ValueError("it names no user")
         validate_repo_id(repo_id)
     except ValueError as error:
         raise ValueError(

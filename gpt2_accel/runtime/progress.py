@@ -11,9 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_accel.estimate.flops import duration
+from gpt2_accel.progress import PAUSE
 from gpt2_accel.runtime.log import Sink
-
-PAUSE = 15.0  # minimum seconds between plain lines
 
 
 class Terminal(Sink):

@@ -1,6 +1,6 @@
 """Builds the model, optimizer, data, evaluations and state of a run."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,14 +144,25 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             check_size(shape)
             model = shape.build()
         elif model.config != shape and not config.ignore_changes:
+            theirs, ours = different_fields(model.config, shape)
             raise ValueError(
-                f"{source} holds {model.config}, but the settings say {shape}: resume with the "
-                "settings of the first run, which are in its config.yaml, or with --ignore_changes"
+                f"{source} holds {theirs}, but the settings say {ours}: resume with the former, or choose another "
+                "--output_dir for a new model"
             )
     else:
         check_loaded(config, model.config)
     check_fit(config, model, vocab_size, source)
     return model
+
+
+def different_fields(first: ModelConfig, second: ModelConfig) -> tuple[str, str]:
+    """Returns the fields in which two shapes differ, of each as `name value, …`; of two architectures their names."""
+    if type(first) is not type(second):
+        return type(first).__name__, type(second).__name__
+    pairs = zip(asdict(first).items(), asdict(second).values(), strict=True)
+    changed = [(f"{name} {a}", f"{name} {b}") for (name, a), b in pairs if a != b]
+    ours, theirs = map(", ".join, zip(*changed, strict=True))
+    return ours, theirs
 
 
 def build_loaders(
@@ -197,7 +208,7 @@ def build_evaluations(
         evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
     if config.hellaswag_every:
         with main_process_first():
-            items = read_items("hellaswag", config.hellaswag_data)
+            items = read_items("hellaswag", config.hellaswag_data, "--hellaswag_data FILE")
         prepared = prepare_task(tokenizer, shape, "hellaswag", items)
         accelerator.print("\n".join(prepared.notes))
         evaluations += [(config.hellaswag_every, evaluate) for evaluate in prepared.evaluations]

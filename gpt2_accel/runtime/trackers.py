@@ -26,6 +26,7 @@ from accelerate.tracking import (
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import first_line, read_json_lines
+from gpt2_accel.options import check_separate
 from gpt2_accel.runtime.log import Sink
 from gpt2_accel.runtime.metadata import RunMetadata
 
@@ -44,11 +45,12 @@ HINTS = {
 
 def check_trackers(names: list[str]) -> None:
     """Raises `ValueError` if a name is not in `TRACKERS` or its package is not installed."""
+    check_separate("report_to", names, TRACKERS)
     installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in TRACKERS:
             raise ValueError(
-                f"report_to has the unknown tracker {name!r}: choose from {', '.join(TRACKERS)}"
+                f"report_to has the unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave it out"
             )
         if name not in installed:  # Accelerate would drop it silently
             raise ValueError(

@@ -1,6 +1,7 @@
 """Resuming: the position in the data, changed settings, copied and complete runs."""
 
 import json
+import re
 import shutil
 import time
 from types import SimpleNamespace
@@ -117,6 +118,18 @@ def test_a_copied_run_resumes_and_ignores_outdated_latest_and_best_folders(
     shutil.rmtree(copy / "checkpoint-8")  # then only the folder `best` has this checkpoint
     shutil.copytree(tmp_path / "run/checkpoint-8", copy / "best", dirs_exist_ok=True)
     assert model_directory(copy / "best") == copy / "best"
+
+
+def test_the_name_of_a_run_or_of_a_checkpoint_alone_leads_to_the_checkpoint(data_dir, tmp_path):
+    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, save_every=2))
+    for name, meant in {
+        tmp_path / "run": "checkpoint-4",
+        "checkpoint-2": "checkpoint-2",
+        "checkpoint-3": "checkpoint-4",
+    }.items():
+        said = re.escape(f"did you mean --resume_from {tmp_path / 'run' / meant}?")
+        with pytest.raises(FileNotFoundError, match=said):
+            find_checkpoint(str(name), tmp_path / "run")
 
 
 @pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])

@@ -68,6 +68,8 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     ("words", "message"),
     [
         ("sampel --model x", "no command 'sampel': choose one of sample, quickstart, prep"),
+        ("train --max_steps 5", "no command .train.: choose one of launch, quickstart, prep"),
+        ("generate --model x", "no command .generate.: choose one of sample, quickstart, prep"),
         ("launch cpu pretrian_124m", "no recipe 'pretrian_124m': choose one of pretrain-124m, "),
         ("launch cpu missing.py --x", "no recipe 'missing.py': choose one of .*quickstart"),
         ("launch cpu --num_processes 2 quikstart", "no recipe 'quikstart': choose .*quickstart, "),

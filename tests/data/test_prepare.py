@@ -270,10 +270,10 @@ def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch
         ('{"text": "' + "x" * 500 + '"}', "a line of more than 400 bytes"),
     ],
 )
-def test_a_wrong_json_line_is_named_with_its_byte(tmp_path, monkeypatch, line, message):
+def test_a_wrong_json_line_is_named_with_its_number(tmp_path, monkeypatch, line, message):
     monkeypatch.setattr(sources, "LONGEST_LINE", 400 if "400" in message else 10**6)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(ValueError, match=f"a.jsonl, at byte 17, .*{message}"):
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2, .*{message}"):
         run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
 
 
@@ -281,7 +281,7 @@ def test_a_worker_process_raises_the_same_error_for_a_wrong_line(tmp_path, monke
     monkeypatch.setattr(sources, "SMALL", 0)
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
     pieces = file_pieces(names_of(tmp_path), piece_bytes=10)
-    with pytest.raises(ValueError, match="a.jsonl, at byte 17, has no column") as caught:
+    with pytest.raises(ValueError, match="a.jsonl, line 2, has no column") as caught:
         run_plan(plan(pieces, tmp_path / "d"), workers=2)
     assert "gpt2_accel" in str(caught.traceback[-1].path)  # so `cli.run` prints one sentence
 
@@ -763,7 +763,7 @@ def test_only_corrected_pieces_are_tokenized_again(tmp_path, monkeypatch):
         write(self, number, documents, progress)
 
     monkeypatch.setattr(tokenizing.PieceWriter, "write", counted)
-    with pytest.raises(ValueError, match="4.jsonl, at byte .* not valid JSON"):
+    with pytest.raises(ValueError, match="4.jsonl, line .* not valid JSON"):
         run_plan(plan(file_pieces(names_of(tmp_path)), tmp_path / "d"))
     (tmp_path / "4.jsonl").write_text(whole)
     pieces = file_pieces(names_of(tmp_path))

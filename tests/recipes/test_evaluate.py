@@ -252,7 +252,7 @@ def test_mistakes_in_files_are_refused_before_scoring(
     monkeypatch.setattr("gpt2_accel.evals.hellaswag.score", lambda *_: scored.append(0))
     files = [f"hellaswag={items / 'hellaswag.jsonl'}", f"lambada={items / 'hellaswag.jsonl'}"]
     both = ["--tasks", "hellaswag", "lambada", "--data", *files]
-    mistake(*both, message="item 0 of lambada has no field 'text'")
+    mistake(*both, message="hellaswag.jsonl, line 1 has no field 'text'")
     assert scored == []
 
     other = tmp_path / "other"

@@ -1,21 +1,27 @@
 """The progress bar on a terminal and plain lines in a pipe."""
 
 import fcntl
+import io
 import os
 import pty
 import re
 import signal
 import struct
+import sys
 import termios
 import threading
 import time
 
 import pytest
-from conftest import as_flags, run, tiny_config
+from conftest import as_flags, make_text, run, run_recipe, tiny_config
 from launching import Started, launch
 
+from gpt2_accel import progress
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.sources import split_text
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.tokenizer import byte_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
 
@@ -82,6 +88,39 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     assert re.search(r"about [\d.]+ [kM]B per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
+
+
+class Screen(io.StringIO):
+    """Text that is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_long_task_is_silent_in_a_pipe(data_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE", 0)
+    text = tmp_path / "a.txt"
+    text.write_text(make_text(2000, 0))
+    train_bpe([text.read_text()], 300)
+    assert capsys.readouterr() == ("", "training a BPE of 300 tokens\n")
+    prepare(split_text(text.read_text()), byte_tokenizer(), tmp_path / "data", source="a text")
+    lines = capsys.readouterr().err
+    assert f"tokenizing the text of {tmp_path / 'data'}\n" in lines
+    assert re.search(r"tokenizing.*2 documents, [\d,]+ tokens", lines) and "writing shards" in lines
+    logged = run(tiny_config(data_dir, tmp_path / "run", log_every=4, max_steps=6, eval_every=6))
+    assert "evaluating val: 100%" in capsys.readouterr().err
+    assert [line["step"] for line in logged if "train/loss" in line] == [1, 4, 6]
+    run_recipe("evaluate", "--model", tmp_path / "run", "--tasks", "text", "--data", text)
+    said, lines = capsys.readouterr()
+    assert said.startswith(f"evaluating {tmp_path / 'run'}\n") and "evaluating: 100%" in lines
+
+
+def test_a_long_task_has_a_bar_in_a_terminal_that_disappears_at_its_end(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    monkeypatch.setattr(progress, "DELAY", 0)
+    assert list(progress.progress(range(3), "counting", 3)) == [0, 1, 2]
+    first, *_, last = screen.getvalue().split("\r")[1:]
+    assert "counting:   0%" in first and not last.strip()
 
 
 def test_closing_line_and_model_card_name_the_update_of_each_result(
