@@ -327,3 +327,15 @@ def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     pages(tmp_path)
     assert "not measured: tiny Shakespeare is not available" in fill(tmp_path, tmp_path)
+
+
+def test_an_aim_is_reached_only_by_all_rounds(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import table
+
+    for sign, low, high, reached in (
+        *(("≥", 1.5, 2.0, "yes"), ("≥", 1.4, 2.0, "not decided"), ("≥", 1.0, 1.4, "no")),
+        *(("≤", 1.0, 1.5, "yes"), ("≤", 1.4, 2.0, "not decided"), ("≤", 1.6, 2.0, "no")),
+    ):
+        found = {"median": (low + high) / 2, "low": low, "high": high}
+        assert table.compare("what", sign, 1.5, found)[-1] == reached
