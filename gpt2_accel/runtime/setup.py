@@ -161,8 +161,8 @@ def different_fields(first: ModelConfig, second: ModelConfig) -> tuple[str, str]
         return type(first).__name__, type(second).__name__
     pairs = zip(asdict(first).items(), asdict(second).values(), strict=True)
     changed = [(f"{name} {a}", f"{name} {b}") for (name, a), b in pairs if a != b]
-    ours, theirs = map(", ".join, zip(*changed, strict=True))
-    return ours, theirs
+    former, latter = map(", ".join, zip(*changed, strict=True))
+    return former, latter
 
 
 def build_loaders(
