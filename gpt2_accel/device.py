@@ -37,7 +37,8 @@ GPUS = {
     "B300": Gpu(2250e12, 288e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
     "B200": Gpu(2250e12, 180e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
     "GH200": Gpu(989e12, 144e9),  # grace-hopper-superchip
-    "H200": Gpu(989e12, 141e9),  # h200
+    "H200 NVL": Gpu(835e12, 141e9),  # h200: 1,671 TFLOPS sparse
+    "H200": Gpu(989e12, 141e9),  # h200: 1,979 TFLOPS sparse
     "H100 PCIe": Gpu(756e12, 80e9),  # H100 data sheet of 2023: 1,513 TFLOPS sparse
     "H100 NVL": Gpu(835e12, 94e9),  # h100: 1,671 TFLOPS sparse
     "H100": Gpu(989e12, 80e9),  # h100: 1,979 TFLOPS sparse
@@ -181,8 +182,11 @@ def inductor_problem(device: torch.device) -> str | None:
 def peak_flops(name: str) -> float | None:
     """Returns the published peak of one device in FLOP/s, or None if it is unknown.
 
-    `name` is what `device_name` returns.
+    `name` is what `device_name` returns. A laptop's GPU, a "D" version and a part of a GPU (MIG) are slower than their
+    namesakes.
     """
+    if re.search(r"\b(Laptop|MIG|D)\b", name):
+        return None
     found = (gpu.peak_flops for words, gpu in GPUS.items() if re.search(rf"\b{words}\b", name))
     return next(found, None)
 
@@ -247,14 +251,13 @@ class SideStream:
     """A stream of a CUDA device beside the one that computes, for copies to it. On other devices it does nothing."""
 
     def __init__(self, device: torch.device):
-        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_thread(self) -> None:
         """Sets the device of the thread that will call `run`. Leaving a stream sets the thread's former device, and that
         of a new thread is 0: each rank would open a context there, of 0.5 GB."""
         if self._stream is not None:
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._stream.device)  # with its index, which `cuda` lacks
 
     def run(self, function: Callable[[], Answer]) -> tuple[Answer, torch.Event | None]:
         """Calls `function` on this stream. Returns its result, and an event at its end."""

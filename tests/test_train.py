@@ -226,10 +226,15 @@ def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(
         return honest(*args)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", watched)
+    gc.unfreeze()  # what the tests have frozen
     before = gc.get_freeze_count()
     run(tiny_config(data_dir, tmp_path, max_steps=3))
     assert seen == [(False, False), (False, True), (False, True)]
     assert gc.isenabled() and not gc.get_freeze_count()
+    gc.freeze()
+    before = gc.get_freeze_count()
+    run(tiny_config(data_dir, tmp_path / "again", max_steps=3))
+    assert gc.get_freeze_count() > before / 2 > 0  # most of those that the calling program froze
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

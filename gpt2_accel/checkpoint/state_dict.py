@@ -38,13 +38,17 @@ def gather_to_host(
 ) -> dict[str, torch.Tensor]:
     """Gathers the tensors, one at a time, into host memory on the main process; returns an empty dict on the others.
 
-    From a GPU it copies into pinned memory, and waits once, at the end.
+    From a GPU it copies into pinned memory, and waits once, at the end. Torch rounds each tensor of pinned memory up to a
+    power of two, and keeps the memory for the next call. If the host has no more of it, the copy is an ordinary one.
     """
     copies = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)  # a collective: all ranks call it
         if accelerator.is_main_process:
-            copies[name] = full.detach().to("cpu", copy=True, non_blocking=True)
+            try:
+                copies[name] = full.detach().to("cpu", copy=True, non_blocking=True)
+            except RuntimeError:
+                copies[name] = full.detach().to("cpu", copy=True)
     synchronize(accelerator.device)
     return copies
 

@@ -13,7 +13,8 @@ def rotary_angles(
     position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
     position · theta^(-2i/D).
     """
-    once = kernels.choices.enabled and torch.compiler.is_compiling()
+    exporting = torch.compiler.is_exporting()  # an exported graph has torch's operators only
+    once = kernels.choices.enabled and torch.compiler.is_compiling() and not exporting
     return (opaque_angles if once else plain_angles)(position_ids, head_dim, theta)
 
 

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, PrecisionType
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    PrecisionType,
+)
 
 from gpt2_accel import kernels
 from gpt2_accel.cores import usable_cpus
@@ -77,8 +82,13 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
             cast_forward_inputs=False,
         )
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not accelerator.is_fsdp2:
+        if accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError(
+                "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
+            )
+        only = "GPUs" if accelerator.device.type == "cpu" else "several processes"
         accelerator.print(
-            "Accelerate has FSDP2 for GPUs only: each process holds the whole model, as in DDP"
+            f"Accelerate has FSDP2 for {only} only: each process holds the whole model, as in DDP"
         )
     check_exchange(accelerator)
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
@@ -101,7 +111,8 @@ def set_environment() -> None:
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
     # Segments that grow: memory is less fragmented where the shapes of batches vary.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+    if not names & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -117,8 +117,9 @@ class RunContext:
                 gc.enable()
         if not self._frozen:
             gc.collect()
-            gc.freeze()
-            self._stack.callback(gc.unfreeze)
+            if not gc.get_freeze_count():  # else the program that calls has its own frozen objects
+                gc.freeze()
+                self._stack.callback(gc.unfreeze)
             self._frozen = True
 
     def save(self) -> None:

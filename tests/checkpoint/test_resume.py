@@ -154,6 +154,19 @@ def test_copies_from_a_gpu_wait_once_at_the_end(monkeypatch):
     assert calls == [True, gpu]
 
 
+def test_without_pinned_memory_the_copy_is_an_ordinary_one(monkeypatch):
+    plain = torch.Tensor.to
+
+    def refusing(tensor, *args, non_blocking=False, **kwargs):
+        if non_blocking:
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", refusing)
+    main = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+    assert gather_to_host(main, {"a": torch.ones(2)})["a"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(("device", "cloned"), [("cpu", 6), ("cuda", 2)])
 def test_a_resume_clones_only_what_stays_on_the_cpu(device, cloned, tmp_path, monkeypatch):
     """On a GPU each rank would need the optimizer's whole state in host memory besides."""

@@ -61,6 +61,8 @@ class FakeCuda:
         self.here, self.used = threading.local(), []
 
     def set_device(self, device):
+        if torch.device(device).index is None:
+            raise ValueError(f"expected a device with an index, got {device}")  # as torch does
         self.here.device = torch.device(device).index
 
     def current(self):
@@ -76,10 +78,13 @@ class FakeCuda:
         self.used.append(self.current())
 
 
-def test_the_thread_of_rank_3_never_uses_gpu_0(monkeypatch):
-    """Leaving a stream sets the thread's former device, where CUDA then opens a context."""
-    cuda, device = FakeCuda(), torch.device("cuda", 3)
-    event = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=device)
+@pytest.mark.parametrize("device", ["cuda:3", "cuda"])
+def test_the_thread_of_rank_3_never_uses_gpu_0(device, monkeypatch):
+    """Leaving a stream sets the thread's former device, where CUDA then opens a context. With one process Accelerate's
+    device has no index."""
+    cuda, device = FakeCuda(), torch.device(device)
+    index = torch.device("cuda", device.index or 0)  # a stream's device has one
+    event = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=index)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: event)
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
@@ -87,7 +92,7 @@ def test_the_thread_of_rank_3_never_uses_gpu_0(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     with Prefetch((batch(number) for number in range(4)), device) as batches:
         assert len(list(batches)) == 4
-    assert set(cuda.used) == {3}
+    assert set(cuda.used) == {index.index}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

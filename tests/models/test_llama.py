@@ -135,6 +135,11 @@ def test_recomputed_activations_give_the_same_gradients(kind):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+def test_an_exported_model_has_torchs_operators_only(kind):
+    exported = torch.export.export(tiny(kind).build(), (torch.zeros(1, 8, dtype=torch.int64),))
+    assert "gpt2_accel" not in str(exported.graph)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_chunked_loss_gives_the_same_gradients(kind, tied, monkeypatch):
     _, model = pair(tiny(kind, tied=tied))

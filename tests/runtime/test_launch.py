@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate.utils import DistributedType
 from conftest import (
     as_flags,
     load_recipe,
@@ -30,6 +32,7 @@ from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import BatchSchedule, learning_rate
+from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 
@@ -490,3 +493,18 @@ def test_fsdp2_on_cpus_says_that_nothing_is_sharded(data_dir, tmp_path):
     done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("FSDP2 for GPUs only: each process holds the whole model") == 1
+
+
+def test_fsdp1_is_refused(monkeypatch):
+    found = SimpleNamespace(
+        mixed_precision="no",
+        scaler=None,
+        num_processes=1,
+        gradient_accumulation_steps=1,
+        is_fsdp2=False,
+        distributed_type=DistributedType.FSDP,
+    )
+    monkeypatch.setattr("gpt2_accel.runtime.accelerator.Accelerator", lambda **_: found)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="set fsdp_version: 2"):
+        build_accelerator()
