@@ -92,9 +92,6 @@ def run_updates(run: RunContext) -> bool:
     stopping = diverged = save_due = False
     converged = state.early_stopping.ended  # before a resume
     model.train()
-    bucketed = accelerator.num_processes > 1 and not is_sharded(
-        model
-    )  # DDP's buckets are the gradients
     while state.step < inputs.updates and not (stopping or diverged or converged):
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
         first, sequences = schedule.first(state.step), schedule.sequences(state.step)
@@ -128,7 +125,7 @@ def run_updates(run: RunContext) -> bool:
                 optimizer.step()
             elif accelerator.scaler is not None:
                 accelerator.scaler.update()
-            optimizer.zero_grad(set_to_none=not bucketed)
+            optimizer.zero_grad()
         state.step = step = state.step + 1
 
         run.log.advance(step)
