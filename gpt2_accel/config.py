@@ -398,6 +398,10 @@ def read_yaml(
 ) -> dict[str, Any]:
     """Reads the settings in a YAML file. `hints` are their types, `options` their command-line actions."""
     values = load_yaml(path, "--config")
+    if "compute_environment" in values:
+        raise ValueError(
+            f"{path} is a launch config, not settings: accelerate launch --config_file {path} RECIPE"
+        )
     for name in values:
         if name not in hints:
             raise ValueError(
@@ -414,12 +418,26 @@ def load_yaml(path: str, option: str) -> dict:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{option} {path}: there is no such file")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), UniqueKeys) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings as `name: value` lines")
     return values
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a name that is set twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in names:
+                problem = f"{name} is set twice, the second time"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def yaml_problem(error: Exception) -> str:

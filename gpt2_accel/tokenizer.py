@@ -119,6 +119,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
     bpe.train_from_iterator(texts, trainer)
     trained = json.loads(bpe.to_str())["model"]
+    if (found := len(trained["vocab"]) + 1) < vocab_size:
+        print(f"the text is too small for more than {found:,} tokens", file=sys.stderr)
     vocab = {**trained["vocab"], END_OF_TEXT: len(trained["vocab"])}
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(merge) for merge in trained["merges"]])
 

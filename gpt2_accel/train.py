@@ -70,6 +70,10 @@ def train_or_evaluate(config: TrainConfig, accelerator: Accelerator) -> bool:
     """Builds the run and trains it, with `eval_only` evaluates it. Returns what `train` returns."""
     state, inputs = setup(config, accelerator)
     if config.eval_only:
+        if inputs.checkpoint is None and not config.init_from:
+            raise FileNotFoundError(
+                f"{config.output_dir} holds no checkpoint to evaluate: give the --output_dir of a run, or --init_from"
+            )
         for _, evaluate in inputs.evaluations:
             accelerator.print(json.dumps(evaluate(accelerator, state.model)))
         return False

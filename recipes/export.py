@@ -43,6 +43,11 @@ class Export:
                 f"format is {self.format}, but {self.output} ends in .{suffix}: give --format {suffix}, or choose "
                 "another --output"
             )
+        if suffix == "safetensors":
+            raise ValueError(
+                f"{self.output} would hold {self.format}, not safetensors, which the model's folder has: choose another "
+                "--output"
+            )
         output = Path(self.output)
         if not output.name or self.output.endswith("/"):
             raise ValueError(f"output is the path of a file to write, got {self.output!r}")

@@ -118,9 +118,7 @@ def parse_options() -> argparse.Namespace:
         default="gpt2",
         help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
     )
-    tokens.add_argument(
-        "--vocab_size", type=positive, default=4096, help="vocabulary size of a trained bpe"
-    )
+    tokens.add_argument("--vocab_size", type=positive, help="vocabulary size of a trained bpe")
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
     commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
@@ -175,16 +173,18 @@ def pieces_of(
     return pieces, options.dataset, revision
 
 
-def build_tokenizer(name: str, vocab_size: int, pieces: list[Piece]):
+def build_tokenizer(name: str, vocab_size: int | None, pieces: list[Piece]):
     """Loads, builds or trains the tokenizer of `--tokenizer`."""
+    if vocab_size is not None and name != "bpe":
+        raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
     if name == "gpt2":
         return gpt2_tokenizer()
     if name == "bytes":
         return byte_tokenizer()
     if name == "bpe":
-        return with_retries(
-            lambda: train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), vocab_size)
-        )
+        texts = partial(training_texts, pieces)
+        size = 4096 if vocab_size is None else vocab_size
+        return with_retries(lambda: train_bpe(itertools.islice(texts(), BPE_DOCUMENTS), size))
     return load_tokenizer(name)
 
 

@@ -73,7 +73,7 @@ def check_prepared(config: Quickstart) -> None:
     if config.vocab_size not in (None, found):
         raise ValueError(
             f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: leave out "
-            "--vocab_size, or choose another --data_dir"
+            "--vocab_size, or remove the folder to make it anew"
         )
 
 
@@ -102,8 +102,13 @@ def main() -> None:
     with main_process_first():
         if (Path(config.data_dir) / MANIFEST).exists():
             check_prepared(config)
-        else:
+        elif config.data_dir == Quickstart.data_dir:
             prepare_corpus(config)
+        else:
+            raise FileNotFoundError(
+                f"{config.data_dir} holds no prepared data: make it by {recipe_command('prepare_data')} text FILES "
+                f"--data_dir {config.data_dir}, or leave out --data_dir for Python's standard library"
+            )
     if not train(config):
         return
     processes().print(

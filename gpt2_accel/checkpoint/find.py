@@ -67,8 +67,10 @@ def find_checkpoint(
             *reversed(checkpoints),
         ]
         meant = next(filter(is_checkpoint, inside), None)
+        there = path.exists() or hub.is_repo_id(resume_from)
+        what = "is not a checkpoint of this toolkit" if there else "does not exist"
         raise FileNotFoundError(
-            f"--resume_from {resume_from} is not a checkpoint of this toolkit: "
+            f"--resume_from {resume_from} {what}: "
             + (
                 f"did you mean --resume_from {meant}?"
                 if meant

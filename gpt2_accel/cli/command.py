@@ -51,6 +51,11 @@ def run(words: list[str]) -> None:
         launch(*args)
     elif command == "config":
         print_config(*args)
+    elif is_recipe(command):
+        raise ValueError(
+            f"{command} is a recipe: start it by gpt2-accel launch CONFIG {command}, where CONFIG is one of "
+            f"{', '.join(launch_configs())}"
+        )
     else:
         raise ValueError(
             unknown("command", command, ["quickstart", *COMMANDS, "doctor", "launch", "config"])
@@ -87,6 +92,11 @@ def launch(*args: str) -> None:
     if args[1].startswith("-"):
         found = (i for i, word in enumerate(args) if i and is_recipe(word))
         at = next(found, len(args) - 1)
+    if args[at].endswith((".yaml", ".yml")):
+        raise ValueError(
+            f"{args[at]} is no recipe: name one before its settings, as in gpt2-accel launch cpu quickstart --config "
+            f"{args[at]}"
+        )
     recipe = file_or_shipped("recipe", args[at], recipes())
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", config)

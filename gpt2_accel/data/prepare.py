@@ -113,7 +113,8 @@ def finished_before(plan: Plan) -> dict:
         manifest = read_manifest(plan.data_dir)
         if manifest.get("plan") == plan.hash:
             return manifest
-    raise FileExistsError(f"{plan.data_dir} exists already: remove it or choose another folder")
+    what = " with other data" if (plan.data_dir / MANIFEST).exists() else ""
+    raise FileExistsError(f"{plan.data_dir} exists already{what}: choose another folder")
 
 
 def begin(plan: Plan) -> None:

@@ -258,7 +258,7 @@ def column_of(row: Any, column: str, place: object) -> str:
         )
     if column not in row:
         raise ValueError(
-            f"{place}, has no column {column!r}: choose one of {', '.join(row)} by --column"
+            f"{place}, has no column {column!r}: give --column {' or --column '.join(row)}"
         )
     if not isinstance(row[column] or "", str):
         raise ValueError(
@@ -319,7 +319,7 @@ def parquet_pieces(
         names = file.schema_arrow.names
         if column not in names:
             raise ValueError(
-                f"{url} has no column {column!r}: choose one of {', '.join(names)} by --column"
+                f"{url} has no column {column!r}: give --column {' or --column '.join(names)}"
             )
         place = names.index(column)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]

@@ -4,6 +4,7 @@ A repository's root is a model directory. With the strategy `checkpoint` its fol
 for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
 """
 
+import difflib
 import itertools
 import os
 import re
@@ -50,6 +51,12 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
     """
     from huggingface_hub import snapshot_download
 
+    if Path(name).is_file():
+        hint = f"give its folder, {Path(name).parent}"
+        if name.endswith((".pt", ".bin")):
+            convert = recipe_command("import_checkpoint")
+            hint = f"convert it by {convert} --input {name} --output_dir FOLDER"
+        raise FileNotFoundError(f"{name} is a file, not a model's folder: {hint}")
     repo_id, _, revision = name.partition("@")
     wanted = [f"{folder}/{pattern}" for pattern in patterns] if folder else list(patterns)
     try:
@@ -60,11 +67,22 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
             ignore_patterns=None if folder else ["*/*"],
         )
     except (OSError, ValueError) as error:
+        if Path(name).parent.name and Path(name).parent.is_dir():
+            raise FileNotFoundError(f"{name} does not exist{neighbour(Path(name))}") from error
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
             f"and the connection ({first_line(error)})"
         ) from error
     return Path(path) / folder if folder else Path(path)
+
+
+def neighbour(path: Path) -> str:
+    """Returns the hint that ends the message about a folder that does not exist: one beside it with a similar name, or
+    all."""
+    names = sorted(found.name for found in path.parent.iterdir() if found.is_dir())
+    if close := difflib.get_close_matches(path.name, names, n=1):
+        return f": did you mean {path.parent / close[0]}?"
+    return f": {path.parent} holds {', '.join(names) or 'no folder'}"
 
 
 def is_repo_id(name: str) -> bool:

@@ -44,7 +44,8 @@ def read_checkpoint(path: str | Path) -> GPT:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: give a .pt or .bin checkpoint")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}: give a .pt or .bin checkpoint")
     with open(path, "rb") as file:
         magic = int.from_bytes(file.read(4), "little")
     return read_llmc(path) if magic == LLMC_MAGIC else read_pt(path)

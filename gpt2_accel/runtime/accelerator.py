@@ -64,8 +64,8 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
     started = os.environ.get("WORLD_SIZE", "1")
     if started != str(accelerator.num_processes):
         raise ValueError(
-            f"WORLD_SIZE is {started}, but Accelerate has num_processes {accelerator.num_processes}: for "
-            "several processes on a CPU put ACCELERATE_USE_CPU=true before the launch command"
+            f"WORLD_SIZE is {started}, but Accelerate has num_processes {accelerator.num_processes}: without GPUs take "
+            "the launch config cpu.yaml, or for several processes on a CPU put ACCELERATE_USE_CPU=true before the command"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
@@ -89,6 +89,10 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         only = "GPUs" if accelerator.device.type == "cpu" else "several processes"
         accelerator.print(
             f"Accelerate has FSDP2 for {only} only: each process holds the whole model, as in DDP"
+        )
+    if accelerator.device.type == "cpu" and os.environ.get("ACCELERATE_USE_CPU") == "False":
+        accelerator.print(
+            "there is no GPU: this run uses the CPU, for which cpu.yaml is the launch config"
         )
     check_exchange(accelerator)
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):

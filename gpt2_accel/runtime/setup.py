@@ -104,6 +104,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
             check_data(config, saved, checkpoint)
             state.load_state_dict(saved, checkpoint)
         load_training_state(checkpoint, saved, accelerator, optimizer)
+        accelerator.print(f"resumed from {checkpoint}")
     run_id = state.run_id
     state.run_id = on_main_process(accelerator, lambda: run_identity(config, checkpoint, run_id))
     updates = state.schedule.updates(config.max_steps)

@@ -738,7 +738,7 @@ def test_a_corrected_command_works_after_a_mistake(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(100)))
     args = ("text", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     done = recipe(*args)
-    assert "has no column 'text': choose one of body by --column" in done.stderr
+    assert "has no column 'text': give --column body" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     # Work that was killed before its first finished piece is replaced.
     (tmp_path / ".d.partial/pieces").mkdir(parents=True)

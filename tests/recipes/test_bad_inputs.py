@@ -74,6 +74,7 @@ def settings() -> Iterator[Row]:
         ("finetune_shakespeare", "--bias perhaps", "bias"),
         ("quickstart", "word", "word"),
         ("quickstart", "--data_dir ''", "data_dir is '', which is no folder"),
+        ("quickstart", "--data_dir mien", "mien holds no prepared data: make it by"),
     ):
         yield Row(recipe, arguments, words)
 
@@ -81,6 +82,12 @@ def settings() -> Iterator[Row]:
 def config_files() -> Iterator[Row]:
     for recipe, content, words in (
         ("quickstart", BINARY, "c.yaml is not valid YAML: it is not UTF-8 text"),
+        (
+            "quickstart",
+            "max_steps: 3\nmax_steps: 4",
+            "max_steps is set twice, the second time in line 2",
+        ),
+        ("quickstart", "compute_environment: x", "c.yaml is a launch config, not settings"),
         ("quickstart", "&a [*a]", "`name: value` lines"),
         ("quickstart", "sample_prompts: once", "c.yaml: sample_prompts is 'once'"),
         ("pretrain_124m", "beta1: 2", "beta1 must be"),
@@ -323,6 +330,7 @@ def preparation() -> Iterator[Row]:
         "text {text} --data_dir d --tokenizer nobody/none": "nobody/none",
         "text {text} --data_dir d --tokenizer {data}": "{data}",
         "text {text} --data_dir d --tokenizer bpe --vocab_size 99999999999": "vocab_size",
+        "text {text} --data_dir d --vocab_size 9": "--vocab_size is for --tokenizer bpe",
         "text {text} --data_dir d --tokenizer bpe --vocab_size 100": "vocab_size",
         "text {text} --data_dir d --tokenizer bytes --shard_tokens 0": "shard_tokens",
         "text {text} --data_dir d --tokenizer bytes --workers 0": "workers",
