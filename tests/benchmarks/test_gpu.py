@@ -104,14 +104,15 @@ def test_results_of_a_gpu_are_tables_of_the_page(tmp_path):
     machine = {"type": "cuda", "device": "a GPU", "torch": "2", "date": "2026-01-01"}
     spread = {"median": 2.0, "low": 1.0, "high": 3.0}
     contestant = {"bf16": True, "compile": True, "tokens_per_second": spread, "memory": 2**31}
+    contestant["seconds"] = [1.0, 1.1]
     figures = {"shape": {"n_positions": 1024}, "batch_size": 16}
     figures |= {"machine": machine, "contestants": {"gpt2_accel": contestant}}
-    for name in ("alone", "switches"):
+    for name in ("micro_batch", "switches"):
         (tmp_path / "cuda" / f"training-{name}.json").write_text(json.dumps(figures))
-    alone = json.loads((tmp_path / "cuda/training-alone.json").read_text())
-    assert table.gpu_speed(alone)[2:] == ("2 (1 to 3)", "")
-    alone["machine"]["device"] = "NVIDIA H100 80GB HBM3"
-    assert table.gpu_speed(alone)[3] == "no"
+    found = json.loads((tmp_path / "cuda/training-micro_batch.json").read_text())
+    assert table.gpu_speed(found)[2:] == ("2 (1 to 3)", "")
+    found["machine"]["device"] = "NVIDIA H100 80GB HBM3"
+    assert table.gpu_speed(found)[3] == "no"
     assert table.gpu(tmp_path).count("| gpt2_accel | bf16, compiled | 2 (1 to 3) | 2.00 |") == 2
 
 

@@ -89,6 +89,9 @@ def test_a_refused_start_removes_only_the_folder_that_it_created(data_dir, tmp_p
 
 @pytest.mark.parametrize("command", [{"eval_only": True, "eval_every": 4}, {"dry_run": True}])
 def test_commands_that_only_read_take_no_lock(command, data_dir, tmp_path, capsys):
+    run(tiny_config(data_dir, tmp_path / "model", max_steps=1))
+    command = command | {"init_from": str(tmp_path / "model")}
+    capsys.readouterr()
     with lock_folder(tmp_path / "run"):
         run(tiny_config(data_dir, tmp_path / "run", **command))
     assert capsys.readouterr().out

@@ -40,5 +40,5 @@ def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run")
     done = launch(SCRIPT, *as_flags(config), processes=2, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0
-    assert "WORLD_SIZE is 2, but Accelerate has num_processes 1: for several" in done.stderr
+    assert "WORLD_SIZE is 2, but Accelerate has num_processes 1: without GPUs" in done.stderr
     assert not (tmp_path / "run").exists()
