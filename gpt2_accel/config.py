@@ -427,7 +427,7 @@ def load_yaml(path: str, option: str) -> dict:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Refuses a name that is set twice, of which YAML would take the last."""
+    """Refuses a mapping that sets a name twice. YAML itself takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = set()

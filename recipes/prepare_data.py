@@ -57,6 +57,7 @@ from gpt2_accel.tokenizer import (
     train_bpe,
 )
 
+BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
 BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
 
 # nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
@@ -118,7 +119,11 @@ def parse_options() -> argparse.Namespace:
         default="gpt2",
         help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
     )
-    tokens.add_argument("--vocab_size", type=positive, help="vocabulary size of a trained bpe")
+    tokens.add_argument(
+        "--vocab_size",
+        type=positive,
+        help=f"vocabulary size of a trained bpe, {BPE_SIZE} if not given",
+    )
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
     commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
@@ -182,9 +187,10 @@ def build_tokenizer(name: str, vocab_size: int | None, pieces: list[Piece]):
     if name == "bytes":
         return byte_tokenizer()
     if name == "bpe":
-        texts = partial(training_texts, pieces)
-        size = 4096 if vocab_size is None else vocab_size
-        return with_retries(lambda: train_bpe(itertools.islice(texts(), BPE_DOCUMENTS), size))
+        size = vocab_size or BPE_SIZE
+        return with_retries(
+            lambda: train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), size)
+        )
     return load_tokenizer(name)
 
 

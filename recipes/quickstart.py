@@ -73,7 +73,7 @@ def check_prepared(config: Quickstart) -> None:
     if config.vocab_size not in (None, found):
         raise ValueError(
             f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: leave out "
-            "--vocab_size, or remove the folder to make it anew"
+            "--vocab_size"
         )
 
 

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     # Here each chunk also has two copies in fp32.
     rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
     if torch.is_autocast_enabled(x.device.type) and weight.dtype != torch.float64:
-        # Once, not for each chunk; autocast leaves fp64 as it is.
+        # The weight is cast once, not for each chunk. Autocast does not cast fp64.
         weight = weight.to(torch.get_autocast_dtype(x.device.type))
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf

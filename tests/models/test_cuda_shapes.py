@@ -113,7 +113,7 @@ def tokens(rows=4, length=256):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_forward(kind, order, mask, dtype, monkeypatch):
     if order and torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        pytest.skip("the choice of an attention kernel asks the GPU")
+        pytest.skip("a CUDA build of torch asks the GPU which attention kernels it has")
     monkeypatch.setattr("gpt2_accel.kernels.block_attention.compiled_attention", lambda: without)
     model = build(kind)
     model.separator = None if mask is None else 7
