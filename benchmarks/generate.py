@@ -60,7 +60,7 @@ def build_models(size: str, dtype: torch.dtype) -> tuple[GPT, GPT2LMHeadModel]:
     """Builds a model, and the same model in `transformers`."""
     torch.manual_seed(0)
     model = GPT(GPTConfig.from_name(size)).eval()
-    hf = GPT2LMHeadModel(hf_config(model.config, end_of_text=None))
+    hf = GPT2LMHeadModel(hf_config(model.config, {"bos_token_id": None, "eos_token_id": None}))
     hf.load_state_dict(to_hf(model), strict=False)  # the head is tied
     return model.to(best_device(), dtype), hf.to(best_device(), dtype).eval()
 

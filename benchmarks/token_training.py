@@ -127,7 +127,7 @@ class Training:
         growing = trial.momentum_warmup * trial.updates
         share = min(step / growing, 1) if growing else 1
         optimizer.momentum = FIRST_MOMENTUM + share * (trial.momentum - FIRST_MOMENTUM)
-        for input_ids, targets in self.loader.update(step * trial.sequences, trial.sequences):
+        for input_ids, targets, *_ in self.loader.update(step * trial.sequences, trial.sequences):
             with products():
                 loss = self.model(input_ids, targets)
             loss.backward()
@@ -175,7 +175,7 @@ class Training:
             device=CPU,
         )
         nats = count = 0.0
-        for input_ids, targets in windows:
+        for input_ids, targets, *_ in windows:
             with products():
                 losses = self.model(input_ids, targets, reduction="none")
             nats += float(losses.sum())

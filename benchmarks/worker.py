@@ -117,7 +117,7 @@ def hf_trainer(job: Job, gate: Gate) -> None:
 
     on_cpu = gate.device.type == "cpu"
     shape = configured_shape(settings(job), job.shape["vocab_size"])
-    config = conversion(shape).hf_config(shape, end_of_text=None)
+    config = conversion(shape).hf_config(shape, {"bos_token_id": None, "eos_token_id": None})
     config.use_cache = False
     if job.dropout:
         config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = GPT2Config().attn_pdrop
@@ -212,7 +212,8 @@ def batches(job: Job, gate: Gate) -> Iterator[Batch]:
     options = {"seed": 1337, "device": gate.device}
     loader = TrainLoader(split, sequence_length=T, micro_batch_size=job.batch_size, **options)
     for step in itertools.count():
-        yield from loader.update(step * job.batch_size, job.batch_size)
+        for batch in loader.update(step * job.batch_size, job.batch_size):
+            yield batch.input_ids, batch.targets
 
 
 def attention(job: Job, gate: Gate) -> None:

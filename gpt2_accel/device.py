@@ -266,14 +266,16 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             return function(), self._stream.record_event()
 
-    def hand_over(self, tensors: Sequence[torch.Tensor], end: torch.Event | None) -> None:
-        """Lets the stream that computes wait for `end`, and keeps the memory of `tensors` until it has used them."""
+    def hand_over(self, batch: Sequence[object], end: torch.Event | None) -> None:
+        """Lets the stream that computes wait for `end`, and keeps the memory of the batch's tensors until it has used
+        them."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(end)
-        for tensor in tensors:
-            tensor.record_stream(current)
+        for part in batch:
+            if isinstance(part, torch.Tensor):
+                part.record_stream(current)
 
 
 class HostCopy:

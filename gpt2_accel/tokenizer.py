@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -295,6 +295,34 @@ def encode_batch(backend: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
         ) from error
     finally:
         backend.encode_special_tokens = False
+
+
+def conversation_tokens(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids of a conversation in the tokenizer's chat template, (n,) int64, and which of them the template
+    marks as the assistant's, (n,) bool.
+
+    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the template's errors.
+    """
+    whole_texts(tokenizer.backend_tokenizer)
+    found = tokenizer.apply_chat_template(
+        list(messages),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
+    )
+    return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
+
+
+def prompt_tokens(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Returns the token ids of a conversation, up to where the assistant's next message begins."""
+    whole_texts(tokenizer.backend_tokenizer)
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_dict=False
+    )
 
 
 def unknown_characters(characters: set[str]) -> ValueError:

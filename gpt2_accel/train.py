@@ -18,7 +18,7 @@ from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.device import is_sharded
 from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.files import first_line
-from gpt2_accel.generation.sampling import Sampling, complete
+from gpt2_accel.generation.sampling import Sampling, complete, whole_text
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE, check_login, check_repo_id
 from gpt2_accel.hf.uploads import Uploads
@@ -189,16 +189,17 @@ def accumulate_gradients(
 ) -> torch.Tensor | None:
     """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.
 
-    Returns their mean loss, a scalar. Ranks reduce the gradients in the last backward only. `interrupted` is called
-    between micro-batches and must agree on all ranks; if True, returns None.
+    Returns this rank's part of the loss, a scalar, whose mean over the ranks is the mean over the update's counted
+    targets. Ranks reduce the gradients in the last backward only. `interrupted` is called between micro-batches and must
+    agree on all ranks; if True, returns None.
     """
     _, count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
-    for number, (input_ids, targets) in enumerate(loader.update(first, sequences), start=1):
+    for number, batch in enumerate(loader.update(first, sequences), start=1):
         if number > 1 and interrupted():
             return None
         with nullcontext() if number == count else accelerator.no_sync(model):
-            loss = model(input_ids, targets) / count
+            loss = model(batch.input_ids, batch.targets, documents=batch.documents) / batch.divisor
             accelerator.backward(loss)
         total += loss.detach()
     return total
@@ -269,13 +270,15 @@ def write_samples(run: RunContext) -> None:
     A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
     """
     config, accelerator, model = run.config, run.accelerator, run.state.model
+    tokenizer = run.inputs.tokenizer
     plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
     with main_process_first():  # may exceed the time limit of a collective
         if accelerator.is_main_process:
             plain = plain.to(accelerator.device)
             sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-            for sample in complete(plain, run.inputs.tokenizer, config.sample_prompts, sampling):
-                run.log.sample(sample.prompt, sample.prompt + sample.text)
+            samples = complete(plain, tokenizer, run.inputs.prompts, sampling)
+            for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                run.log.sample(prompt, whole_text(tokenizer, sample))
 
 
 def save_before_divergence(run: RunContext, problem: str) -> None:

@@ -5,6 +5,8 @@
     python recipes/prepare_data.py shakespeare --data_dir data/shakespeare
     python recipes/prepare_data.py text folder/ more.jsonl.zst --data_dir data/mine
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
+    python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model runs/pretrain_124m \
+        --sequence_length 1024 --data_dir data/smoltalk
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py --verify --stats --data_dir data/mine
 
@@ -16,6 +18,8 @@ The same command resumes after a kill. The shards are the same, byte for byte, w
   validation.
 - text: files and folders of .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (one per row).
 - hf: any data set that `datasets` can load.
+- chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
+  ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
 
 One document in 20 is held out for validation, by a hash of its name. If there are too few documents, the last 5% of
 each is held out. `--executor slurm` and `ray` run on a cluster through datatrove; they are not tested. `--executor
@@ -34,6 +38,7 @@ from typing import Any
 
 from gpt2_accel import cli
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.data.conversations import file_rows, prepare_conversations
 from gpt2_accel.data.documents import LARGEST_PIECE, Drawn, Piece
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
@@ -139,6 +144,33 @@ def parse_options() -> argparse.Namespace:
         command.add_argument("--split", default="train", help="split of the data set")
         command.add_argument("--revision", help="a branch, tag or commit")
         command.add_argument("--data_files", help="pattern of the data set's files")
+    chat = commands.add_parser("chat", parents=[common])
+    chat.add_argument("dataset", metavar="FILE_OR_HUB_ID")
+    chat.add_argument("--model", required=True, help="model to fine-tune: HF directory or Hub id")
+    chat.add_argument(
+        "--sequence_length",
+        type=positive,
+        required=True,
+        help="tokens per window, at most the model's positions",
+    )
+    chat.add_argument(
+        "--chatml",
+        action="store_true",
+        help="take ChatML in place of the model's own chat template",
+    )
+    chat.add_argument(
+        "--cut",
+        action="store_true",
+        help="cut conversations that are longer than a window; else they are left out",
+    )
+    chat.add_argument("--workers", type=positive, default=usable_cpus())
+    chat.add_argument(
+        "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
+    )
+    chat.add_argument("--config", help="configuration of the data set")
+    chat.add_argument("--split", default="train", help="split of the data set")
+    chat.add_argument("--revision", help="a branch, tag or commit")
+    chat.add_argument("--data_files", help="pattern of the data set's files")
     mix = commands.add_parser("mix", parents=[common])
     mix.add_argument("parts", nargs="+", type=weighted, metavar="DATA_DIR=WEIGHT")
     options = parser.parse_args()
@@ -214,6 +246,41 @@ def prepare_corpus(options: argparse.Namespace) -> dict | None:
     return run_on(options.executor, plan, options.workers, slurm)
 
 
+def prepare_chat(options: argparse.Namespace) -> dict:
+    """Writes the shards of conversations; returns the manifest."""
+    # Only here: they import torch, which no other command needs.
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.hf.chat_template import chat_tokenizer
+    from gpt2_accel.hf.convert import local_directory, read_config
+
+    directory = verified_directory(options.model, hint="use another model")
+    tokenizer, length = chat_tokenizer(directory, options.chatml), options.sequence_length
+    if length > (positions := read_config(local_directory(directory)).n_positions):
+        raise ValueError(
+            f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
+        )
+    revision, source = None, Path(options.dataset)
+    if source.exists():
+        rows = file_rows(source)
+    else:
+        names = ("config", "split", "revision", "data_files")
+        hub = {name: getattr(options, name) for name in names}
+        rows, revision = hub_pieces(options.dataset, column="", **hub)
+    return prepare_conversations(
+        rows,
+        tokenizer,
+        options.data_dir,
+        sequence_length=length,
+        source=options.dataset,
+        model=options.model,
+        cut=options.cut,
+        workers=options.workers,
+        revision=revision,
+        command=shlex.join(["prepare_data.py", *sys.argv[1:]]),
+        shard_tokens=options.shard_tokens,
+    )
+
+
 def plan_of(options: argparse.Namespace) -> Plan:
     """Builds the plan of the command line."""
     data_dir = Path(options.data_dir)
@@ -268,12 +335,41 @@ def summarize(manifest: dict) -> None:
         print(f"the longest document has {counts['longest']:,} bytes")
 
 
+def summarize_chat(manifest: dict) -> None:
+    """Prints the counts of a manifest of conversations."""
+    length = manifest["sequence_length"]
+    for split, entry in manifest["splits"].items():
+        tokens = entry["tokens"] - entry["padding"]
+        print(
+            f"{split}: {entry['documents']:,} conversations, {tokens:,} tokens, of which {entry['counted'] / tokens:.0%} "
+            f"count in the loss, in {entry['tokens'] // length:,} windows of {length:,} ({tokens / entry['tokens']:.1%} full)"
+        )
+    labels = {
+        "no_answer": "without a message of the assistant",
+        "role": "with a role other than system, user (human) and assistant (gpt)",
+        "empty": "without messages, or with one without text",
+        "not_text": "with a message that is no text",
+        "special_token": "with a special token of the tokenizer in a message",
+        "refused": "that the chat template refuses",
+        "too_long": f"of more than {length:,} tokens (--cut keeps their beginning)",
+    }
+    for name, label in labels.items():
+        if count := manifest["counts"][name]:
+            print(
+                f"left out: {count:,} conversations {label}, the first: {manifest['first'][name]}"
+            )
+    if count := manifest["counts"]["cut"]:
+        print(f"cut: {count:,} conversations after {length:,} tokens")
+
+
 def main() -> None:
     options = parse_options()
     if options.command == "mix":
         if len(dict(options.parts)) < len(options.parts):
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, dict(options.parts)))
+    elif options.command == "chat":
+        summarize_chat(prepare_chat(options))
     elif options.command:
         manifest = prepare_corpus(options)
         if manifest is None:

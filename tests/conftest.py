@@ -29,6 +29,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT
 
+from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import read_json_lines
@@ -84,6 +85,36 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
         items.append({"ind": i, "activity_label": "Pets", "ctx": context, "endings": endings})
         items[-1]["label"] = rng.choice((rng.randrange(4), str(rng.randrange(4))))
     return items
+
+
+QUESTIONS = "What Who Where When Why How"
+
+
+def chat_rows(number: int, seed: int = 0) -> list[dict]:
+    """Returns short conversations of a question and an answer, as rows with `messages`."""
+    rng = random.Random(seed)
+    rows = []
+    for i in range(number):
+        question = f"{rng.choice(QUESTIONS.split())} {i}?"
+        answer = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4))) + "."
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages})
+    return rows
+
+
+def save_base(folder: Path) -> None:
+    """Saves an untrained base model of bytes with 128 positions."""
+    shape = {"n_positions": 128, "n_layer": 2, "n_head": 2, "n_embd": 64}
+    save_pretrained(GPT(GPTConfig(257, **shape)), folder, byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def chat_base(tmp_path_factory):
+    """The directory of an untrained base model. Tests must not change it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("chat") / "base"
+    save_base(folder)
+    return folder
 
 
 def tokenizer_of(kind: str, text: str):

@@ -56,7 +56,7 @@ def test_losses_equal_a_plain_loop_around_transformers(data_dir, tmp_path):
     expected = []
     for step in range(UPDATES):
         total = 0.0
-        for input_ids, targets in loader.update(step * 8, 8):
+        for input_ids, targets, *_ in loader.update(step * 8, 8):
             logits = model(input_ids).logits
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 2
             loss.backward()

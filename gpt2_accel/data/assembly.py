@@ -7,6 +7,7 @@ corpus takes little more disk space than its shards.
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -29,11 +30,25 @@ from gpt2_accel.tokenizer import GPT2_FINGERPRINT, bytes_per_token, fingerprint
 BLOCK = 2**22  # tokens copied at once
 
 
-def finish(plan: Plan) -> dict:
+def concatenate(plan: Plan) -> dict:
+    """Writes the pieces' tokens one after the other into shards; returns the manifest."""
+    count = len(plan.pieces)
+    records = [json.loads(record_path(plan.work, i).read_text()) for i in range(count)]
+    check_splits(plan, records)
+    return {
+        **manifest_head(plan, plan.dtype, VERSION),
+        "counts": total_counts(records),
+        "first_not_utf8": next(filter(None, (r.get("first_not_utf8") for r in records)), None),
+        "splits": write_shards(plan, records),
+    }
+
+
+def finish(plan: Plan, assemble: Callable[[Plan], dict] = concatenate) -> dict:
     """Writes the shards and the manifest, renames the work folder to `plan.data_dir`, and returns the manifest.
 
     Can be called again after a kill at any point: the manifest is written after all shards, and the remaining steps
-    need no piece. Raises `ValueError` if a split would be empty.
+    need no piece. `assemble` writes the shards and returns the manifest. Raises `ValueError` if
+    a split would be empty.
     """
     if not (plan.work / MANIFEST).exists():
         write_json(plan.work / MANIFEST, assemble(plan))
@@ -46,29 +61,24 @@ def finish(plan: Plan) -> dict:
     return manifest
 
 
-def assemble(plan: Plan) -> dict:
-    """Writes the shards; returns the manifest."""
-    count, tokenizer, mark = len(plan.pieces), plan.tokenizer, fingerprint(plan.tokenizer)
-    records = [json.loads(record_path(plan.work, i).read_text()) for i in range(count)]
-    check_splits(plan, records)
+def manifest_head(plan: Plan, dtype: np.dtype, version: int) -> dict:
+    """Returns the entries of a manifest that do not depend on the pieces."""
+    tokenizer, mark = plan.tokenizer, fingerprint(plan.tokenizer)
     name = tokenizer.name_or_path or type(tokenizer).__name__
     return {
         "format": MANIFEST_FORMAT,
-        "version": VERSION,
+        "version": version,
         "tokenizer": {
             "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
             "vocab_size": len(tokenizer),
             "fingerprint": mark,
             "end_of_text": plan.separator,
         },
-        "dtype": plan.dtype.name,
+        "dtype": dtype.name,
         "source": plan.source,
         "revision": plan.revision,
         "command": plan.command,
         "plan": plan.hash,
-        "counts": total_counts(records),
-        "first_not_utf8": next(filter(None, (r.get("first_not_utf8") for r in records)), None),
-        "splits": write_shards(plan, records),
     }
 
 

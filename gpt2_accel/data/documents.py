@@ -27,14 +27,14 @@ HeldOut = Callable[[str], bool]
 class Document(NamedTuple):
     """A text in chunks, which are tokenized separately.
 
-    `begins` is False if the text continues a document of the previous piece. `place` names the source in messages.
+    `begins` is False if the text continues a document of the previous piece. `place`, as `str`, names it in messages.
     A byte that is not UTF-8 is a lone surrogate (`surrogateescape`).
     """
 
     split: str
     chunks: Iterable[str]
     begins: bool = True
-    place: str = "a document"
+    place: object = "a document"
 
 
 class Piece(Protocol):
@@ -45,12 +45,17 @@ class Piece(Protocol):
     def documents(self) -> Iterator[Document]: ...
 
 
+def name_digest(key: str) -> str:
+    """Returns the SHA-256 (hex) of a document's name."""
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+
+
 def held_out(key: str, one_in: int = 20) -> bool:
     """Whether the document named `key` is held out: one in `one_in`, by the SHA-256 of its name.
 
     A document keeps its split when others are added or removed.
     """
-    return int(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest(), 16) % one_in == 0
+    return int(name_digest(key), 16) % one_in == 0
 
 
 def piece_size(corpus: int) -> int:
@@ -71,6 +76,16 @@ class ByHash:
 
     def __call__(self, name: str) -> bool:
         return held_out(name)
+
+
+@dataclass(frozen=True)
+class LowestHashes:
+    """Holds out the documents whose names have a hash up to `limit`, a SHA-256 in hex."""
+
+    limit: str
+
+    def __call__(self, name: str) -> bool:
+        return name_digest(name) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ def split_of(is_held_out: bool) -> str:
 # Cutting a text
 
 
-def split_document(text: str, name: str, is_held_out: HeldOut, place: str) -> Iterator[Document]:
+def split_document(text: str, name: str, is_held_out: HeldOut, place: object) -> Iterator[Document]:
     """Yields the document in its split; with `LastPart`, its first part in `train` and the rest in `val`."""
     cut = len(text)
     if isinstance(is_held_out, LastPart):

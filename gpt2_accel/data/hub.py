@@ -14,13 +14,11 @@ from typing import Any
 
 from gpt2_accel.data.documents import (
     ByHash,
-    Document,
     HeldOut,
     Piece,
     piece_size,
-    split_document,
 )
-from gpt2_accel.data.sources import column_of, open_parquet, parquet_pieces, reading
+from gpt2_accel.data.sources import Row, RowPiece, open_parquet, parquet_pieces, reading
 from gpt2_accel.files import first_line
 
 SECONDS_TO_ANSWER = 8
@@ -28,7 +26,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 @dataclass(frozen=True)
-class StreamPiece:
+class StreamPiece(RowPiece):
     """One file of a data set that is not Parquet, streamed by `datasets`.
 
     `options` are the arguments of `datasets.load_dataset`.
@@ -42,13 +40,12 @@ class StreamPiece:
     is_held_out: HeldOut
     size: int = 0
 
-    def documents(self) -> Iterator[Document]:
-        for number, row in enumerate(self.rows()):
+    def rows(self) -> Iterator[Row]:
+        for number, row in enumerate(self.values()):
             place = f"the data set {self.name}, row {number:,} of its file {self.number + 1}"
-            text = column_of(row, self.column, place)
-            yield from split_document(text, f"{self.number}:{number}", self.is_held_out, place)
+            yield Row(f"{self.number}:{number}", row, place)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def values(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of the file."""
         from datasets import load_dataset
 

@@ -1,6 +1,7 @@
 """Data loaders for training and evaluation; the training order is a function of the seed and the step.
 
-A sample is a window of `sequence_length` tokens and the token after it. Its position in the training order is computed:
+A sample is a window of `sequence_length` tokens and the token after it; a window of conversations has all of its targets
+inside. Its position in the training order is computed:
 there is no shuffle buffer, no index in memory and no state to save. Each update reads the next positions of the order
 over all ranks, so the order does not depend on the number of ranks or the micro-batch size.
 
@@ -8,17 +9,38 @@ In a mixture each data set has its own order. The data set at each position is a
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import TokenStream, UnreadableData, mixture_parts
+from gpt2_accel.data.shards import (
+    COUNTS,
+    STARTS,
+    TOKEN_ID,
+    TokenStream,
+    UnreadableData,
+    mixture_parts,
+)
 from gpt2_accel.files import sentence
 from gpt2_accel.optim import halved
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+
+class Batch(NamedTuple):
+    """A batch of B windows of T tokens.
+
+    input_ids, targets: (B, T) int64; targets are -100 where they do not count. documents: (B, T) int64, the number of each
+    token's conversation in its row, None for text. divisor: what a rank divides the mean loss of a micro-batch by, so that
+    the ranks' losses add up to the mean over all counted targets of the update.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None = None
+    divisor: float = 1
+
 
 BLOCK = 64  # consecutive windows that stay close to each other in the order
 GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
@@ -146,10 +168,17 @@ def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, floa
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
-    """Returns the number of windows of `sequence_length` inputs, each with its next token, in a split.
+    """Returns the number of windows of `sequence_length` inputs in a split, of text each with its next token.
 
-    Raises `ValueError` if there is none.
+    Raises `ValueError` if there is none, or if conversations were packed into windows of another length.
     """
+    if stream.sequence_length is not None:
+        if stream.sequence_length != sequence_length:
+            raise ValueError(
+                f"{stream.data_dir} holds conversations in windows of {stream.sequence_length} tokens, not "
+                f"{sequence_length}: give --sequence_length {stream.sequence_length}, or prepare them again"
+            )
+        return stream.tokens // sequence_length
     windows = (stream.tokens - 1) // sequence_length
     if windows < 1:
         raise ValueError(
@@ -164,27 +193,53 @@ def read_windows(
 ) -> Batch:
     """Reads the samples (n, 2), which are numbers of streams and windows.
 
-    Returns `(input_ids, targets)`, each (n, sequence_length) int64 on CPU.
+    Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations. Raises `ValueError`
+    if a window of conversations has another number of counted targets than its stream says.
     """
-    rows = [
-        streams[i].read(window * sequence_length, sequence_length + 1)
-        for i, window in samples.tolist()
-    ]
-    tokens = np.stack(rows)
-    # Copies, since for a single row `contiguous()` would return two views of the same memory.
-    return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
+    L = sequence_length
+    input_ids, targets, documents = np.zeros((3, len(samples), L), np.int64)
+    for row, (i, window) in enumerate(samples.tolist()):
+        stream = streams[i]
+        if stream.sequence_length is None:
+            tokens = stream.read(window * L, L + 1)
+            input_ids[row], targets[row] = tokens[:-1], tokens[1:]
+            continue
+        tokens = stream.read(window * L, L)
+        counts = tokens[1:] & COUNTS != 0
+        input_ids[row] = tokens & TOKEN_ID
+        targets[row, :-1] = np.where(counts, input_ids[row, 1:], -100)
+        targets[row, -1] = -100
+        documents[row] = (tokens & STARTS != 0).cumsum()
+        if counts.sum() != stream.targets[window]:
+            raise ValueError(
+                f"window {window} of {stream.data_dir}, split {stream.split!r}, has {counts.sum()} counted tokens, not "
+                f"{stream.targets[window]}: prepare the data again"
+            )
+    packed = any(stream.sequence_length for stream in streams)
+    return Batch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(documents) if packed else None,
+    )
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Moves a batch to the device; copies to a GPU from pinned memory, asynchronously."""
-    if device.type == "cuda":
-        return tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
-    return tuple(part.to(device) for part in batch)
+def to_device(
+    tensors: Iterable[torch.Tensor | None], device: torch.device
+) -> list[torch.Tensor | None]:
+    """Moves tensors to the device, None stays None; copies to a GPU from pinned memory, asynchronously."""
+    moved = []
+    for tensor in tensors:
+        if tensor is not None:
+            pinned = device.type == "cuda"
+            tensor = (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+        moved.append(tensor)
+    return moved
 
 
 class Loader:
     """Reads the batches of one rank from data sets with their shares (`open_split`), onto `device`.
 
+    `packed` says whether one of them holds conversations, so that batches have `documents`.
     `problem` is the first error of a read, None before. From then on all tokens are 0, and it is raised after the last
     batch: until then the ranks run the same collectives.
     """
@@ -196,21 +251,19 @@ class Loader:
         device: torch.device | str,
     ):
         self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.packed = any(stream.sequence_length for stream in self.streams)
         self.device = torch.device(device)
         self.problem: UnreadableData | None = None
 
     def read(self, samples: np.ndarray) -> Batch:
-        """Reads the samples (n, 2), which are numbers of streams and windows.
-
-        Returns `(input_ids, targets)`, each (n, sequence_length) int64 on CPU.
-        """
+        """Returns what `read_windows` returns, after an error zeros."""
         if self.problem is None:
             try:
                 return read_windows(self.streams, samples, self.sequence_length)
             except (OSError, ValueError) as error:
                 self.problem = UnreadableData(sentence(error))
-        nothing = torch.zeros(len(samples), self.sequence_length, dtype=torch.int64)
-        return nothing, nothing.clone()
+        zeros = torch.zeros(3, len(samples), self.sequence_length, dtype=torch.int64)
+        return Batch(zeros[0], zeros[1], zeros[2] if self.packed else None)
 
 
 class TrainLoader(Loader):
@@ -256,16 +309,35 @@ class TrainLoader(Loader):
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
 
-        The update starts at position `first` of the order. A micro-batch is `(input_ids, targets)`, each (micro-batch
-        size, sequence_length) int64 on the loader's device. Raises `UnreadableData` at the end if one could not be read.
+        The update starts at position `first` of the order. A micro-batch is (micro-batch size, sequence_length) on the
+        loader's device. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
+        not be read.
         """
         size, count = self.micro_batches(sequences)
+        total = self.count_targets(np.arange(first, first + sequences)) if self.packed else 0
         for number in range(count):
             begin = first + (number * self.world_size + self.rank) * size
-            samples = self.order(np.arange(begin, begin + size))
-            yield to_device(self.read(samples), self.device)
+            positions = np.arange(begin, begin + size)
+            divisor = count
+            if self.packed:
+                divisor = total / (self.world_size * self.count_targets(positions))
+            batch = self.read(self.order(positions))
+            yield Batch(*to_device(batch[:3], self.device), divisor)
         if self.problem is not None:
             raise self.problem
+
+    def count_targets(self, positions: np.ndarray) -> int:
+        """Returns the number of counted targets of the windows at the given positions of the order, (n,)."""
+        found = 0
+        samples = self.order(positions)
+        for i, stream in enumerate(self.streams):
+            windows = samples[samples[:, 0] == i, 1]
+            targets = stream.targets
+            if targets is None:
+                found += len(windows) * self.sequence_length
+            else:
+                found += int(targets[windows].sum())
+        return found
 
     def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
         """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
@@ -302,7 +374,7 @@ class EvalLoader(Loader):
     """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
     Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at once. A batch is
-    `(input_ids, targets)`, each (batch_size, sequence_length) int64 on `device`. Padding windows have targets of -100.
+    (batch_size, sequence_length) on `device`. Padding windows have targets of -100.
     `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
     `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
@@ -347,8 +419,8 @@ class EvalLoader(Loader):
         for number in range(self.rounds):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             filled = np.resize(samples, (self.batch_size, 2))
-            input_ids, targets = self.read(filled)
-            targets[len(samples) :] = -100
-            yield to_device((input_ids, targets), self.device)
+            batch = self.read(filled)
+            batch.targets[len(samples) :] = -100
+            yield Batch(*to_device(batch[:3], self.device))
         if self.problem is not None:
             raise self.problem

@@ -49,7 +49,7 @@ class Plan:
     @property
     def work(self) -> Path:
         """The folder in which the pieces' files and the shards are written."""
-        return self.data_dir.with_name(f".{self.data_dir.name}.partial")
+        return work_folder(self.data_dir)
 
     @property
     def separator(self) -> int | None:
@@ -71,6 +71,11 @@ class Plan:
         """Returns for each piece the SHA-256 (hex) of everything that its tokens depend on."""
         tokenizer = fingerprint(self.tokenizer)
         return [digest(repr(piece), tokenizer) for piece in self.pieces]
+
+
+def work_folder(data_dir: Path) -> Path:
+    """Returns the folder in which a preparation of `data_dir` works."""
+    return data_dir.with_name(f".{data_dir.name}.partial")
 
 
 def digest(*content: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_accel.data.assembly import finish
+from gpt2_accel.data.assembly import concatenate, finish
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.data.sources import Texts, split_text, text_source, tiny_shakespeare
@@ -79,12 +79,15 @@ HINT = "choose another --data_dir"
 
 
 def run_plan(
-    plan: Plan, workers: int = 1, tokenize_pieces: Callable[[Plan, int], None] = tokenize
+    plan: Plan,
+    workers: int = 1,
+    tokenize_pieces: Callable[[Plan, int], None] = tokenize,
+    assemble: Callable[[Plan], dict] = concatenate,
 ) -> dict:
     """Writes `plan.data_dir` in the format of `shards.py` with `workers` processes; returns the manifest.
 
     Resumes the work of a call that was killed. Leaves a complete folder unchanged. `tokenize_pieces(plan, workers)`
-    tokenizes the pieces that have no record yet.
+    tokenizes the pieces that have no record yet, and `assemble` is passed to `finish`.
 
     Raises `FileExistsError` if the folder was made from another plan, `ValueError` if a split would be empty or the
     unfinished work belongs to another plan, `OSError` if the disk is too small or another process is preparing the same
@@ -97,7 +100,7 @@ def run_plan(
             begin(plan)
             if not (plan.work / MANIFEST).exists():
                 tokenize_pieces(plan, workers)
-            return finish(plan)
+            return finish(plan, assemble)
         except BaseException:
             if not (plan.restartable and holds_finished_work(plan.work)):
                 shutil.rmtree(plan.work, ignore_errors=True)

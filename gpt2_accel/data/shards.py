@@ -5,7 +5,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
 
     offset  size  content
          0     8  magic, b"GPT2TOKS"
-         8     4  format version, 1
+         8     4  format version, 1 or 2
         12     4  bytes per token id: 2 (uint16) or 4 (uint32)
         16     8  number of token ids
         24    32  SHA-256 of the token ids' bytes
@@ -26,9 +26,20 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
 If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
 array of tokens; its shards are in the manifest's order.
 
+Version 2 holds conversations (`conversations.py`), packed into windows of equal length. A token is then a uint32: its id,
+plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a conversation. The manifest has version 2 and
+in addition
+
+     "sequence_length": tokens of a window, "template": SHA-256 of the tokenizer's chat template, "model": its name,
+     "first": {"empty": place of the first, …},   see conversations.COUNTS
+     "splits": {"train": {…, "bytes": null, "counted": tokens, "padding": tokens,
+                          "targets": {"file": …, "tokens": windows, "sha256": …}}}
+
+where `targets` is a version 1 shard with the number of counted tokens of each window. Padding has no bits. Releases before 0.4 refuse version 2.
+
 Folders of other trainers' token files (`third_party.py`) open like these. A folder may also be a mixture of others:
 its manifest then holds `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and its splits have
-no shards.
+no shards. It has version 2 if one of them has.
 """
 
 import functools
@@ -55,7 +66,10 @@ from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1
+VERSION, PACKED_VERSION = 1, 2
+# The bits of a token in version 2, above its id.
+STARTS, COUNTS = np.uint32(1 << 30), np.uint32(1 << 31)
+TOKEN_ID = STARTS - np.uint32(1)
 HEADER = struct.Struct("<8sIIQ32s8x")
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
@@ -74,8 +88,8 @@ class ShardWriter:
     A shard that was not closed has no magic, so it is never read as a complete one.
     """
 
-    def __init__(self, path: str | Path, dtype: np.dtype):
-        self.path, self.dtype = Path(path), np.dtype(dtype)
+    def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
+        self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
         self.tokens = 0
         self._digest = hashlib.sha256()
         self._file = open(self.path, "wb")
@@ -92,7 +106,7 @@ class ShardWriter:
         """Writes the header and closes the file; returns its entry in the manifest."""
         digest = self._digest.digest()
         self._file.seek(0)
-        self._file.write(HEADER.pack(MAGIC, VERSION, self.dtype.itemsize, self.tokens, digest))
+        self._file.write(HEADER.pack(MAGIC, self.version, self.dtype.itemsize, self.tokens, digest))
         self._file.close()
         return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
@@ -115,9 +129,9 @@ def read_header(path: Path) -> tuple[int, int, str]:
     magic, version, width, tokens, digest = HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {hint}")
-    if version != VERSION:
+    if version not in (VERSION, PACKED_VERSION):
         raise ValueError(
-            f"{path} has format version {version}, this release reads {VERSION}: {hint}"
+            f"{path} has format version {version}, this release reads {VERSION} and {PACKED_VERSION}: {hint}"
         )
     if width not in (2, 4):
         raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {hint}")
@@ -209,10 +223,10 @@ def read_manifest(data_dir: str | Path) -> dict:
         found = (manifest["format"], manifest["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a readable manifest: prepare the data again") from error
-    if found != (MANIFEST_FORMAT, VERSION):
+    if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
         raise ValueError(
             f"{path} is {found[0]!r} version {found[1]}, this release reads "
-            f"{MANIFEST_FORMAT!r} version {VERSION}: prepare the data again"
+            f"{MANIFEST_FORMAT!r} versions {VERSION} and {PACKED_VERSION}: prepare the data again"
         )
     if corruption := manifest_corruption(manifest):
         raise ValueError(f"{path} {corruption}: prepare the data again")
@@ -225,9 +239,21 @@ def manifest_corruption(manifest: dict) -> str | None:
         vocab_size = manifest["tokenizer"]["vocab_size"]
         manifest["tokenizer"]["fingerprint"], manifest["source"]
         splits = manifest["splits"].items()
-        counts = [vocab_size]
+        counts, packed = [vocab_size], "sequence_length" in manifest
+        if packed:
+            counts.append(manifest["sequence_length"])
+            bytes.fromhex(manifest["template"])
+            if manifest["sequence_length"] == 0:
+                return "has windows of 0 tokens"
         for name, entry in splits:
-            counts += [entry["tokens"], entry["bytes"], entry["documents"]]
+            counts.append(entry["tokens"])
+            # Other trainers' files do not say, nor do conversations.
+            counts += [entry[n] for n in ("bytes", "documents") if entry[n] is not None]
+            if (
+                packed
+                and entry["targets"]["tokens"] * manifest["sequence_length"] != entry["tokens"]
+            ):
+                return f"has other windows in the split {name!r} than its tokens make"
             counts += [shard["tokens"] for shard in entry["shards"]]
             for shard in entry["shards"]:
                 if Path(shard["file"]).name != shard["file"]:
@@ -260,15 +286,20 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
-    expected = read_manifest(data_dir)["tokenizer"]["fingerprint"]
-    folder = Path(data_dir) / "tokenizer"
+    manifest, folder = read_manifest(data_dir), Path(data_dir) / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
-    if fingerprint(tokenizer) != expected:
+    same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
+    if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(
             f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: restore that "
             "tokenizer, or prepare the data again"
         )
     return tokenizer
+
+
+def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns the SHA-256 (hex) of a tokenizer's chat template."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def check_tokenizer(
@@ -292,7 +323,9 @@ def verify_data(data_dir: str | Path) -> int:
     manifest = read_manifest(data_dir)
     if (data_dir / MANIFEST).is_file():
         load_data_tokenizer(data_dir)
-    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    splits = manifest["splits"].values()
+    shards = [shard for split in splits for shard in split["shards"]]
+    shards += [split["targets"] for split in splits if "targets" in split]
 
     def verify(shard: dict) -> None:
         if shard["sha256"] is not None:
@@ -325,6 +358,13 @@ def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
     return [(folder, part["weight"] / total) for folder, part in zip(folders, parts, strict=True)]
 
 
+def conversation_length(data_dir: str | Path) -> int | None:
+    """Returns the length in tokens of the windows of conversations in a data folder or mixture, None if it has none."""
+    folders = [Path(data_dir), *(folder for folder, _ in mixture_parts(data_dir))]
+    lengths = (read_manifest(folder).get("sequence_length") for folder in folders)
+    return next(filter(None, lengths), None)
+
+
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
@@ -352,9 +392,16 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
                 f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with the same"
             )
     names = [split for split in first["splits"] if all(split in m["splits"] for m in others)]
+    packed = [folder for folder, manifest in manifests.items() if "sequence_length" in manifest]
+    for folder in packed[1:]:
+        for name in ("sequence_length", "template"):
+            if manifests[folder][name] != manifests[packed[0]][name]:
+                raise ValueError(
+                    f"{folder} has another {name} than {packed[0]}: prepare its conversations again with that one"
+                )
     manifest = {
         "format": MANIFEST_FORMAT,
-        "version": VERSION,
+        "version": PACKED_VERSION if packed else VERSION,
         "tokenizer": first["tokenizer"],
         "dtype": first["dtype"],
         "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
@@ -365,7 +412,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         "splits": {split: total_of(split, list(manifests.values())) for split in names},
     }
     with atomic_directory(data_dir) as folder:
-        tokenizer = Path(next(iter(weights))) / "tokenizer"
+        tokenizer = Path([*packed, *weights][0]) / "tokenizer"  # with the chat template
         if tokenizer.is_dir():
             shutil.copytree(tokenizer, folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
@@ -414,7 +461,8 @@ class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
     `shard(number)` returns one shard, opened at the first call; at most `OPEN_SHARDS` stay open. `tokens` is the
-    length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
+    length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's. `sequence_length` is the
+    length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens; both are None for text.
 
     Raises `ValueError` if the split does not exist or a shard's size or checksum is not the manifest's,
     `FileNotFoundError` if a shard is missing.
@@ -432,7 +480,13 @@ class TokenStream:
         self.bytes: int | None = entry["bytes"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.shards: list[dict] = entry["shards"]
-        self._dtype = token_dtype(self.vocab_size)
+        self.sequence_length: int | None = manifest.get("sequence_length")
+        self.targets: np.ndarray | None = None
+        self._dtype = token_dtype(self.vocab_size if self.sequence_length is None else 2**32)
+        if self.sequence_length is not None:
+            check_shards(self.data_dir, [entry["targets"]], 4)
+            counts = open_shard(self.data_dir / entry["targets"]["file"])
+            self.targets = counts.read(0, len(counts)).astype(np.int64)
         check_shards(self.data_dir, self.shards, self._dtype.itemsize)
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         self.shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
@@ -446,7 +500,7 @@ class TokenStream:
         return open_shard(path)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns tokens [start, start + count) as (count,) int64.
+        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
 
         Raises `UnreadableData` if a shard no longer has them, `ValueError` if a token id is not below `vocab_size`.
         """
@@ -459,9 +513,10 @@ class TokenStream:
             offset = start + filled - (int(self._ends[number]) - len(shard))
             piece = shard.read(offset, min(count - filled, len(shard) - offset))
             out[filled : filled + len(piece)] = piece
-            if len(piece) and piece.max() >= self.vocab_size:
+            ids = piece if self.sequence_length is None else piece & TOKEN_ID
+            if len(ids) and ids.max() >= self.vocab_size:
                 raise ValueError(
-                    f"{shard.path} holds the token id {piece.max()}, but the vocabulary has "
+                    f"{shard.path} holds the token id {ids.max()}, but the vocabulary has "
                     f"{self.vocab_size}: prepare the data again"
                 )
             filled += len(piece)

@@ -167,9 +167,33 @@ class TextPiece:
             yield Document(span.split, chunks(span.read()), span.begins, span.path)
 
 
+class Row(NamedTuple):
+    """A row of a data set. `name` decides whether it is held out, `place`, as `str`, names it in messages."""
+
+    name: str
+    value: Any
+    place: object
+
+
+class RowPiece:
+    """A piece whose documents are the texts in one `column` of its rows. `column` is "" if only `rows` is used."""
+
+    column: str
+    is_held_out: HeldOut
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        raise NotImplementedError
+
+    def documents(self) -> Iterator[Document]:
+        for name, row, place in self.rows():
+            text = column_of(row, self.column, place)
+            yield from split_document(text, name, self.is_held_out, place)
+
+
 @dataclass(frozen=True)
-class JsonLinesPiece:
-    """The JSON lines of a file that begin in bytes [start, end); a document is the field `column` of a line.
+class JsonLinesPiece(RowPiece):
+    """The JSON lines of a file that begin in bytes [start, end).
 
     `end` is None for a compressed file, which is one piece.
     """
@@ -183,14 +207,11 @@ class JsonLinesPiece:
     modified: int
     size: int
 
-    def documents(self) -> Iterator[Document]:
+    def rows(self) -> Iterator[Row]:
         for offset, line in self.lines():
-            if not line.strip():
-                continue
-            number = LineNumber(self.path, offset)
-            text = column_of(parse_line(line, number), self.column, number)
-            place = f"{self.path}, at byte {offset:,}"
-            yield from split_document(text, f"{self.name}:{offset}", self.is_held_out, place)
+            if line.strip():
+                place = LineNumber(self.path, offset)
+                yield Row(f"{self.name}:{offset}", parse_line(line, place), place)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yields the lines with their byte offsets in the uncompressed file."""
@@ -269,8 +290,30 @@ def column_of(row: Any, column: str, place: object) -> str:
 
 
 @dataclass(frozen=True)
-class ParquetPiece:
-    """Row groups of a local or remote Parquet file; a document is a row's `column`.
+class JsonArrayPiece(RowPiece):
+    """The elements of a file that holds one JSON array."""
+
+    path: str
+    column: str
+    name: str
+    is_held_out: HeldOut
+    modified: int
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            values = parse_json(Path(self.path).read_text(encoding="utf-8-sig"))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path} is not valid JSON ({first_line(error)}): correct it, or write one object per line as .jsonl"
+            ) from error
+        for number, value in enumerate(values):
+            yield Row(f"{self.name}:{number}", value, f"{self.path}, element {number + 1:,}")
+
+
+@dataclass(frozen=True)
+class ParquetPiece(RowPiece):
+    """Row groups of a local or remote Parquet file.
 
     A row's name is `name` and its number, counted from `first_row`.
     """
@@ -284,17 +327,16 @@ class ParquetPiece:
     modified: int
     size: int
 
-    def documents(self) -> Iterator[Document]:
-        for number, text in enumerate(self.texts(), start=self.first_row):
-            place = f"{self.url}, row {number:,}"
-            text = column_of({self.column: text}, self.column, place)
-            yield from split_document(text, f"{self.name}{number}", self.is_held_out, place)
+    def rows(self) -> Iterator[Row]:
+        for number, value in enumerate(self.values(), start=self.first_row):
+            yield Row(f"{self.name}{number}", value, f"{self.url}, row {number:,}")
 
-    def texts(self) -> Iterator[Any]:
-        """Yields the values of the column."""
+    def values(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows, of one column if there is one."""
+        columns = [self.column] if self.column else None
         with open_parquet(self.url) as file, reading(self.url):
-            for batch in file.iter_batches(256, row_groups=self.groups, columns=[self.column]):
-                yield from batch.column(0).to_pylist()
+            for batch in file.iter_batches(256, row_groups=self.groups, columns=columns):
+                yield from batch.to_pylist()
 
 
 def open_parquet(url: str):
@@ -313,20 +355,25 @@ def open_parquet(url: str):
 def parquet_pieces(
     url: str, column: str, name: str, is_held_out: HeldOut, piece_bytes: int, first_row: int = 0
 ) -> list[ParquetPiece]:
-    """Splits a Parquet file into pieces of whole row groups. Raises `ValueError` if it lacks the column."""
+    """Splits a Parquet file into pieces of whole row groups; a `column` of "" means whole rows.
+
+    Raises `ValueError` if it lacks the column."""
     modified = Path(url).stat().st_mtime_ns if Path(url).exists() else 0
     with open_parquet(url) as file:
         names = file.schema_arrow.names
-        if column not in names:
+        if column and column not in names:
             raise ValueError(
                 f"{url} has no column {column!r}: give --column {' or --column '.join(names)}"
             )
-        place = names.index(column)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     pieces, numbers, size, rows = [], [], 0, 0
     for number, group in enumerate(groups):
         numbers.append(number)
-        size += group.column(place).total_uncompressed_size
+        size += (
+            group.column(names.index(column)).total_uncompressed_size
+            if column
+            else group.total_byte_size
+        )
         rows += group.num_rows
         if size >= piece_bytes or number == len(groups) - 1:
             pieces.append(
@@ -407,7 +454,7 @@ def json_pieces(
     whole = JsonLinesPiece(str(path), 0, None, *rest, size=3 * info.st_size)
     if path.suffix == ".jsonl":
         check_text(path)
-    next(whole.documents(), None)
+    next(whole.documents() if column else whole.rows(), None)
     if path.suffix != ".jsonl":
         return [whole]
     return [

@@ -1,6 +1,7 @@
 """Statistics of a data folder as text."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -8,7 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.loader import open_split
-from gpt2_accel.data.shards import BLOCK, TokenStream, load_data_tokenizer, read_manifest
+from gpt2_accel.data.shards import (
+    BLOCK,
+    STARTS,
+    TOKEN_ID,
+    TokenStream,
+    load_data_tokenizer,
+    read_manifest,
+)
 
 SHOWN = 3  # documents per split
 SHOWN_TOKENS = 40  # of each
@@ -28,9 +36,13 @@ def describe(data_dir: str | Path) -> str:
     ]
     for split in manifest["splits"]:
         for stream, share in open_split(data_dir, split):
-            lines += ["", *describe_split(stream, share, manifest["tokenizer"]["end_of_text"])]
-            if manifest["tokenizer"]["end_of_text"] is not None:
-                lines += shown_documents(stream, tokenizer, manifest["tokenizer"]["end_of_text"])
+            separator = manifest["tokenizer"]["end_of_text"]
+            if stream.sequence_length is not None:
+                lines += ["", *describe_conversations(stream, share, tokenizer)]
+                continue
+            lines += ["", *describe_split(stream, share, separator)]
+            if separator is not None:
+                lines += shown_documents(stream, tokenizer, separator)
     return "\n".join(lines)
 
 
@@ -41,7 +53,7 @@ def describe_split(stream: TokenStream, share: float, separator: int | None) -> 
     head = f"{stream.data_dir}, {stream.split}{part}: {stream.tokens:,} tokens{per_token}"
     if separator is None:
         return [head]
-    starts = np.append(document_starts(stream, separator), stream.tokens)
+    starts = np.append(document_starts(stream, lambda block: block == separator), stream.tokens)
     lengths = np.diff(starts) - 1  # without the separator
     if not len(lengths):
         return [f"{head}, no separators"]
@@ -49,15 +61,34 @@ def describe_split(stream: TokenStream, share: float, separator: int | None) -> 
     return [head, *histogram(lengths)]
 
 
-def document_starts(stream: TokenStream, separator: int) -> np.ndarray:
-    """Returns the positions of the separators in a split, (documents,) int64."""
+def describe_conversations(stream: TokenStream, share: float, tokenizer) -> list[str]:
+    """Returns the lines for one split of conversations: its counts, a histogram of the lengths, and some windows.
+
+    The last conversation of a window is counted with its padding."""
+    part = f" ({share:.1%} of the mixture)" if share < 1 else ""
+    windows = len(stream.targets)
+    starts = np.append(document_starts(stream, lambda block: block & STARTS != 0), stream.tokens)
+    counted = stream.targets.sum() / stream.tokens
+    lines = [
+        f"{stream.data_dir}, {stream.split}{part}: {len(starts) - 1:,} conversations in {windows:,} windows of "
+        f"{stream.sequence_length:,} tokens, {counted:.0%} of which count in the loss",
+        *histogram(np.diff(starts)),
+    ]
+    for window in sorted({windows * i // SHOWN for i in range(SHOWN)}):
+        ids = stream.read(window * stream.sequence_length, stream.sequence_length) & TOKEN_ID
+        lines.append(f"  window {window:,}: {tokenizer.decode(ids[:SHOWN_TOKENS].tolist())!r}")
+    return lines
+
+
+def document_starts(
+    stream: TokenStream, is_start: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Returns the positions of the tokens of a split for which `is_start` is true, (documents,) int64."""
     starts = [0, *np.cumsum([shard["tokens"] for shard in stream.shards]).tolist()]
 
     def in_shard(number: int) -> list[np.ndarray]:
         blocks = enumerate(stream.shard(number).blocks())
-        return [
-            starts[number] + i * BLOCK + np.flatnonzero(block == separator) for i, block in blocks
-        ]
+        return [starts[number] + i * BLOCK + np.flatnonzero(is_start(block)) for i, block in blocks]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(in_shard, range(len(stream.shards)))

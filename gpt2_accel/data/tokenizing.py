@@ -45,11 +45,11 @@ Report = Callable[[int, int, int], None]
 """Called with the numbers of additional documents, tokens and bytes of text."""
 
 
-def tokenize(plan: Plan, workers: int) -> None:
-    """Tokenizes the pieces that have no record yet."""
+def tokenize(plan: Plan, workers: int, writer: "PieceWriter | None" = None) -> None:
+    """Tokenizes the pieces that have no record yet. `writer` may be another class with the methods of `PieceWriter`."""
     todo = [i for i in range(len(plan.pieces)) if not record_path(plan.work, i).exists()]
     size = sum(plan.pieces[i].size for i in todo)
-    writer = PieceWriter(plan.work, plan.tokenizer)
+    writer = writer or PieceWriter(plan.work, plan.tokenizer)
     if size:
         check_disk(plan, writer, todo, size)
     else:
@@ -83,11 +83,9 @@ class Bar:
 def check_disk(plan: Plan, writer: "PieceWriter", todo: list[int], size: int) -> None:
     """Prints the disk space that the shards need, estimated; raises `OSError` if less is free."""
     document = next(plan.pieces[todo[0]].documents(), None)
-    text = next(iter(document.chunks), "") if document else ""
-    sample = clean(text[:SAMPLE])[0]
-    per_byte = len(writer.encode(sample)) / max(1, len(sample.encode()))
-    tokens = round(size * (per_byte or 1))
-    needed = tokens * plan.dtype.itemsize + min(tokens, plan.shard_tokens) * plan.dtype.itemsize
+    tokens = round(size * ((writer.tokens_per_byte(document) if document else 0) or 1))
+    copied = tokens if writer.keeps_pieces else min(tokens, plan.shard_tokens)
+    needed = (tokens + copied) * writer.dtype.itemsize
     free = shutil.disk_usage(plan.work).free
     print(
         f"about {readable_size(size)} of text, {tokens:,} tokens, {readable_size(needed)} of disk; "
@@ -199,8 +197,11 @@ def add_counts(totals: dict[str, int], counts: dict[str, int]) -> None:
 class PieceWriter:
     """Tokenizes the documents of pieces into their files.
 
-    The files are written atomically, the record last. Temporary names belong to this process alone.
+    The files are written atomically, the record last. Temporary names belong to this process alone. `keeps_pieces` says
+    whether they stay until all shards are written.
     """
+
+    keeps_pieces = False
 
     def __init__(self, work: Path, tokenizer: "PreTrainedTokenizerBase"):
         self.work = work
@@ -230,7 +231,7 @@ class PieceWriter:
                     splits[split].update(more)
                     progress(more["documents"], more["tokens"], more["bytes"])
                 if found["not_utf8"] and first_not_utf8 is None:
-                    first_not_utf8 = document.place
+                    first_not_utf8 = str(document.place)
                 if document.begins:
                     last = found
                     add_counts(counts, found)
@@ -239,6 +240,11 @@ class PieceWriter:
         record = {"splits": splits, "counts": counts, "last": last, "rest": rest}
         record["first_not_utf8"] = first_not_utf8
         write_file(record_path(self.work, number), json.dumps(record))
+
+    def tokens_per_byte(self, document: Document) -> float:
+        """Returns the tokens per byte at the beginning of a document."""
+        sample = clean(next(iter(document.chunks), "")[:SAMPLE])[0]
+        return len(self.encode(sample)) / max(1, len(sample.encode()))
 
     def write_document(
         self, document: Document, file: BinaryIO, counts: dict[str, int]

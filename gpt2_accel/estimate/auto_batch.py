@@ -2,6 +2,7 @@
 
 import gc
 from bisect import bisect_left
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -22,13 +23,13 @@ MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations 
 
 
 def fitting_batch_size(
-    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, packed: bool = False
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
     On a GPU, sizes are tried: forward and backward with random tokens, with gradients, memory reserved for the optimizer
     state, and a `MARGIN`. On a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
-    Parameters and random states do not change.
+    Parameters and random states do not change. `packed` says that batches have `documents`.
 
     Raises `ValueError` if not even one sequence fits.
     """
@@ -41,7 +42,7 @@ def fitting_batch_size(
         per_rank = min(per_rank, config.ramp_start)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     caught = reports_out_of_memory(accelerator.device) and not is_sharded(model)
-    fits = try_size if caught else compute_size
+    fits = partial(try_size, packed=packed) if caught else compute_size
     # Bisection: each trial of a compiled model compiles it for that size.
     fitting = bisect_left(sizes, True, key=lambda size: not fits(config, accelerator, model, size))
     best = sizes[fitting - 1] if fitting else 0
@@ -56,7 +57,11 @@ def fitting_batch_size(
 
 
 def try_size(
-    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    size: int,
+    packed: bool,
 ) -> bool:
     """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -70,7 +75,7 @@ def try_size(
         shape = (size, config.tokens_per_sequence)
         tokens = torch.randint(0, 100, shape, device=device)
         with accelerator.no_sync(model):
-            model(tokens, tokens).backward()
+            model(tokens, tokens, documents=tokens * 0 if packed else None).backward()
         del reserve
         return True
     except torch.OutOfMemoryError:

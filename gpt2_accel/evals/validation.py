@@ -38,12 +38,13 @@ def validation_loss(
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
     with evaluating(model), Prefetch(loader, loader.device) as batches:
         rounds = zip(range(loader.rounds), batches, strict=False)
-        for _, (input_ids, targets) in progress(
+        for _, (input_ids, targets, documents, _) in progress(
             rounds, f"evaluating {prefix}", loader.rounds, shown=accelerator.is_main_process
         ):
             if interrupted():
                 return {}
-            nats = model(input_ids, targets, reduction="none").sum(dim=1).float()
+            nats = model(input_ids, targets, documents=documents, reduction="none")
+            nats = nats.sum(dim=1).float()
             found.append(torch.stack((nats, (targets != -100).sum(dim=1).to(nats.dtype))))
     problems = gather_object([loader.problem and str(loader.problem)])
     if problem := next(filter(None, problems), None):

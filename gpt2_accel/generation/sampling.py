@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from gpt2_accel.device import attention_order, best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
-from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer
+from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PROMPT = 50_000  # characters of a prompt, far more than the positions of GPT-2 hold
 OVERFLOW = ("slide", "error")
+# A text to continue, or the messages of a conversation, each with `role` and `content`, which the assistant answers.
+Prompt = str | Sequence[Mapping[str, str]]
 NOT_FINITE = (
     "the model's logits are not finite: its weights are damaged, or its training diverged; take an "
     "earlier checkpoint"
@@ -93,7 +95,7 @@ class Completion:
     "end_of_text", "stop" or "length", or None while the text is incomplete.
     """
 
-    prompt: str
+    prompt: Prompt
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -103,7 +105,7 @@ class Completion:
 def complete(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     logprobs: bool = False,
@@ -121,7 +123,7 @@ def complete(
 def stream(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     logprobs: bool = False,
@@ -165,21 +167,36 @@ def update_text(
     completion.text = text
 
 
+def whole_text(tokenizer: "PreTrainedTokenizerBase", completion: Completion) -> str:
+    """Returns the prompt and its continuation as one text; of a conversation with the marks of its chat template."""
+    if isinstance(completion.prompt, str):
+        return completion.prompt + completion.text
+    return tokenizer.decode(encode_prompt(tokenizer, completion.prompt) + completion.ids)
+
+
 def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+def user_turn(text: str) -> list[dict[str, str]]:
+    """Returns the conversation in which the user has said `text`, as a prompt."""
+    return [{"role": "user", "content": text}]
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text.
 
     Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
     """
-    if len(prompt) > MAX_PROMPT:
+    size = len(prompt) if isinstance(prompt, str) else sum(len(m["content"]) for m in prompt)
+    if size > MAX_PROMPT:
         raise ValueError(
-            f"the prompt has {len(prompt):,} characters: give its end, at most {MAX_PROMPT:,}"
+            f"the prompt has {size:,} characters: give its end, at most {MAX_PROMPT:,}"
         )
+    if not isinstance(prompt, str):
+        return prompt_tokens(tokenizer, prompt)
     ids = encode(tokenizer, [prompt])[0]
     if not ids and tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no token that starts a text: give a prompt")

@@ -176,12 +176,10 @@ def save_pretrained(
     config, converted = model.config, conversion(model.config)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
-    # OpenAI's vocabulary says where a text ends even without its tokenizer.
-    openai = GPT2_VOCAB_SIZE - 1 if config.vocab_size == GPT2_VOCAB_SIZE else None
-    end_of_text = openai if tokenizer is None else tokenizer.eos_token_id
+    ids, padding = special_ids(tokenizer, config.vocab_size)
     with atomic_files(directory) as folder:
         written = write_weights(folder, to_hf(model), max_shard_size)
-        hf_config = converted.hf_config(config, end_of_text)
+        hf_config = converted.hf_config(config, ids)
         hf_config.dtype = model.dtype
         hf_config.save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
@@ -189,11 +187,11 @@ def save_pretrained(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
             do_sample=True,
             top_k=min(50, config.vocab_size),
-            bos_token_id=end_of_text,
-            eos_token_id=end_of_text,
-            pad_token_id=end_of_text,
+            **{**ids, "pad_token_id": padding},
         ).save_pretrained(folder)
-        card = model_card(name or str(directory), describe(config), training, hf_config.model_type)
+        chat = tokenizer is not None and bool(tokenizer.chat_template)
+        model_name, what = name or str(directory), hf_config.model_type
+        card = model_card(model_name, describe(config), training, what, chat=chat)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -203,6 +201,21 @@ def save_pretrained(
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name not in written:  # shards of what was there before, and their index
             old.unlink()
+
+
+def special_ids(
+    tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
+) -> tuple[dict[str, int | None], int | None]:
+    """Returns the special tokens of a `config.json`, and the padding of a generation config: the tokenizer's, else the
+    end of a text."""
+    if tokenizer is None:  # OpenAI's vocabulary says where a text ends even without its tokenizer
+        end = GPT2_VOCAB_SIZE - 1 if vocab_size == GPT2_VOCAB_SIZE else None
+        return {"bos_token_id": end, "eos_token_id": end}, end
+    end, begin, padding = (getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad"))
+    ids = {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
+    if padding in (None, end):
+        return ids, end
+    return {**ids, "pad_token_id": padding}, padding
 
 
 def describe(config: ModelConfig) -> str:

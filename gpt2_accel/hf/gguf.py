@@ -171,6 +171,8 @@ def add_tokenizer(writer, tokenizer: "PreTrainedTokenizerBase", vocab_size: int)
     end = tokenizer.eos_token_id
     writer.add_bos_token_id(end if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
     writer.add_eos_token_id(end)
+    if tokenizer.pad_token_id not in (None, end):
+        writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)

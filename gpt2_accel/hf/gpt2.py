@@ -5,6 +5,7 @@ are transposed. HF always has biases, so a model without biases writes zeros and
 Vocabulary padding is not stored. The tied head is not stored.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,8 +73,9 @@ def own_tensor(
     return name, tensor
 
 
-def hf_config(config: GPTConfig, end_of_text: int | None) -> "GPT2Config":
-    """Returns HF's config of the same model. Readers outside transformers need `n_ctx`."""
+def hf_config(config: GPTConfig, special_ids: Mapping[str, int]) -> "GPT2Config":
+    """Returns HF's config of the same model, with `special_ids` such as `eos_token_id`. Readers outside transformers need
+    `n_ctx`."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -88,8 +90,7 @@ def hf_config(config: GPTConfig, end_of_text: int | None) -> "GPT2Config":
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
         resid_pdrop=config.dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
+        **special_ids,
         architectures=["GPT2LMHeadModel"],
     )
 

@@ -21,7 +21,13 @@ from gpt2_accel.recipe_command import recipe_command
 # The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "README.md")  # downloaded from a repository
+MODEL_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.safetensors",
+    "*.txt",
+    "README.md",
+)  # downloaded from a repository
 PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are uploaded beside the weights.
 UPLOADED = (

@@ -4,6 +4,7 @@ The tensors are the same. HF's names begin with `model.`, except that of the hea
 is a tied head.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,20 +66,18 @@ def own_tensor(
     return key.removeprefix(PREFIX), tensor
 
 
-def hf_config(config: LlamaConfig, end_of_text: int | None) -> "HFConfig":
-    """Returns HF's config of the same model."""
+def hf_config(config: LlamaConfig, special_ids: Mapping[str, int]) -> "HFConfig":
+    """Returns HF's config of the same model, with `special_ids` such as `eos_token_id`."""
     from transformers import LlamaConfig as HFConfig
 
-    return HFConfig(**hf_values(config, end_of_text), architectures=["LlamaForCausalLM"])
+    return HFConfig(**hf_values(config), **special_ids, architectures=["LlamaForCausalLM"])
 
 
-def hf_values(config: LlamaConfig, end_of_text: int | None) -> dict[str, Any]:
-    """Returns the arguments of HF's config."""
-    return {theirs: getattr(config, ours) for theirs, ours in NAMES.items()} | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-    }
+def hf_values(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the arguments of HF's config, without special tokens."""
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    values = {theirs: getattr(config, ours) for theirs, ours in NAMES.items()}
+    return {**values, "rope_parameters": rope}
 
 
 def default_values() -> dict[str, Any]:

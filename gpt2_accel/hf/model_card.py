@@ -42,12 +42,17 @@ class Training:
 
 
 def model_card(
-    name: str, description: str, training: Training | None = None, model_type: str = "gpt2"
+    name: str,
+    description: str,
+    training: Training | None = None,
+    model_type: str = "gpt2",
+    *,
+    chat: bool = False,
 ) -> str:
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that
-    of its config. Absolute paths in `training` are shortened to their last part.
+    of its config. With `chat` its tokenizer has a chat template. Absolute paths in `training` are shortened to their last part.
     """
     from huggingface_hub import ModelCardData
 
@@ -60,12 +65,19 @@ def model_card(
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[model_type, "gpt2_accel"],
+        tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
         license=settings.get("license"),
         base_model=init_from.partition("@")[0] if on_the_hub else None,
         model_name=name.rpartition("/")[2],
         eval_results=eval_results(training.results, training.data) if training else None,
     )
+    call, served = (
+        'model=name)("Hi")[0]["generated_text"])',
+        "`/v1/completions`; there is no chat template",
+    )
+    if chat:
+        call = """model=name)([{"role": "user", "content": "Hi"}])[0]["generated_text"][-1])"""
+        served = "`/v1/chat/completions`, with the chat template of this directory"
     card = f"""---
 {metadata.to_yaml()}
 ---
@@ -78,10 +90,10 @@ def model_card(
 from transformers import pipeline
 
 name = {json.dumps(name)}
-print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
+print(pipeline("text-generation", {call}
 ```
 
-`transformers serve` and `vllm serve` answer at `/v1/completions`; there is no chat template. For llama.cpp and Ollama
+`transformers serve` and `vllm serve` answer at {served}. For llama.cpp and Ollama
 `gpt2-accel export` writes a GGUF file.
 """
     return card + (training_section(training) if training else "")

@@ -3,6 +3,7 @@
 HF's tensors are as Llama's.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,12 @@ SUPPORTED = {
 }
 
 
-def hf_config(config: Qwen3Config, end_of_text: int | None) -> "HFConfig":
-    """Returns HF's config of the same model."""
+def hf_config(config: Qwen3Config, special_ids: Mapping[str, int]) -> "HFConfig":
+    """Returns HF's config of the same model, with `special_ids` such as `eos_token_id`."""
     from transformers import Qwen3Config as HFConfig
 
-    return HFConfig(**llama.hf_values(config, end_of_text), architectures=["Qwen3ForCausalLM"])
+    values = llama.hf_values(config)
+    return HFConfig(**values, **special_ids, architectures=["Qwen3ForCausalLM"])
 
 
 def default_values() -> dict[str, Any]:

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from gpt2_accel.kernels import block_attention
-from gpt2_accel.models.parts import Mask, document_mask, head_logits, head_loss
+from gpt2_accel.models.parts import (
+    Mask,
+    document_mask,
+    document_positions,
+    head_logits,
+    head_loss,
+)
 
 
 class LayerCache(NamedTuple):
@@ -91,7 +97,7 @@ class LanguageModel(nn.Module):
     and are excluded from the loss, from the logits that `forward` returns, and from saved files.
 
     If `separator` is set, attention does not cross from one document to the next; it is the token that starts each
-    document. `checkpoint_activations` stores only the input of each block and recomputes the block in the backward
+    document. Positions run on. `checkpoint_activations` stores only the input of each block and recomputes the block in the backward
     pass (Chen et al., 2016, arXiv:1604.06174). A submodule whose weight stacks several equal matrices along its rows,
     such as q, k and v, has their number as `stacked`; Muon updates each separately.
     """
@@ -107,12 +113,13 @@ class LanguageModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Mask | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         """Returns the output of the last block, (B, T, C), before the final norm.
 
-        Arguments as in `forward`; with a `cache`, one per block, the tokens follow the cached ones."""
+        Arguments as in `forward`; the mask may also be a `BlockMask`. With a `cache`, one per block, the tokens follow the
+        cached ones."""
         raise NotImplementedError
 
     @property
@@ -131,6 +138,7 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
+        documents: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
@@ -142,12 +150,19 @@ class LanguageModel(nn.Module):
         cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
         -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
 
-        To pack several texts into a row, give position_ids, (B, T) below `n_positions`, the position of each token in
-        its text, and attention_mask, (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of
-        the last positions only; 0, which `targets` need, computes all.
+        To pack several texts into a row, give documents, (B, T), the number of each token's text, which never falls along
+        a row: the positions then restart with each text, and attention stays inside it. Where the texts are not in a
+        row, give position_ids, (B, T) below `n_positions`, the position of each token in its text, and attention_mask,
+        (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of the last positions only; 0, which
+        `targets` need, computes all.
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
+        if documents is not None:
+            position_ids = document_positions(documents, self.config.n_positions)
+            attention_mask = self.document_mask(documents)
+        elif self.separator is not None and attention_mask is None:
+            attention_mask = self.document_mask((input_ids == self.separator).cumsum(dim=1))
         x = self.hidden(input_ids, position_ids, attention_mask)
         x = self.final_norm(x[:, -logits_to_keep:])
         weight, vocab_size = self.head_weight, self.config.vocab_size
@@ -171,13 +186,11 @@ class LanguageModel(nn.Module):
         x = self.hidden(input_ids, position_ids, attention_mask, cache)
         return head_logits(self.final_norm(x[:, -1]), self.head_weight, self.config.vocab_size)
 
-    def document_mask(self, input_ids: torch.Tensor) -> Mask | None:
-        """Returns the mask that keeps attention within documents, None without a `separator`. input_ids: (B, T)."""
-        if self.separator is None:
-            return None
+    def document_mask(self, documents: torch.Tensor) -> Mask:
+        """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""
         dropout = self.config.dropout if self.training else 0.0
         blocks = block_attention.applies(self.config.cache_shape[-1], dropout)
-        return document_mask(input_ids, self.separator, blocks)
+        return document_mask(documents, blocks)
 
     @property
     def device(self) -> torch.device:

@@ -227,7 +227,7 @@ class GPT(LanguageModel):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Mask | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         if position_ids is None:
@@ -236,8 +236,6 @@ class GPT(LanguageModel):
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        if attention_mask is None and cache is None:
-            attention_mask = self.document_mask(input_ids)
         for i, block in enumerate(self.h):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, attention_mask, use_reentrant=False)

@@ -247,7 +247,7 @@ class Llama(LanguageModel):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Mask | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         if position_ids is None:
@@ -257,8 +257,6 @@ class Llama(LanguageModel):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
         angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
         angles = tuple(part.to(x.dtype) for part in angles)
-        if attention_mask is None and cache is None:
-            attention_mask = self.document_mask(input_ids)
         for i, block in enumerate(self.layers):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)

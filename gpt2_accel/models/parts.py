@@ -88,7 +88,7 @@ def attend(
 
 
 def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tensor:
-    """Returns the positions of a sequence's tokens: input_ids (B, T) -> (T,) int64. Raises `ValueError` if T exceeds
+    """Returns the positions of a sequence's tokens: (B, T) -> (T,) int64. Raises `ValueError` if T exceeds
     `n_positions`."""
     T = input_ids.shape[1]
     if T > n_positions:
@@ -99,12 +99,23 @@ def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tenso
     return torch.arange(T, device=input_ids.device)
 
 
-def document_mask(input_ids: torch.Tensor, separator: int, blocks: bool = False) -> Mask:
-    """Returns the causal mask that does not cross document boundaries; `separator` starts each document.
+def document_positions(documents: torch.Tensor, n_positions: int) -> torch.Tensor:
+    """Returns the position of each token in its document: documents (B, T), which never fall along a row -> (B, T) int64.
 
-    input_ids: (B, T) -> (B, 1, T, T) bool, True where attended, or with `blocks` a mask for `block_attention`.
+    Raises `ValueError` if T exceeds `n_positions`.
     """
-    documents = (input_ids == separator).cumsum(dim=1)
+    place = sequence_positions(documents, n_positions)
+    begins = torch.zeros_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return place - torch.where(begins, place, 0).cummax(dim=1).values
+
+
+def document_mask(documents: torch.Tensor, blocks: bool = False) -> Mask:
+    """Returns the causal mask that does not cross document boundaries.
+
+    documents: (B, T), the number of each token's document, which never falls along a row -> (B, 1, T, T) bool, True where
+    attended, or with `blocks` a mask for `block_attention`.
+    """
     if blocks:
         return document_blocks(documents)
     same = documents[:, :, None] == documents[:, None, :]

@@ -2,15 +2,24 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
 from gpt2_accel.config import PATHS, TrainConfig
-from gpt2_accel.data.shards import check_tokenizer, data_fingerprint, read_manifest
+from gpt2_accel.data.shards import (
+    check_tokenizer,
+    conversation_length,
+    data_fingerprint,
+    read_manifest,
+)
 from gpt2_accel.device import total_memory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
-from gpt2_accel.tokenizer import fingerprint, load_tokenizer
+from gpt2_accel.tokenizer import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
@@ -66,13 +75,16 @@ def check_size(shape: ModelConfig) -> None:
 
 
 def check_fit(
-    config: TrainConfig, model: LanguageModel, vocab_size: int, source: Path | None
+    config: TrainConfig,
+    model: LanguageModel,
+    vocab_size: int,
+    source: Path | None,
+    own: "PreTrainedTokenizerBase | None",
 ) -> None:
     """Raises `ValueError` if the model does not fit the data's tokenizer of `vocab_size` tokens or the sequence length.
 
-    `source` is the directory of the model, None for a new one."""
+    `source` is the directory of the model, None for a new one, `own` its tokenizer."""
     rows = model.config.vocab_size
-    own = load_tokenizer(source) if source and (source / "tokenizer.json").exists() else None
     expected = read_manifest(config.data_dir)["tokenizer"]["fingerprint"]
     same = own is not None and fingerprint(own) == expected
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
@@ -92,7 +104,13 @@ def check_fit(
 
 
 def document_separator(data_dir: str) -> int:
-    """Returns the token id that begins each document of the data. Raises `ValueError` if its tokenizer has none."""
+    """Returns the token id that begins each document of the data. Raises `ValueError` if its tokenizer has none, or if it
+    holds conversations."""
+    if conversation_length(data_dir):
+        raise ValueError(
+            f"{data_dir} holds conversations, in which attention never crosses: leave out --document_mask, which is for "
+            "text"
+        )
     separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
     if separator is None:
         raise ValueError(

@@ -14,15 +14,13 @@ from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.shards import (
-    load_data_tokenizer,
-    verify_data,
-)
+from gpt2_accel.data.shards import conversation_length, load_data_tokenizer, verify_data
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals.sources import read_items
 from gpt2_accel.evals.tasks import Evaluation, prepare_task
 from gpt2_accel.evals.validation import validation_loss
-from gpt2_accel.generation.sampling import encode_prompt
+from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
+from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
@@ -39,6 +37,7 @@ from gpt2_accel.runtime.checks import (
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.state import TrainState
 from gpt2_accel.runtime.trackers import run_identity
+from gpt2_accel.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +47,8 @@ if TYPE_CHECKING:
 class TrainInputs:
     """The inputs that training only reads.
 
-    `evaluations` are pairs of an interval in updates and an evaluation. `updates` is the length of the whole run; with
+    `evaluations` are pairs of an interval in updates and an evaluation. `prompts` are those of the samples, turns of a user
+    if the data holds conversations. `updates` is the length of the whole run; with
     a batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
@@ -56,6 +56,7 @@ class TrainInputs:
     updates: int
     loader: TrainLoader
     evaluations: list[tuple[int, Evaluation]]
+    prompts: list[Prompt]
     checkpoint: Path | None
 
 
@@ -72,12 +73,17 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     torch.manual_seed(config.seed)
     with all_or_none(accelerator):
         tokenizer = load_data_tokenizer(config.data_dir)
-        for prompt in config.sample_prompts if config.sample_every else []:
+        conversations = conversation_length(config.data_dir) is not None
+        prompts = [
+            user_turn(prompt) if conversations else prompt for prompt in config.sample_prompts
+        ]
+        for prompt in prompts if config.sample_every else []:
             encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
-        plain = build_model(config, len(tokenizer), checkpoint)
+        plain = build_model(config, tokenizer, checkpoint)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask:
             plain.separator = document_separator(config.data_dir)
+        if config.document_mask or conversations:
             # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
     optimizer = build_optimizer(
@@ -90,7 +96,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     model, optimizer = prepare(accelerator, plain, optimizer)
     size = config.micro_batch_size
     if size == AUTO:
-        size = fitting_batch_size(config, accelerator, model)
+        size = fitting_batch_size(config, accelerator, model, packed=conversations)
     size, note = config.fit_micro_batch(size, accelerator.num_processes)
     if note:
         accelerator.print(note)
@@ -108,7 +114,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     run_id = state.run_id
     state.run_id = on_main_process(accelerator, lambda: run_identity(config, checkpoint, run_id))
     updates = state.schedule.updates(config.max_steps)
-    return state, TrainInputs(tokenizer, updates, loader, evaluations, checkpoint)
+    return state, TrainInputs(tokenizer, updates, loader, evaluations, prompts, checkpoint)
 
 
 def choose_checkpoint(config: TrainConfig, accelerator: Accelerator) -> Path | None:
@@ -128,17 +134,24 @@ def choose_checkpoint(config: TrainConfig, accelerator: Accelerator) -> Path | N
     return path
 
 
-def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -> LanguageModel:
+def build_model(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", checkpoint: Path | None
+) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`.
+
+    `tokenizer` is the data's. If it holds conversations, a loaded model gets rows for the tokens that it has in addition.
 
     Raises `ValueError` if the model does not fit the data's tokenizer, the sequence length or the configured shape.
     """
-    source = checkpoint or config.init_from
+    source, own, vocab_size = checkpoint or config.init_from, None, len(tokenizer)
     if source is not None:
         unchecked = checkpoint is None  # `find_checkpoint` has checked a checkpoint to resume
         source = local_directory(verified_directory(source, unchecked, "use another checkpoint"))
         model = from_pretrained(source, config.dropout)
         check_finite(model, source)
+        own = load_tokenizer(source) if (source / "tokenizer.json").exists() else None
+        if own and conversation_length(config.data_dir) and extends(tokenizer, own):
+            model, own = with_rows(model, len(own), vocab_size), tokenizer
     if config.init_from is None:
         shape = configured_shape(config, vocab_size)
         if source is None:
@@ -152,7 +165,7 @@ def build_model(config: TrainConfig, vocab_size: int, checkpoint: Path | None) -
             )
     else:
         check_loaded(config, model.config)
-    check_fit(config, model, vocab_size, source)
+    check_fit(config, model, vocab_size, source, own)
     return model
 
 

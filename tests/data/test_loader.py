@@ -157,12 +157,12 @@ def test_a_mixture_follows_its_weights_and_each_data_sets_order(shares):
 
 def test_mixture_updates_do_not_depend_on_the_number_of_ranks(mixed):
     for step in (0, 300):
-        whole = torch.cat([ids for ids, _ in mixture_loader(mixed).update(8 * step, 8)])
+        whole = torch.cat([ids for ids, *_ in mixture_loader(mixed).update(8 * step, 8)])
         parts = [
             torch.cat(
                 [
                     ids
-                    for ids, _ in mixture_loader(
+                    for ids, *_ in mixture_loader(
                         mixed, rank=rank, world_size=2, micro_batch_size=2
                     ).update(8 * step, 8)
                 ]
@@ -179,7 +179,7 @@ def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
     assert losses(parts) == losses(whole)
     assert parts[-1]["val/bits_per_byte"] == whole[-1]["val/bits_per_byte"]
     loader = mixture_loader(mixed)
-    seen = torch.cat([ids for step in range(256) for ids, _ in loader.update(8 * step, 8)])
+    seen = torch.cat([ids for step in range(256) for ids, *_ in loader.update(8 * step, 8)])
     capital = ((seen >= 65) & (seen <= 90)).any(dim=1).double().mean().item()
     assert capital == pytest.approx(0.25, abs=0.002)
 
@@ -188,7 +188,9 @@ def test_evaluation_reads_each_window_of_a_mixture_once_by_shares(mixed):
     settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
     seen = []
     for rank in range(2):
-        for _, targets in EvalLoader(open_split(mixed, "val"), rank=rank, world_size=2, **settings):
+        for _, targets, *_ in EvalLoader(
+            open_split(mixed, "val"), rank=rank, world_size=2, **settings
+        ):
             seen += [row.tolist() for row in targets if row[0] != -100]
     capital = sum(any(65 <= token <= 90 for token in row) for row in seen)
     assert (len(seen), capital) == (100, 25)

@@ -248,7 +248,7 @@ def test_empty_invalid_and_separator_documents_are_counted(tmp_path, monkeypatch
         "literal_separator": 1,
         "longest": 5000,
     }
-    assert manifest["first_not_utf8"] == f"{folder / 'a.jsonl'}, at byte 28"
+    assert manifest["first_not_utf8"] == f"{folder / 'a.jsonl'}, line 3"
     assert documents_in(tmp_path / "d", "train") == [
         "é caf\ufffd",
         "\ufffd!",

@@ -93,11 +93,11 @@ def loader(data_dir, **changes):
 
 
 def rows(batches):
-    return torch.cat([input_ids for input_ids, _ in batches])
+    return torch.cat([input_ids for input_ids, *_ in batches])
 
 
 def test_targets_are_the_inputs_shifted(data_dir):
-    for input_ids, targets in loader(data_dir).update(0, 8):
+    for input_ids, targets, *_ in loader(data_dir).update(0, 8):
         assert input_ids.shape == targets.shape == (2, 16)
         assert torch.equal(input_ids[:, 1:], targets[:, :-1])
 
@@ -142,7 +142,7 @@ def test_evaluation_counts_every_window_once_on_any_number_of_ranks(
             rank=rank,
             world_size=world_size,
         )
-        for input_ids, targets in ranks:
+        for input_ids, targets, *_ in ranks:
             assert input_ids.shape == (batch_size, 16)
             assert input_ids.min() >= 0
             real = (targets != -100).all(dim=1)

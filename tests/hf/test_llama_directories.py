@@ -86,7 +86,8 @@ def architecture(request):
 
 def random_hf(config, end=None):
     """A model of transformers with random weights."""
-    return AutoModelForCausalLM.from_config(conversion(config).hf_config(config, end))
+    ids = {"bos_token_id": end, "eos_token_id": end}
+    return AutoModelForCausalLM.from_config(conversion(config).hf_config(config, ids))
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])

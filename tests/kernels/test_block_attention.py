@@ -27,7 +27,7 @@ def test_blocks_equal_those_of_create_block_mask(length, share):
     if length % 128 == 0:
         assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
     assert torch.equal(
-        create_mask(mask.mask_mod, *sizes, device="cpu"), document_mask(separators, separator=1)
+        create_mask(mask.mask_mod, *sizes, device="cpu"), document_mask(separators.cumsum(1))
     )
 
 

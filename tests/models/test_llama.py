@@ -31,7 +31,7 @@ def tiny(kind, **changes):
 
 def pair(config, dtype=torch.float32):
     """Returns HF's model with random weights, and the same model of this package."""
-    hf_config = conversion(config).hf_config(config, None)
+    hf_config = conversion(config).hf_config(config, {"bos_token_id": None, "eos_token_id": None})
     reference = AutoModelForCausalLM.from_config(hf_config).to(dtype)
     with torch.no_grad():
         for parameter in reference.parameters():

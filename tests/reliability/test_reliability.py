@@ -18,7 +18,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import as_flags, long, losses, make_text, metrics, run, status, tiny_config
+from conftest import (
+    as_flags,
+    chat_rows,
+    long,
+    losses,
+    make_text,
+    metrics,
+    run,
+    status,
+    tiny_config,
+)
 from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, launch_flags, python
 
@@ -162,15 +172,23 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
     )
 
 
-def test_a_preparation_killed_before_any_file_operation_resumes(tmp_path, times, report):
+@pytest.mark.parametrize("what", ["text", "chat"])
+def test_a_preparation_killed_before_any_file_operation_resumes(
+    what, chat_base, tmp_path, times, report
+):
     (tmp_path / "text").mkdir()
     for i in range(12):
         (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
+    rows = "".join(json.dumps(row) + "\n" for row in chat_rows(60))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    args = ["text", tmp_path / "text", "--tokenizer", "bytes"]
+    if what == "chat":
+        args = ["chat", tmp_path / "rows.jsonl", "--model", chat_base, "--sequence_length", 64]
 
     def prepared(folder, kill_at, place):
         script = (KILLING_SCRIPT, kill_at, place, ROOT / "recipes/prepare_data.py")
-        args = ("text", tmp_path / "text", "--tokenizer", "bytes", "--shard_tokens", 1000)
-        return python(*script, *args, "--workers", 1, "--data_dir", folder / "d").returncode
+        rest = ("--shard_tokens", 1000, "--workers", 1, "--data_dir", folder / "d")
+        return python(*script, *args, *rest).returncode
 
     assert prepared(tmp_path / "whole", 0, "") == 0
     expected = read_manifest(tmp_path / "whole/d")
@@ -190,7 +208,8 @@ def test_a_preparation_killed_before_any_file_operation_resumes(tmp_path, times,
         assert made["splits"] == expected["splits"] and verify_data(folder / "d")
         tried, number = tried + 1, number + times(10, 1)
     assert tried > 1
-    report("SIGKILL before each change that a preparation makes on the disk", tried, tried, "none")
+    fault = f"SIGKILL before each change that a preparation makes on the disk ({what})"
+    report(fault, tried, tried, "none")
 
 
 @pytest.mark.parametrize(("recipe", "short"), [("average_checkpoints", 9), ("export", 1)])

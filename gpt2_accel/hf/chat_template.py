@@ -1,0 +1,116 @@
+"""Makes a tokenizer and a model ready for chat: the chat template, its special tokens, and their rows.
+
+The template is ChatML, with which OpenAI's chat models began and which SmolLM2 and Qwen3 have. Its `{% generation %}`
+marks what the assistant writes, so that `transformers` and TRL know which tokens count in the loss.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt2_accel.hf.convert import build, conversion, model_tokenizer, padded
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.tokenizer import conversation_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BEGIN_TURN, END_TURN, PADDING = "<|im_start|>", "<|im_end|>", "<|pad|>"
+CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}
+            {{- (message['content'] or '') | trim + '<|im_end|>' -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {{- (message['content'] or '') | trim + '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+
+
+def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokenizerBase":
+    """Loads the tokenizer of a model, an HF directory or Hub id, with a chat template: its own, else ChatML.
+
+    `chatml` takes ChatML also if there is one. `eos_token` is then the end of a turn, and `pad_token` another token. New
+    tokens come after the old ones, whose ids do not change.
+
+    Raises `ValueError` if the model's own template cannot be trained with, and the errors of `model_tokenizer`.
+    """
+    tokenizer = model_tokenizer(name)
+    before = tokenizer.get_vocab()
+    if chatml or tokenizer.chat_template is None:
+        tokenizer.chat_template = CHATML
+        tokenizer.add_tokens([BEGIN_TURN, END_TURN], special_tokens=True)
+    if problem := template_problem(tokenizer):
+        raise ValueError(
+            f"the chat template of {name} cannot be trained with, {problem}: give --chatml, which replaces it by ChatML"
+        )
+    end = end_of_turn(tokenizer)
+    others = (tokenizer.pad_token, tokenizer.eos_token, PADDING)
+    padding = next(token for token in others if token not in (None, end))
+    tokenizer.add_tokens([padding], special_tokens=True)
+    tokenizer.eos_token, tokenizer.pad_token = end, padding
+    after = tokenizer.get_vocab()
+    assert all(after[token] == number for token, number in before.items())
+    return tokenizer
+
+
+def template_problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Returns why a model cannot be trained with the tokenizer's chat template, None if it can be.
+
+    The three conditions are those that TRL checks before it trains on the assistant's tokens.
+    """
+    try:
+        once, counts = conversation_tokens(tokenizer, TURN)
+        twice, _ = conversation_tokens(tokenizer, TURN + TURN)
+    except Exception as error:  # of the template's author
+        return f"since it fails on a question and an answer ({error})"
+    if not counts.any():
+        return "since it does not mark the assistant's tokens by {% generation %}"
+    if twice[: len(once)].tolist() != once.tolist():
+        return "since it renders a turn otherwise if another follows"
+    if end_of_turn(tokenizer) is None:
+        return "since the token that ends the assistant's turn is not among those that it marks"
+    return None
+
+
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Returns the token that ends the assistant's turn: the last that its template marks, if it is an added token."""
+    ids, counts = conversation_tokens(tokenizer, TURN + TURN)
+    marked = [token for token in ids[counts].tolist() if tokenizer.decode([token]).strip()]
+    token = tokenizer.convert_ids_to_tokens(marked[-1])
+    return token if token in tokenizer.get_added_vocab() else None
+
+
+def extends(tokenizer: "PreTrainedTokenizerBase", base: "PreTrainedTokenizerBase") -> bool:
+    """Whether a tokenizer has all tokens of `base` under the same ids, and more."""
+    ours, theirs = tokenizer.get_vocab(), base.get_vocab()
+    return len(ours) > len(theirs) and all(ours.get(t) == number for t, number in theirs.items())
+
+
+@torch.no_grad()
+def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
+    """Returns the model with a vocabulary of `tokens` tokens at least, of which it knows the first `known`.
+
+    The rows of the others, in the embedding and in an untied head, are the mean of the known rows, so their logits are the
+    mean of the known logits (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models"). They take
+    rows that pad the vocabulary, or that a published model has beyond its tokenizer, and only then make it larger.
+    """
+    config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
+    state = model.state_dict()
+    rows = {name: state[name] for name in conversion(config).PADDED if name in state}
+    grown = padded(
+        ((name, tensor[: model.config.vocab_size]) for name, tensor in rows.items()), config
+    )
+    for tensor in grown.values():
+        tensor[known:tokens] = tensor[:known].mean(dim=0)
+    return build(config, state | grown)

@@ -1,0 +1,227 @@
+"""The chat template, its tokens and their rows, and what reads a directory with them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import chat_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, extends, with_rows
+from gpt2_accel.hf.gguf import write_gguf
+from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.tokenizer import byte_tokenizer, conversation_tokens, load_tokenizer, train_bpe
+
+MESSAGES = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": " Why?\n"},
+    {"role": "assistant", "content": "So.\n\nYes. "},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+def test_chatml_marks_the_answers_and_the_token_that_ends_them(chat_base):
+    tokenizer = chat_tokenizer(chat_base)
+    ids, counts = conversation_tokens(tokenizer, MESSAGES)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+        "So.\n\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+    )
+    assert tokenizer.decode(ids[counts]) == "So.\n\nYes.<|im_end|>No.<|im_end|>"
+
+
+def test_new_tokens_follow_the_old_ones(chat_base):
+    base, tokenizer = load_tokenizer(chat_base), chat_tokenizer(chat_base)
+    assert extends(tokenizer, base) and not extends(base, tokenizer) and not extends(base, base)
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [257, 258]
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer) == 259
+    other = byte_tokenizer()
+    other.add_tokens(["<|other|>"])
+    assert not extends(tokenizer, other)
+
+
+def test_the_three_checks_of_trl_say_yes(chat_base, tmp_path):
+    trl = pytest.importorskip("trl.chat_template_utils")
+    bpe = train_bpe(["some text, and more of the text"], 270)
+    shape = GPTConfig(len(bpe), n_positions=64, n_layer=1, n_head=1, n_embd=8)
+    save_pretrained(GPT(shape), tmp_path, bpe)
+    for name in (chat_base, tmp_path):
+        tokenizer = chat_tokenizer(name)
+        assert trl.has_generation_markers(tokenizer.chat_template)
+        assert trl.is_chat_template_prefix_preserving(tokenizer)
+        assert trl.is_chat_template_stop_token_trained(tokenizer)
+
+
+def with_template(base, folder, template):
+    shutil.copytree(base, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<|stop|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+OWN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A: {{ m.content }}<|stop|>{% endgeneration %}"
+    "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+)
+
+
+def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
+    tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", OWN))
+    assert tokenizer.chat_template == OWN and tokenizer.eos_token == "<|stop|>"
+    assert tokenizer.pad_token == "<|endoftext|>" and len(tokenizer) == 260
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        (
+            OWN.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+            "it does not mark",
+        ),
+        (
+            OWN.replace("Q: ", "Q of {{ messages | length }}: "),
+            "renders a turn otherwise if another",
+        ),
+        (
+            OWN.replace("<|stop|>{% endgeneration %}", "{% endgeneration %}<|stop|>"),
+            "not among those",
+        ),
+        ("{{ raise_exception('no users') }}", "fails on a question and an answer .no users"),
+        ("{% for %}", "fails on a question and an answer"),
+    ],
+)
+def test_a_template_that_cannot_be_trained_with(chat_base, template, reason, tmp_path):
+    folder = with_template(chat_base, tmp_path / "own", template)
+    with pytest.raises(
+        ValueError, match=rf"own cannot be trained with, since .*{reason}.*--chatml"
+    ):
+        chat_tokenizer(folder)
+    assert chat_tokenizer(folder, chatml=True).chat_template == CHATML
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTConfig(257, n_positions=32, n_layer=1, n_head=2, n_embd=16),
+        GPTConfig(384, n_positions=32, n_layer=1, n_head=2, n_embd=16),
+        LlamaConfig(300, 32, 1, 2, 1, 8, 16, 32, tied=False),
+    ],
+    ids=["padding rows", "grows", "rows beyond the tokenizer, untied"],
+)
+def test_new_rows_are_the_mean_of_the_known_ones(config):
+    model = config.build()
+    known = 290 if config.vocab_size == 300 else config.vocab_size
+    grown = with_rows(model, known, known + 3)
+    assert grown.config.vocab_size == max(config.vocab_size, known + 3)
+    for name, old in model.state_dict().items():
+        new = grown.state_dict()[name]
+        if name not in ("wte.weight", "embed_tokens.weight", "lm_head.weight"):
+            assert torch.equal(new, old)
+            continue
+        assert torch.equal(new[:known], old[:known])
+        expected = old[:known].mean(dim=0).expand(3, -1)
+        torch.testing.assert_close(new[known : known + 3], expected)
+        assert len(new) == grown.config.padded_vocab_size
+        assert not new[grown.config.vocab_size :].any()
+    ids = torch.randint(known, (1, 8))
+    torch.testing.assert_close(grown(ids)[..., :known], model(ids)[..., :known])
+    if known + 3 <= config.vocab_size:
+        assert torch.equal(grown.state_dict()["lm_head.weight"][293:], model.lm_head.weight[293:])
+
+
+@pytest.fixture(scope="module")
+def chat_model(chat_base, tmp_path_factory):
+    """The directory of an untrained chat model."""
+    folder = tmp_path_factory.mktemp("model") / "chat"
+    tokenizer = chat_tokenizer(chat_base)
+    save_pretrained(with_rows(from_pretrained(chat_base), 257, 259), folder, tokenizer)
+    return folder
+
+
+def test_a_saved_chat_model_says_how_its_turns_end(chat_model):
+    assert (chat_model / "chat_template.jinja").read_text() == CHATML
+    generation, config = (
+        GenerationConfig.from_pretrained(chat_model),
+        json.loads((chat_model / "config.json").read_text()),
+    )
+    for found in (vars(generation), config):
+        assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (
+            256,
+            258,
+            256,
+        )
+    card = (chat_model / "README.md").read_text()
+    assert "- chat\n" in card and '[{"role": "user", "content": "Hi"}]' in card
+    assert "no chat template" not in card
+    reloaded = load_tokenizer(chat_model)
+    assert reloaded.chat_template == CHATML and len(reloaded) == 259
+    _, counts = conversation_tokens(reloaded, MESSAGES)
+    assert counts.any()
+
+
+def test_pipeline_answers_messages(chat_model):
+    chat = pipeline("text-generation", model=str(chat_model))
+    answer = chat([{"role": "user", "content": "Hi"}], max_new_tokens=5)[0]["generated_text"]
+    assert [message["role"] for message in answer] == ["user", "assistant"]
+    model, loading = AutoModelForCausalLM.from_pretrained(chat_model, output_loading_info=True)
+    assert not any(loading.values()) and model.config.vocab_size == 259
+
+
+def test_the_gguf_file_carries_the_template(chat_base, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    bpe = train_bpe(["some text, and more of the text"], 270)
+    shape = GPTConfig(len(bpe), n_positions=64, n_layer=1, n_head=2, n_embd=64)
+    save_pretrained(GPT(shape), tmp_path, bpe)
+    tokenizer = chat_tokenizer(tmp_path)
+    model = with_rows(from_pretrained(tmp_path), len(bpe), len(tokenizer))
+    write_gguf(model, tokenizer, tmp_path / "chat.gguf")
+    read = gguf.GGUFReader(tmp_path / "chat.gguf")
+    found = {name: field.contents() for name, field in read.fields.items()}
+    assert found["tokenizer.chat_template"] == CHATML
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert found["tokenizer.ggml.eos_token_id"] == end
+    assert found["tokenizer.ggml.padding_token_id"] == tokenizer.pad_token_id != end
+    assert found["tokenizer.ggml.tokens"][end] == "<|im_end|>"
+    assert found["tokenizer.ggml.token_type"][end] == gguf.TokenType.CONTROL
+
+
+def test_loss_equals_that_of_trl(chat_model, tmp_path):
+    """`SFTTrainer(assistant_only_loss=True)` and this package give the same loss on one batch."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    rows = chat_rows(6)
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        assistant_only_loss=True,
+        per_device_train_batch_size=6,
+        max_length=128,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        dataset_num_proc=None,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    trainer = trl.SFTTrainer(
+        theirs, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        expected = trainer.compute_loss(theirs.eval(), batch)
+    model, nats, count = from_pretrained(chat_model).eval(), 0.0, 0
+    for row in rows:
+        ids, counts = conversation_tokens(load_tokenizer(chat_model), row["messages"])
+        ids = torch.from_numpy(ids)
+        targets = torch.where(torch.from_numpy(counts), ids, -100)
+        with torch.no_grad():
+            nats += model(ids[None, :-1], targets[None, 1:], reduction="none").sum().item()
+        count += int(counts.sum())
+    assert expected.item() == pytest.approx(nats / count, abs=1e-5)

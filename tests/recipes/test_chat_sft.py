@@ -1,0 +1,183 @@
+"""Fine-tuning on conversations: from a base model to one that answers, and resuming on the way."""
+
+import json
+import shutil
+import time
+
+import pytest
+from conftest import chat_rows, load_recipe, losses, metrics, run_recipe
+from launching import Started, launch, python
+from transformers import pipeline
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.files import digest, read_json_lines
+from gpt2_accel.tokenizer import byte_tokenizer
+
+RECIPE = "recipes/chat_sft.py"
+
+
+@pytest.fixture(scope="module")
+def chat_data(chat_base, tmp_path_factory):
+    """The shards of 21 conversations, one of them for validation, and their rows."""
+    folder = tmp_path_factory.mktemp("chat_data")
+    rows = chat_rows(21)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = python(
+        *("recipes/prepare_data.py", "chat", folder / "rows.jsonl", "--model", chat_base),
+        *("--sequence_length", 128, "--data_dir", folder / "shards", "--workers", 1),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train: 20 conversations" in done.stdout and "val: 1 conversations" in done.stdout
+    return folder / "shards"
+
+
+def settings(data, folder, **changes):
+    """Returns the flags of a short run with windows of 128 tokens."""
+    values = {
+        "data_dir": data,
+        "output_dir": folder,
+        "total_batch_size": 4 * 128,
+        "micro_batch_size": 4,
+        "max_steps": 12,
+        "log_every": 1,
+        "eval_every": 0,
+        "keep_best": False,
+        "patience": 0,
+        "sample_every": 0,
+        "save_every": 2,
+        **changes,
+    }
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
+    changes = {"max_steps": 250, "save_every": 0, "learning_rate": 4e-3, "log_every": 50}
+    run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
+    rows = read_json_lines(chat_data.parent / "rows.jsonl")
+    manifest = json.loads((chat_data / "manifest.json").read_text())
+    assert manifest["model"] == str(chat_base)
+    chat = pipeline("text-generation", model=str(tmp_path / "run"))
+    asked = [row["messages"][:1] for row in rows]
+    options = {"do_sample": False, "return_full_text": False, "batch_size": 21}
+    answers = [found[0]["generated_text"] for found in chat(asked, **options)]
+    right = [a == row["messages"][1]["content"] for a, row in zip(answers, rows, strict=True)]
+    assert sum(right) == 20, answers
+    last = metrics(tmp_path / "run")[-1]
+    assert last["train/loss"] < 0.02
+
+
+def test_default_settings_follow_from_the_data(chat_data, chat_base):
+    recipe = load_recipe("chat_sft")
+    config = recipe.ChatSFT(data_dir=str(chat_data), total_batch_size=256)
+    recipe.fit_to_data(config)
+    windows = (
+        json.loads((chat_data / "manifest.json").read_text())["splits"]["train"]["tokens"] // 128
+    )
+    assert config.init_from == str(chat_base) and config.sequence_length == 128
+    assert config.max_steps == round(2 * windows / 2) and config.warmup_steps == round(
+        config.max_steps / 10
+    )
+    given = recipe.ChatSFT(data_dir=str(chat_data), max_steps=7, warmup_steps=3, init_from="other")
+    recipe.fit_to_data(given)
+    assert (given.max_steps, given.warmup_steps, given.init_from) == (7, 3, "other")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, optimizer, tmp_path):
+    found = []
+    for processes, size in ((1, 4), (1, 1), (2, 2)):
+        folder = tmp_path / f"{processes}-{size}"
+        flags = settings(
+            chat_data, folder, optimizer=optimizer, micro_batch_size=size, max_steps=6, eval_every=6
+        )
+        done = launch(RECIPE, *flags, processes=processes)
+        assert done.returncode == 0, done.stderr
+        found.append([*losses(metrics(folder)), metrics(folder)[-1]["val/loss"]])
+        assert "val/bits_per_byte" not in metrics(folder)[-1]
+    assert found[1] == pytest.approx(found[0], abs=2e-6)
+    assert found[2] == pytest.approx(found[0], abs=2e-6)
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (1, 2)])
+def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
+    log = tmp_path / "log"
+    run = Started(RECIPE, *settings(chat_data, tmp_path / "a"), processes=before, log=log)
+    while not any((tmp_path / "a").glob("checkpoint-[2468]")):
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    assert len(metrics(tmp_path / "a")) < 12
+    for folder, processes in (("a", after), ("whole", before)):
+        done = launch(RECIPE, *settings(chat_data, tmp_path / folder), processes=processes)
+        assert done.returncode == 0, done.stderr
+    resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
+    if before == after:
+        assert resumed == whole
+        files = (digest(tmp_path / folder / "model.safetensors") for folder in ("a", "whole"))
+        assert next(files) == next(files)
+    else:
+        assert resumed == pytest.approx(whole, abs=1e-5)
+
+
+def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data, tmp_path):
+    changes = {"sample_every": 4, "eval_every": 4, "patience": 1, "keep_best": True}
+    changes |= {"max_steps": 40, "learning_rate": 0.05, "sample_tokens": 5}
+    run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
+    first = read_json_lines(tmp_path / "run/samples.jsonl")[0]
+    assert first["prompt"] == "Who are you?"
+    begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert first["text"].startswith(begin) and len(first["text"]) > len(begin)
+    assert (tmp_path / "run/best").exists() and len(metrics(tmp_path / "run")) < 40
+
+
+def test_bad_inputs(chat_data, chat_base, data_dir, tmp_path):
+    def message(*flags):
+        with pytest.raises((ValueError, OSError)) as error:
+            run_recipe("chat_sft", "--output_dir", str(tmp_path / "run"), *map(str, flags))
+        return str(error.value)
+
+    assert "holds text, not conversations: prepare some by" in message("--data_dir", data_dir)
+    assert "manifest.json is missing: prepare the data first" in message("--data_dir", tmp_path)
+    flags = ("--data_dir", chat_data)
+    assert "windows of 128 tokens, not 64: give --seq" in message(
+        *flags, "--sequence_length", 64, "--total_batch_size", 512
+    )
+    assert "epochs must be above 0" in message(*flags, "--epochs", 0)
+    copy = tmp_path / "moved"
+    shutil.copytree(chat_data, copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "model": str(tmp_path / "gone")}))
+    assert "gone" in message("--data_dir", copy)
+    other = tmp_path / "other"
+    shutil.copytree(chat_base, other)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|mine|>"])
+    tokenizer.save_pretrained(other)
+    assert "tokenized with another tokenizer" in message(
+        *flags, "--init_from", other, "--total_batch_size", 512
+    ) or "vocabulary" in message(*flags, "--init_from", other, "--total_batch_size", 512)
+
+
+def test_bad_inputs_of_the_preparation(chat_base, data_dir, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "Why?"}\n')
+
+    def message(*changes, file=rows):
+        flags = {"--model": chat_base, "--sequence_length": 64, "--data_dir": tmp_path / "d"}
+        flags |= dict(zip(changes[::2], changes[1::2], strict=True))
+        flags = [part for pair in flags.items() for part in pair]
+        done = python("recipes/prepare_data.py", "chat", file, *flags, "--workers", 1)
+        assert done.returncode and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "rows.jsonl, line 1, has the fields question, but a conversation has" in message()
+    assert "--sequence_length 999 exceeds the 128 positions" in message("--sequence_length", 999)
+    assert "is not a Hugging Face model" in message("--model", data_dir)
+    rows.write_text("not json\n")
+    assert "rows.jsonl, line 1, is not valid JSON" in message()
+    rows.write_text("")
+    assert "holds no conversation for the split 'train'" in message()
+    prepare({"train": ["text"], "val": ["text"]}, byte_tokenizer(), tmp_path / "d", source="x")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(5)))
+    assert "d exists already with other data" in message()
