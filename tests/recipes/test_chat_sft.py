@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import time
 
 import pytest
@@ -53,13 +54,12 @@ def settings(data, folder, **changes):
 def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
     changes = {"max_steps": 250, "save_every": 0, "learning_rate": 4e-3, "log_every": 50}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
-    rows = read_json_lines(chat_data.parent / "rows.jsonl")
+    rows = chat_rows(21)
     manifest = json.loads((chat_data / "manifest.json").read_text())
     assert manifest["model"] == str(chat_base)
     chat = pipeline("text-generation", model=str(tmp_path / "run"))
-    asked = [row["messages"][:1] for row in rows]
-    options = {"do_sample": False, "return_full_text": False, "batch_size": 21}
-    answers = [found[0]["generated_text"] for found in chat(asked, **options)]
+    options = {"do_sample": False, "return_full_text": False}
+    answers = [chat(row["messages"][:1], **options)[0]["generated_text"] for row in rows]
     right = [a == row["messages"][1]["content"] for a, row in zip(answers, rows, strict=True)]
     assert sum(right) == 20, answers
     last = metrics(tmp_path / "run")[-1]
@@ -94,8 +94,9 @@ def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, optimi
         assert done.returncode == 0, done.stderr
         found.append([*losses(metrics(folder)), metrics(folder)[-1]["val/loss"]])
         assert "val/bits_per_byte" not in metrics(folder)[-1]
-    assert found[1] == pytest.approx(found[0], abs=2e-6)
-    assert found[2] == pytest.approx(found[0], abs=2e-6)
+    for other in found[1:]:
+        assert other[0] == pytest.approx(found[0][0], abs=1e-6)
+        assert other == pytest.approx(found[0], abs=2e-5)  # Muon makes a rounding larger
 
 
 @pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (1, 2)])
@@ -105,7 +106,7 @@ def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
     while not any((tmp_path / "a").glob("checkpoint-[2468]")):
         assert run.poll() is None, log.read_text()
         time.sleep(0.01)
-    run.kill()
+    run.send_signal(signal.SIGKILL)
     run.wait()
     assert len(metrics(tmp_path / "a")) < 12
     for folder, processes in (("a", after), ("whole", before)):
