@@ -255,7 +255,8 @@ class ConversationWriter:
                     tokens, problem = None, str(error)
                 if problem:
                     counts[problem] += 1
-                    first.setdefault(problem, str(place))
+                    if problem not in first:
+                        first[problem] = str(place)  # may read the file
                 if tokens is None:
                     progress(0, 0, size)
                     continue
