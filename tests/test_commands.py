@@ -1,6 +1,7 @@
 """Runs the commands of README.md and docs/ with flags for small models, and parses those of the recipes' headers."""
 
 import inspect
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import load_recipe, make_text
+from conftest import chat_rows, load_recipe, make_text
 from launching import ROOT, forked, free_port, launched
 
 from gpt2_accel.cli.command import run as run_program
@@ -24,6 +25,7 @@ ASSIGNMENT = re.compile(r"\w+=")
 MODEL = "--n_layer 1 --n_head 2 --n_embd 16 --max_steps 2"
 LOG = "--eval_tokens 256 --sample_tokens 2"
 SMALL = f"{MODEL} {LOG} --n_positions 32 --micro_batch_size 2 --total_batch_size 128"
+CHAT = f"--max_steps 2 --micro_batch_size 2 {LOG}"
 CORPUS = "--workers 1 --tokenizer runs/mine --shard_tokens 2000"
 # Command -> flags for a small model; later commands use the output of earlier ones.
 LOCAL = {
@@ -73,6 +75,21 @@ LOCAL = {
     ),
     "python recipes/export.py --model runs/quickstart --format gguf --dtype q8_0 --output "
     "quickstart.gguf": "",
+    "python recipes/prepare_data.py chat my_chats.jsonl --model runs/quickstart --sequence_length 128 "
+    "--data_dir data/chat": "--workers 1",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir data/chat "
+    "--total_batch_size 1024 --epochs 60 --sample_prompts 'What is 2 plus 3?'": CHAT,
+    "python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model "
+    "openai-community/gpt2 --sequence_length 1024 --data_dir data/smoltalk": (
+        "--workers 1 --model runs/quickstart --sequence_length 128"
+    ),
+    "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_sft.py --data_dir "
+    "data/smoltalk --output_dir runs/smoltalk": f"{CHAT} --total_batch_size 1024",
+    "python recipes/prepare_data.py text my_texts/ --tokenizer data/chat/tokenizer --data_dir "
+    "data/my_texts": "--workers 1",
+    "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
+    "data/chat_and_text --output_dir runs/chat_and_text --total_batch_size 1024": CHAT,
 }
 PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
@@ -122,6 +139,7 @@ NOT_RUN = {
     "pip install 'matplotlib>=3.9'": "installs",
     "pip install 'gradio>=6.0'": "installs",
     "pip install 'transformers[serving]>=5.17'": "installs",
+    "pip install 'trl>=1.16' 'peft>=0.18'": "installs",
     "pip install 'gguf>=0.17' 'onnx>=1.20' 'onnxscript>=0.7'": "installs",
     "pip install 'llama-cpp-python[server]==0.3.36'": "compiles",
     "python recipes/export.py --model runs/quickstart --format onnx --output quickstart.onnx": (
@@ -210,6 +228,10 @@ def prepare_folder(folder: Path) -> None:
     for name in ("roneneldan/TinyStories", "web/plain_text/train"):
         table = pyarrow.table({"text": [text[:200] for text in texts] * 60})
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
+    chats = "".join(json.dumps(row) + "\n" for row in chat_rows(40))
+    (folder / "my_chats.jsonl").write_text(chats)
+    (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
+    (folder / "HuggingFaceTB/smoltalk/train.jsonl").write_text(chats)
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
     (folder / "data/python_stdlib").symlink_to("mine")
     (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")

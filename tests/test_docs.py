@@ -68,6 +68,7 @@ def test_every_column_of_a_table_but_the_first_has_a_name(page):
     [
         ("training", TrainConfig()),
         ("checkpoints", TrainConfig()),
+        ("chat", load_recipe("chat_sft").ChatSFT()),
         ("generation", load_recipe("sample").Sample()),
     ],
 )
