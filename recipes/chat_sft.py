@@ -80,9 +80,14 @@ def fit_to_data(config: ChatSFT) -> None:
         config.init_from = next(filter(None, (found.get("model") for found in manifests)))
     if config.sequence_length is None:
         config.sequence_length = length
+    tokens = manifests[0]["splits"]["train"]["tokens"]
+    if config.total_batch_size > tokens:
+        processes().print(
+            f"an update of {config.total_batch_size:,} tokens reads the {tokens:,} tokens of {config.data_dir} more than "
+            "once: lower --total_batch_size"
+        )
     if config.max_steps is None:
-        tokens = config.epochs * manifests[0]["splits"]["train"]["tokens"]
-        config.max_steps = max(1, round(tokens / config.total_batch_size))
+        config.max_steps = max(1, round(config.epochs * tokens / config.total_batch_size))
     if config.warmup_steps is None:
         config.warmup_steps = round(WARMUP_SHARE * config.max_steps)
 
@@ -92,7 +97,7 @@ def main() -> None:
     fit_to_data(config)
     if train(config):
         processes().print(
-            f"\nThe model is in {config.output_dir}, the one of the lowest loss on held-out answers in "
+            f"\nThe model is in {config.output_dir}, the one of the lowest validation loss in "
             f"{config.output_dir}/best"
         )
 

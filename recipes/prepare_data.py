@@ -316,11 +316,13 @@ def summarize(manifest: dict) -> None:
     """Prints the counts of a manifest."""
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
-        print(
-            f"{split}: {entry['documents'] or 0:,} documents, {entry['tokens']:,} tokens "
-            f"({entry['tokens'] / total:.1%}), "
-            f"{entry['bytes'] or 0:,} bytes, {len(entry['shards'])} shards"
-        )
+        line = f"{split}: {entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})"
+        if entry["shards"]:  # a mixture has none of its own
+            line = (
+                f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens ({entry['tokens'] / total:.1%}), "
+                f"{entry['bytes']:,} bytes, {len(entry['shards'])} shards"
+            )
+        print(line)
     counts = manifest.get("counts", {})
     labels = {
         "empty": "documents without text, left out",
@@ -341,8 +343,9 @@ def summarize_chat(manifest: dict) -> None:
     for split, entry in manifest["splits"].items():
         tokens = entry["tokens"] - entry["padding"]
         print(
-            f"{split}: {entry['documents']:,} conversations, {tokens:,} tokens, of which {entry['counted'] / tokens:.0%} "
-            f"count in the loss, in {entry['tokens'] // length:,} windows of {length:,} ({tokens / entry['tokens']:.1%} full)"
+            f"{split}: {plural(entry['documents'], 'conversation')}, {tokens:,} tokens, of which "
+            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
+            f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
     labels = {
         "no_answer": "without a message of the assistant",
@@ -355,11 +358,15 @@ def summarize_chat(manifest: dict) -> None:
     }
     for name, label in labels.items():
         if count := manifest["counts"][name]:
-            print(
-                f"left out: {count:,} conversations {label}, the first: {manifest['first'][name]}"
-            )
+            first = manifest["first"][name]
+            print(f"left out: {plural(count, 'conversation')} {label}, the first: {first}")
     if count := manifest["counts"]["cut"]:
-        print(f"cut: {count:,} conversations after {length:,} tokens")
+        print(f"cut: {plural(count, 'conversation')} after {length:,} tokens")
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def main() -> None:

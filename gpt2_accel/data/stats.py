@@ -62,20 +62,22 @@ def describe_split(stream: TokenStream, share: float, separator: int | None) -> 
 
 
 def describe_conversations(stream: TokenStream, share: float, tokenizer) -> list[str]:
-    """Returns the lines for one split of conversations: its counts, a histogram of the lengths, and some windows.
-
-    The last conversation of a window is counted with its padding."""
+    """Returns the lines for one split of conversations: its counts, a histogram of the lengths, and some windows."""
     part = f" ({share:.1%} of the mixture)" if share < 1 else ""
-    windows = len(stream.targets)
+    windows, length = len(stream.targets), stream.sequence_length
     starts = np.append(document_starts(stream, lambda block: block & STARTS != 0), stream.tokens)
-    counted = stream.targets.sum() / stream.tokens
+    counted, lengths = stream.targets.sum() / stream.tokens, np.diff(starts)
+    for window in range(windows):  # the last conversation of each has its padding
+        tokens = stream.read(window * length, length)
+        last = np.searchsorted(starts, (window + 1) * length) - 1
+        lengths[last] -= int((tokens[::-1] != tokenizer.pad_token_id).argmax())
     lines = [
         f"{stream.data_dir}, {stream.split}{part}: {len(starts) - 1:,} conversations in {windows:,} windows of "
-        f"{stream.sequence_length:,} tokens, {counted:.0%} of which count in the loss",
-        *histogram(np.diff(starts)),
+        f"{length:,} tokens, {counted:.0%} of which count in the loss",
+        *histogram(lengths),
     ]
     for window in sorted({windows * i // SHOWN for i in range(SHOWN)}):
-        ids = stream.read(window * stream.sequence_length, stream.sequence_length) & TOKEN_ID
+        ids = stream.read(window * length, length) & TOKEN_ID
         lines.append(f"  window {window:,}: {tokenizer.decode(ids[:SHOWN_TOKENS].tolist())!r}")
     return lines
 

@@ -28,8 +28,8 @@ PUBLISHED: dict[str, tuple[str, tuple[float | None, ...]]] = {
 }
 # The convention of a metric, found by `TASK/NAME`, `TASK` or `NAME`, in this order.
 CONVENTIONS = {
-    "train": "mean over all tokens of the windows",
-    "val": "mean over all tokens of the windows",
+    "train": "mean over all counted tokens of the windows",
+    "val": "mean over all counted tokens of the windows",
     "hellaswag/acc": "completion, unchanged text; highest likelihood",
     "hellaswag/acc_norm_per_token": "the same; log-likelihood per token, as build-nanogpt and llm.c",
     "hellaswag/acc_norm_per_char": "the same; log-likelihood per character",

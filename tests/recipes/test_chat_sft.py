@@ -28,7 +28,7 @@ def chat_data(chat_base, tmp_path_factory):
         *("--sequence_length", 128, "--data_dir", folder / "shards", "--workers", 1),
     )
     assert done.returncode == 0, done.stderr
-    assert "train: 20 conversations" in done.stdout and "val: 1 conversations" in done.stdout
+    assert "train: 20 conversations" in done.stdout and "val: 1 conversation," in done.stdout
     return folder / "shards"
 
 
