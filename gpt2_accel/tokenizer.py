@@ -263,6 +263,13 @@ def _ids(backend: Tokenizer, text: str) -> list[int] | None:
         return None
 
 
+def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Returns the token before the start of a text: `<|endoftext|>`, which a chat model's `eos_token` is not, else
+    `eos_token`; None without one."""
+    separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    return tokenizer.eos_token_id if separator is None else separator
+
+
 def check_vocabulary(
     tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str | Path
 ) -> None:

@@ -23,7 +23,7 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.loader import to_device
 from gpt2_accel.models import evaluating
 from gpt2_accel.progress import progress
-from gpt2_accel.tokenizer import encode
+from gpt2_accel.tokenizer import encode, text_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,11 +87,11 @@ def encode_question(
     if not all(cut):
         raise ValueError(f"{where} has a continuation without tokens: remove it")
     if not start:
-        if tokenizer.eos_token_id is None:
+        if (begin := text_start(tokenizer)) is None:
             raise ValueError(
                 f"{where} has no context, and the tokenizer has no token that starts a text: remove it"
             )
-        start = [tokenizer.eos_token_id]
+        start = [begin]
     return Question(start, cut)
 
 

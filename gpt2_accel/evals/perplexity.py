@@ -24,7 +24,7 @@ from gpt2_accel.data.loader import to_device
 from gpt2_accel.evals.detokenize import count_words, detokenize, lm_eval_wikitext
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.likelihood import batched, fits, run_sharded
-from gpt2_accel.tokenizer import encode
+from gpt2_accel.tokenizer import encode, text_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,8 @@ def to_document(tokenizer: "PreTrainedTokenizerBase", text: str, words: int, siz
 
     Raises `ValueError` if there is nothing to predict.
     """
-    start = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    begin = text_start(tokenizer)
+    start = [] if begin is None else [begin]
     ids = start + encode(tokenizer, [text])[0]
     if len(ids) < 2:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.data.shards import check_tokenizer
+from gpt2_accel.data.shards import check_tokenizer, conversation_length
 from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
@@ -107,12 +107,13 @@ def prepare_loss(
     """
     check_tokenizer(data_dir, tokenizer, "the model")
     evaluations, notes = [], []
+    length = conversation_length(data_dir) or config.n_positions
     tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
     for split in ("train", "val"):
         loader = EvalLoader(
             open_split(data_dir, split),
-            sequence_length=config.n_positions,
-            batch_size=max(1, tokens // config.n_positions),
+            sequence_length=length,
+            batch_size=max(1, tokens // length),
             max_tokens=max_tokens,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
@@ -120,7 +121,7 @@ def prepare_loss(
         )
         evaluations.append(partial(validation_loss, loader=loader, prefix=split))
         notes.append(
-            f"{split}: the first {loader.windows * config.n_positions:,} of "
-            f"{sum(s.tokens for s in loader.streams):,} tokens of {data_dir}, in windows of {config.n_positions:,}"
+            f"{split}: the first {loader.windows * length:,} of "
+            f"{sum(s.tokens for s in loader.streams):,} tokens of {data_dir}, in windows of {length:,}"
         )
     return Prepared(evaluations, notes)

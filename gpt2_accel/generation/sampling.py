@@ -17,7 +17,7 @@ from gpt2_accel.device import attention_order, best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
-from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens
+from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens, text_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,9 +198,9 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
     if not isinstance(prompt, str):
         return prompt_tokens(tokenizer, prompt)
     ids = encode(tokenizer, [prompt])[0]
-    if not ids and tokenizer.eos_token_id is None:
+    if not ids and (start := text_start(tokenizer)) is None:
         raise ValueError("this tokenizer has no token that starts a text: give a prompt")
-    return ids or [tokenizer.eos_token_id]
+    return ids or [start]
 
 
 @torch.no_grad()

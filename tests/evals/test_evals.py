@@ -163,7 +163,7 @@ def test_validation_loss_has_a_standard_error_over_windows(accelerator, models, 
     )
     found = validation_loss(accelerator, model, loader=loader)
     losses = []
-    for input_ids, targets in loader:
+    for input_ids, targets, *_ in loader:
         with torch.no_grad():
             logits = hf(input_ids).logits
         loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
