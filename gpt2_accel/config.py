@@ -238,7 +238,9 @@ class TrainConfig:
                 )
                 raise ValueError(f"{name} is {path!r}, which is no folder: {made}")
         if self.keep_best and not self.eval_every:
-            raise ValueError("keep_best needs evaluations: set eval_every above 0")
+            raise ValueError(
+                "keep_best needs evaluations: set eval_every above 0, or keep_best to false"
+            )
         if self.patience and not self.eval_every:
             raise ValueError("patience needs evaluations: set eval_every above 0")
         if (self.accelerate_config or self.device) and not self.dry_run:

@@ -16,16 +16,19 @@ model is in best/ of the run's folder. A model of several hundred million parame
 Expected: answers that end by themselves. A model of 124M answers in whole sentences, and knows little.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.shards import conversation_length, mixture_parts, read_manifest
+from gpt2_accel.config import TrainConfig, check_ranges, parse_config, setting
+from gpt2_accel.data.shards import MANIFEST, conversation_length, mixture_parts, read_manifest
 from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.runtime.processes import processes
 from gpt2_accel.train import train
 
 WARMUP_SHARE = 0.1
+FEW_UPDATES = 20  # fewer are hardly enough for a schedule
 
 
 @dataclass
@@ -60,36 +63,54 @@ class ChatSFT(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.epochs > 0:
-            raise ValueError(f"epochs must be above 0, got {self.epochs}")
+        check_ranges(self, above_zero="epochs")
 
 
 def fit_to_data(config: ChatSFT) -> None:
     """Sets what follows from the data: the model, the length of a sequence, the number of updates and the warmup.
 
-    Raises `ValueError` if the data holds no conversations.
+    Raises `ValueError` if the data holds no conversations, `FileNotFoundError` if it or its model is not there.
     """
-    length = conversation_length(config.data_dir)
-    if length is None:
-        raise ValueError(
-            f"{config.data_dir} holds text, not conversations: prepare some by {recipe_command('prepare_data')} chat"
+    folder, command = Path(config.data_dir), f"{recipe_command('prepare_data')} chat"
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no prepared conversations: make them by {command} FILE_OR_HUB_ID --model MODEL "
+            f"--sequence_length 1024 --data_dir {folder}"
         )
-    manifests = [read_manifest(config.data_dir)]
-    manifests += [read_manifest(folder) for folder, _ in mixture_parts(config.data_dir)]
+    length = conversation_length(folder)
+    if length is None:
+        raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")
+    parts = [folder, *(part for part, _ in mixture_parts(folder))]
     if config.init_from is None:
-        config.init_from = next(filter(None, (found.get("model") for found in manifests)))
+        config.init_from = model_of(parts)
     if config.sequence_length is None:
         config.sequence_length = length
-    tokens = manifests[0]["splits"]["train"]["tokens"]
-    if config.total_batch_size > tokens:
-        processes().print(
-            f"an update of {config.total_batch_size:,} tokens reads the {tokens:,} tokens of {config.data_dir} more than "
-            "once: lower --total_batch_size"
-        )
     if config.max_steps is None:
+        tokens = read_manifest(folder)["splits"]["train"]["tokens"]
         config.max_steps = max(1, round(config.epochs * tokens / config.total_batch_size))
+        if config.max_steps < FEW_UPDATES:
+            fitting = config.epochs * tokens / FEW_UPDATES // length * length
+            processes().print(
+                f"{config.epochs:g} epochs of {tokens:,} tokens are only {config.max_steps} updates of "
+                f"{config.total_batch_size:,} tokens: lower --total_batch_size, to {max(length, int(fitting)):,} for instance"
+            )
     if config.warmup_steps is None:
         config.warmup_steps = round(WARMUP_SHARE * config.max_steps)
+
+
+def model_of(folders: list[Path]) -> str:
+    """Returns the model that the first of the folders with conversations was prepared for: a directory, or a Hub id.
+
+    Raises `FileNotFoundError` for a directory that is not there."""
+    found = ((folder, read_manifest(folder).get("model")) for folder in folders)
+    folder, name = next((folder, name) for folder, name in found if name)
+    if (folder / name).is_dir():
+        return os.path.relpath(folder / name)
+    if name.startswith(".") or name.count("/") != 1:
+        raise FileNotFoundError(
+            f"{folder / name}, the model that {folder} was prepared for, is not there: give it by --init_from"
+        )
+    return name
 
 
 def main() -> None:

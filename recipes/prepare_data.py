@@ -38,7 +38,13 @@ from typing import Any
 
 from gpt2_accel import cli
 from gpt2_accel.cores import usable_cpus
-from gpt2_accel.data.conversations import file_rows, prepare_conversations
+from gpt2_accel.data.conversations import (
+    SUFFIXES,
+    file_rows,
+    left_out,
+    plural,
+    prepare_conversations,
+)
 from gpt2_accel.data.documents import LARGEST_PIECE, Drawn, Piece
 from gpt2_accel.data.hub import hub_pieces
 from gpt2_accel.data.plan import SHARD_TOKENS, Plan
@@ -78,6 +84,13 @@ DATASETS: dict[str, dict[str, Any]] = {
         "data_files": "plain_text/*/*.parquet",
     },
 }
+
+
+CHAT = (
+    "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
+    "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
+    ".jsonl.zst or .parquet."
+)
 
 
 def positive(text: str) -> int:
@@ -144,8 +157,10 @@ def parse_options() -> argparse.Namespace:
         command.add_argument("--split", default="train", help="split of the data set")
         command.add_argument("--revision", help="a branch, tag or commit")
         command.add_argument("--data_files", help="pattern of the data set's files")
-    chat = commands.add_parser("chat", parents=[common])
-    chat.add_argument("dataset", metavar="FILE_OR_HUB_ID")
+    chat = commands.add_parser("chat", parents=[common], description=CHAT)
+    chat.add_argument(
+        "dataset", metavar="FILE_OR_HUB_ID", help="a file, a folder of files, or a data set's id"
+    )
     chat.add_argument("--model", required=True, help="model to fine-tune: HF directory or Hub id")
     chat.add_argument(
         "--sequence_length",
@@ -154,21 +169,19 @@ def parse_options() -> argparse.Namespace:
         help="tokens per window, at most the model's positions",
     )
     chat.add_argument(
-        "--chatml",
-        action="store_true",
-        help="take ChatML in place of the model's own chat template",
+        "--chatml", action="store_true", help="ChatML in place of the model's own chat template"
     )
     chat.add_argument(
         "--cut",
         action="store_true",
         help="cut conversations that are longer than a window; else they are left out",
     )
-    chat.add_argument("--workers", type=positive, default=usable_cpus())
+    chat.add_argument("--workers", type=positive, default=usable_cpus(), help="processes")
     chat.add_argument(
         "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
     )
-    chat.add_argument("--config", help="configuration of the data set")
-    chat.add_argument("--split", default="train", help="split of the data set")
+    chat.add_argument("--config", help="configuration of a data set on the Hub")
+    chat.add_argument("--split", help="split of a data set on the Hub, train if not given")
     chat.add_argument("--revision", help="a branch, tag or commit")
     chat.add_argument("--data_files", help="pattern of the data set's files")
     mix = commands.add_parser("mix", parents=[common])
@@ -260,11 +273,17 @@ def prepare_chat(options: argparse.Namespace) -> dict:
             f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
         )
     revision, source = None, Path(options.dataset)
+    names = ("config", "split", "revision", "data_files")
+    hub = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if source.exists():
+        if hub:
+            raise ValueError(
+                f"--{next(iter(hub))} is for a data set on the Hub: leave it out with {source}"
+            )
         rows = file_rows(source)
+    elif source.name.endswith(SUFFIXES):
+        raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")
     else:
-        names = ("config", "split", "revision", "data_files")
-        hub = {name: getattr(options, name) for name in names}
         rows, revision = hub_pieces(options.dataset, column="", **hub)
     return prepare_conversations(
         rows,
@@ -347,26 +366,7 @@ def summarize_chat(manifest: dict) -> None:
             f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
-    labels = {
-        "no_answer": "without a message of the assistant",
-        "role": "with a role other than system, user (human) and assistant (gpt)",
-        "empty": "without messages, or with one without text",
-        "not_text": "with a message that is no text",
-        "special_token": "with a special token of the tokenizer in a message",
-        "refused": "that the chat template refuses",
-        "too_long": f"of more than {length:,} tokens (--cut keeps their beginning)",
-    }
-    for name, label in labels.items():
-        if count := manifest["counts"][name]:
-            first = manifest["first"][name]
-            print(f"left out: {plural(count, 'conversation')} {label}, the first: {first}")
-    if count := manifest["counts"]["cut"]:
-        print(f"cut: {plural(count, 'conversation')} after {length:,} tokens")
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns a count with its noun."""
-    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+    print("\n".join(left_out(manifest["counts"], manifest["first"])))
 
 
 def main() -> None:

@@ -2,21 +2,23 @@
 
 | form                       | fields of a row                                                                    |
 |----------------------------|------------------------------------------------------------------------------------|
-| messages                   | `messages`: a list of `role` and `content`                                         |
+| messages                   | `messages`: a list of `role` and `content`, or of texts in turns                   |
 | ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
 | prompt and completion      | `prompt`, `completion`: texts, or lists of messages of which the completion counts |
 | Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
 
-A row with several forms is read by the first. The tokens that the template marks as the assistant's count in the loss.
+A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message. The tokens that the template marks as the assistant's count in the loss.
 A conversation is never divided: windows are padded. Packing is best fit over ordered lengths (best-fit decreasing, Ding et
 al., 2024, arXiv:2404.10830), computed over the whole split by one process, so the bytes do not depend on the workers.
 """
 
 import functools
 import json
+import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 
 from gpt2_accel.data.assembly import manifest_head
 from gpt2_accel.data.documents import (
@@ -68,11 +69,18 @@ from gpt2_accel.tokenizer import conversation_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Problems of a conversation, which is then left out (but for `cut`): there is no turn of the assistant, or no token of it
-# in the part that is kept; a role is not one of `ROLES`; there is no message, or one without text; a content is not a
-# text; a content holds a special token, which would end a turn; the chat template refuses it; it is longer than a window;
-# it was cut to a window.
-PROBLEMS = ("no_answer", "role", "empty", "not_text", "special_token", "refused", "too_long", "cut")
+# Why a conversation is left out, but for "cut".
+PROBLEMS = {
+    "no_answer": "without a message of the assistant that counts, or with none before the cut",
+    "role": "with a role other than system, user (human) and assistant (gpt)",
+    "empty": "without messages, or with one without text",
+    "not_text": "with a message that is no text",
+    "unsupported": "with tools, tool calls, reasoning or a history, which are not supported",
+    "special_token": "with a special token of the tokenizer in a message, which would end a turn",
+    "refused": "that the chat template or the tokenizer refuses",
+    "too_long": "of more tokens than a window, whose beginning --cut keeps",
+    "cut": "cut to the length of a window",
+}
 ROLES = {role: role for role in ("system", "user", "assistant")} | {
     "human": "user",
     "gpt": "assistant",
@@ -83,6 +91,12 @@ FORMS = (
     "prompt and completion",
     "instruction and output or response",
 )
+# Fields of a row or a message that would change a conversation if they are not empty.
+UNSUPPORTED = (
+    *("tools", "functions", "history", "tool_calls", "function_call"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+COUNTED = 2**26  # bytes of a data set whose rows are counted before
 SUFFIXES = (".json", *ROW_SUFFIXES)
 
 
@@ -98,7 +112,8 @@ class Conversation(NamedTuple):
 class ConversationPiece:
     """The conversations in the rows of a piece.
 
-    `template`, the SHA-256 of the chat template, `sequence_length` and `cut` determine their tokens.
+    `template`, the SHA-256 of the chat template, `sequence_length` and `cut` determine their tokens. `model` is the one that
+    the data is for.
     """
 
     rows: RowPiece
@@ -106,6 +121,7 @@ class ConversationPiece:
     template: str
     sequence_length: int
     cut: bool
+    model: str
 
     @property
     def size(self) -> int:
@@ -133,14 +149,16 @@ def prepare_conversations(
     """Writes the conversations in `rows` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
     `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
-    A conversation that is longer than a window is left out; with `cut` its beginning is kept. `source`, `model`,
-    `revision` and `command` are recorded. Raises the errors of `read_messages` and `run_plan`.
+    A conversation that is longer than a window is left out; with `cut` its beginning is kept. `source`, `model` (a
+    directory relative to `data_dir`), `revision` and `command` are recorded. Raises the errors of `read_messages` and `run_plan`.
     """
     data_dir, template = Path(data_dir), template_digest(tokenizer)
+    if Path(model).is_dir():
+        model = os.path.relpath(model, data_dir)
     writer = ConversationWriter(work_folder(data_dir), tokenizer, sequence_length, cut)
     rule = rule_for(rows, writer)
     plan = Plan(
-        [ConversationPiece(piece, rule, template, sequence_length, cut) for piece in rows],
+        [ConversationPiece(piece, rule, template, sequence_length, cut, model) for piece in rows],
         tokenizer,
         data_dir,
         source,
@@ -163,11 +181,12 @@ class Problem(Exception):
 # Reading a row
 
 
-def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], int]:
-    """Returns the messages of a row, each with `role` and `content`, and how many of the first do not count.
+def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], set[int]]:
+    """Returns the messages of a row, each with `role` and `content`, and the numbers of those that do not count.
 
-    System messages without text are dropped. Raises `ValueError` for a row in none of the forms, `Problem` for a
-    conversation that cannot be trained on.
+    What the assistant said in a prompt does not count, nor does a message with a `weight` of 0. System messages without
+    text are dropped. Raises `ValueError` for a row in none of the forms, `Problem` for a conversation that cannot be
+    trained on.
     """
     if not isinstance(row, dict):
         raise ValueError(
@@ -175,30 +194,45 @@ def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], int]:
             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
         )
     fields = {name: value for name, value in row.items() if value is not None}
-    given: list = []
+    if any(fields.get(name) for name in UNSUPPORTED):
+        raise Problem("unsupported")
+    found, given = raw_messages(fields, place)
+    system = fields.get("system", fields.get("system_prompt"))
+    if isinstance(system, str) and not (found and is_system(found[0])):
+        found, given = [{"role": "system", "content": system}, *found], given + 1
+    messages, silent = [], set()
+    for number, message in enumerate(found):
+        if (read := message_of(message)) is not None:
+            if number < given or message.get("weight") == 0:
+                silent.add(len(messages))
+            messages.append(read)
+    return messages, silent
+
+
+def raw_messages(fields: dict, place: object) -> tuple[list, int]:
+    """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
     answer = fields.get("output", fields.get("response"))
     if "messages" in fields or "conversations" in fields:
         found = fields.get("messages", fields.get("conversations"))
-    elif "prompt" in fields and "completion" in fields:
-        given = as_messages(fields["prompt"], "user")
-        found = given + as_messages(fields["completion"], "assistant")
-    elif "instruction" in fields and answer is not None:
-        question = [fields["instruction"], fields.get("input", fields.get("context", ""))]
-        if not all(isinstance(part, str) for part in question):
+        if not isinstance(found, list):
             raise Problem("not_text")
-        asked = "\n\n".join(part for part in question if part.strip())
-        found = as_messages(asked, "user") + as_messages(answer, "assistant")
-    else:
-        raise ValueError(
-            f"{place}, has the fields {', '.join(map(str, row)) or 'none'}, but a conversation has {'; or '.join(FORMS)}: "
-            "rename them"
-        )
-    if not isinstance(found, list):
-        raise Problem("not_text")
-    # A completion counts, and not what was answered before it.
-    rest = [message_of(message) for message in found[len(given) :]]
-    first = [message for message in map(message_of, given) if message is not None]
-    return first + [message for message in rest if message is not None], len(first)
+        if found and all(isinstance(message, str) for message in found):  # as in LIMA
+            roles = ("user", "assistant") * len(found)
+            found = [{"role": role, "content": text} for role, text in zip(roles, found)]  # noqa: B905
+        return found, 0
+    if "prompt" in fields and "completion" in fields:
+        given = as_messages(fields["prompt"], "user")
+        return given + as_messages(fields["completion"], "assistant"), len(given)
+    if "instruction" in fields and answer is not None:
+        parts = [fields["instruction"], fields.get("input") or fields.get("context") or ""]
+        if not all(isinstance(part, str) for part in parts):
+            raise Problem("not_text")
+        asked = "\n\n".join(part for part in parts if part.strip())
+        return as_messages(asked, "user") + as_messages(answer, "assistant"), 0
+    raise ValueError(
+        f"{place}, has the fields {', '.join(map(str, fields)) or 'none'}, but a conversation has {'; or '.join(FORMS)}: "
+        "rename them"
+    )
 
 
 def as_messages(value: Any, role: str) -> list:
@@ -206,10 +240,17 @@ def as_messages(value: Any, role: str) -> list:
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
+def is_system(message: Any) -> bool:
+    """Whether a message is one of the system."""
+    return isinstance(message, dict) and message.get("role", message.get("from")) == "system"
+
+
 def message_of(message: Any) -> dict[str, str] | None:
     """Returns a message with one of `ROLES`, None for a system message without text."""
     if not isinstance(message, dict):
         raise Problem("role")
+    if any(message.get(name) for name in UNSUPPORTED):
+        raise Problem("unsupported")
     role = ROLES.get(message.get("role", message.get("from")))
     content = message.get("content", message.get("value"))
     if role is None:
@@ -238,8 +279,9 @@ class ConversationWriter:
     ):
         self.work, self.tokenizer = work, tokenizer
         self.sequence_length, self.cut = sequence_length, cut
-        specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self.specials = re.compile("|".join(map(re.escape, specials)))
+        specials = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        specials.add(tokenizer.eos_token)  # the end of a turn
+        self.specials = re.compile("|".join(map(re.escape, sorted(specials))))
 
     def write(self, number: int, conversations: Iterable[Conversation], progress: Report) -> None:
         """Tokenizes piece `number`; leaves no partial files after an error."""
@@ -275,19 +317,24 @@ class ConversationWriter:
 
         Raises `Problem`, and the errors of `read_messages`.
         """
-        messages, given = read_messages(row, place)
+        messages, silent = read_messages(row, place)
         messages = [{**message, "content": clean(message["content"])[0]} for message in messages]
         if not messages:
             raise Problem("empty")
-        if all(message["role"] != "assistant" for message in messages[given:]):
+        if all(m["role"] != "assistant" or i in silent for i, m in enumerate(messages)):
             raise Problem("no_answer")
         if any(self.specials.search(message["content"]) for message in messages):
             raise Problem("special_token")
         try:
             ids, counts = conversation_tokens(self.tokenizer, messages)
-            if any(message["role"] == "assistant" for message in messages[:given]):
-                counts[: len(conversation_tokens(self.tokenizer, messages[:given])[0])] = False
-        except TemplateError as error:
+            for number in silent:
+                if messages[number]["role"] == "assistant":
+                    before, after = (
+                        len(conversation_tokens(self.tokenizer, messages[:end])[0]) if end else 0
+                        for end in (number, number + 1)
+                    )
+                    counts[before:after] = False
+        except Exception as error:  # of the template's author, or of the tokenizer
             raise Problem("refused") from error
         too_long = len(ids) > self.sequence_length
         if too_long and not self.cut:
@@ -323,9 +370,8 @@ def file_rows(source: Path) -> list[RowPiece]:
 
     Raises `FileNotFoundError` if a folder has none of `SUFFIXES`, `ValueError` for a file of another format.
     """
-    files = [source] if source.is_file() else sorted(source.rglob("*"))
-    files = [path for path in files if path.name.endswith(SUFFIXES)]
-    if not files:
+    files = [source] if source.is_file() else visible_files(source)
+    if not files or not files[0].name.endswith(SUFFIXES):
         raise FileNotFoundError(
             f"{source} holds no conversations: give a file that ends in {', '.join(SUFFIXES)}, or a folder of them"
         )
@@ -344,6 +390,20 @@ def file_rows(source: Path) -> list[RowPiece]:
     return pieces
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """Returns the sorted files below a folder that end in one of `SUFFIXES`; names the first of the others. Hidden files
+    are none of them."""
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    taken = [
+        name for name in shown if name.name.endswith(SUFFIXES) and name.name != "dataset_infos.json"
+    ]
+    if others := sorted(set(shown) - set(taken)):
+        what = plural(len(others), "file")
+        print(f"{folder}: {what} of another kind left out, the first: {others[0]}", file=sys.stderr)
+    return [folder / name for name in taken]
+
+
 def begins_with_a_bracket(path: Path) -> bool:
     """Whether a JSON file holds an array, and not an object per line."""
     with open(path, encoding="utf-8-sig", errors="replace") as file:
@@ -353,12 +413,14 @@ def begins_with_a_bracket(path: Path) -> bool:
 def rule_for(pieces: Sequence[RowPiece], writer: ConversationWriter) -> HeldOut:
     """Returns the rule that holds rows out for validation: one in 20 by hash, if that suits the number of conversations.
 
-    Of a small data set, whose conversations `writer` counts, the 20th part with the lowest hashes, one at least, is held
-    out instead.
+    Of a data set of at most `COUNTED` bytes the 20th part with the lowest hashes, one at least, is held out instead. Of a
+    small one, `writer` leaves out those that cannot be trained on before.
     """
-    if not 0 < sum(piece.size for piece in pieces) <= SMALL:
+    size = sum(piece.size for piece in pieces)
+    if not 0 < size <= COUNTED:
         return ByHash()
-    names = [row.name for piece in pieces for row in piece.rows() if writer.takes(row)]
+    rows = (row for piece in pieces for row in piece.rows())
+    names = [row.name for row in rows if size > SMALL or writer.takes(row)]
     if FEWEST <= sum(map(ByHash(), names)) / max(1, len(names)) <= MOST:
         return ByHash()
     digests = sorted(map(name_digest, names))
@@ -441,13 +503,10 @@ def pack(plan: Plan, sequence_length: int, model: str) -> dict:
     for split in plan.splits:
         if not any(split in record["splits"] for record in records):
             remove(plan.work / "pieces")
-            left_out = "; ".join(
-                f"{counts[name]:,} have the problem {name}, the first is {place}"
-                for name, place in first.items()
-            )
+            found = [f"; {line}" for line in left_out(counts, first)]
             raise ValueError(
-                f"{plan.source} holds no conversation for the split {split!r}"
-                f"{' (' + left_out + ')' if left_out else ''}: add conversations"
+                f"{plan.source} holds no conversation for the split {split!r}, and each split needs one{''.join(found)}: "
+                "add conversations, or correct those that are left out"
             )
     return {
         **manifest_head(plan, ConversationWriter.dtype, PACKED_VERSION),
@@ -460,6 +519,20 @@ def pack(plan: Plan, sequence_length: int, model: str) -> dict:
             split: write_split(plan, records, split, sequence_length) for split in plan.splits
         },
     }
+
+
+def left_out(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
+    """Returns a line for each of `PROBLEMS` that conversations have: how many, and the first."""
+    return [
+        f"{'cut' if name == 'cut' else 'left out'}: {plural(counts[name], 'conversation')} {label}, the first: {first[name]}"
+        for name, label in PROBLEMS.items()
+        if counts.get(name)
+    ]
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def write_split(plan: Plan, records: list[dict], split: str, sequence_length: int) -> dict:

@@ -66,14 +66,15 @@ def describe_conversations(stream: TokenStream, share: float, tokenizer) -> list
     part = f" ({share:.1%} of the mixture)" if share < 1 else ""
     windows, length = len(stream.targets), stream.sequence_length
     starts = np.append(document_starts(stream, lambda block: block & STARTS != 0), stream.tokens)
-    counted, lengths = stream.targets.sum() / stream.tokens, np.diff(starts)
+    lengths = np.diff(starts)
     for window in range(windows):  # the last conversation of each has its padding
         tokens = stream.read(window * length, length)
         last = np.searchsorted(starts, (window + 1) * length) - 1
         lengths[last] -= int((tokens[::-1] != tokenizer.pad_token_id).argmax())
     lines = [
         f"{stream.data_dir}, {stream.split}{part}: {len(starts) - 1:,} conversations in {windows:,} windows of "
-        f"{length:,} tokens, {counted:.0%} of which count in the loss",
+        f"{length:,} tokens, {stream.targets.sum() / lengths.sum():.0%} of what "
+        "they hold counts in the loss",
         *histogram(lengths),
     ]
     for window in sorted({windows * i // SHOWN for i in range(SHOWN)}):

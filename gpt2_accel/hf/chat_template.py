@@ -67,17 +67,19 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
 def template_problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Returns why a model cannot be trained with the tokenizer's chat template, None if it can be.
 
-    The three conditions are those that TRL checks before it trains on the assistant's tokens.
+    The conditions are those that TRL checks before it trains on the assistant's tokens, and that it marks all answers.
     """
     try:
         once, counts = conversation_tokens(tokenizer, TURN)
-        twice, _ = conversation_tokens(tokenizer, TURN + TURN)
+        twice, both = conversation_tokens(tokenizer, TURN + TURN)
     except Exception as error:  # of the template's author
         return f"since it fails on a question and an answer ({error})"
     if not counts.any():
         return "since it does not mark the assistant's tokens by {% generation %}"
     if twice[: len(once)].tolist() != once.tolist():
         return "since it renders a turn otherwise if another follows"
+    if both[: len(once)].tolist() != counts.tolist():
+        return "since it does not mark an answer if another follows"
     if end_of_turn(tokenizer) is None:
         return "since the token that ends the assistant's turn is not among those that it marks"
     return None

@@ -37,7 +37,7 @@ from gpt2_accel.runtime.checks import (
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.state import TrainState
 from gpt2_accel.runtime.trackers import run_identity
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,8 +150,14 @@ def build_model(
         model = from_pretrained(source, config.dropout)
         check_finite(model, source)
         own = load_tokenizer(source) if (source / "tokenizer.json").exists() else None
-        if own and conversation_length(config.data_dir) and extends(tokenizer, own):
-            model, own = with_rows(model, len(own), vocab_size), tokenizer
+        if own and conversation_length(config.data_dir) and not config.ignore_changes:
+            if extends(tokenizer, own):
+                model, own = with_rows(model, len(own), vocab_size), tokenizer
+            elif fingerprint(own) != fingerprint(tokenizer):
+                raise ValueError(
+                    f"{config.data_dir} was prepared for a model with another tokenizer than {source} has: prepare the "
+                    f"conversations again with --model {source}"
+                )
     if config.init_from is None:
         shape = configured_shape(config, vocab_size)
         if source is None:

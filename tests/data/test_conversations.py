@@ -51,8 +51,8 @@ FORMS = {
 
 @pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
 def test_forms_of_the_hub(row):
-    messages, given = read_messages(row, "here")
-    assert messages == ASKED and given == ("prompt" in row and "messages" not in row)
+    messages, silent = read_messages(row, "here")
+    assert messages == ASKED and silent == ({0} if "completion" in row else set())
 
 
 def test_other_parts_of_the_forms():
@@ -63,7 +63,15 @@ def test_other_parts_of_the_forms():
     alpaca = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     assert read_messages(alpaca, "here")[0][0]["content"] == "Add.\n\n1 and 2"
     several = {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:]}
-    assert read_messages(several, "here")[1] == 3
+    assert read_messages(several, "here")[1] == {0, 1, 2}
+    weighted = [{**message, "weight": i % 4 // 2} for i, message in enumerate(ASKED + ASKED)]
+    assert read_messages({"messages": weighted}, "here") == (ASKED + ASKED, {0, 1})
+    assert read_messages({"messages": ["Why?", "So."]}, "here")[0] == ASKED  # as in LIMA
+    for name in ("system", "system_prompt"):
+        row = {name: "Be kind.", "conversations": ASKED}
+        assert read_messages(row, "here")[0] == [{"role": "system", "content": "Be kind."}, *ASKED]
+    both = {"instruction": "Add.", "input": "", "context": "1 and 2", "output": "3"}
+    assert read_messages(both, "here")[0][0]["content"] == "Add.\n\n1 and 2"
     with pytest.raises(
         ValueError, match="here, has the fields question, answer, but a conv.* messages; or"
     ):
@@ -76,7 +84,11 @@ def test_other_parts_of_the_forms():
     "row, problem",
     [
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
-        ({"messages": ["Why?", "So."]}, "role"),
+        ({"messages": ["Why?", ASKED[1]]}, "role"),
+        ({"messages": ASKED, "tools": [{"name": "x"}]}, "unsupported"),
+        ({"messages": [ASKED[0], {**ASKED[1], "tool_calls": [{}]}]}, "unsupported"),
+        ({"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "Hm."}]}, "unsupported"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "unsupported"),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [ASKED[0], {"role": "assistant", "content": None}]}, "empty"),
         ({"prompt": "Why?", "completion": " \n"}, "empty"),
@@ -98,7 +110,9 @@ def write_rows(path, rows):
 def prepared(chat_base, folder, rows=None, **options):
     """Prepares conversations in a folder; returns the manifest."""
     folder.mkdir(exist_ok=True)
-    file = write_rows(folder / "rows.jsonl", rows or chat_rows(40))
+    file = folder / "rows.jsonl"
+    if rows or not file.exists():
+        write_rows(file, rows or chat_rows(40))
     settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
     tokenizer = chat_tokenizer(chat_base)
     return prepare_conversations(file_rows(file), tokenizer, folder / "chat", **settings)
@@ -115,7 +129,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     ]
     rows = [*chat_rows(20), *bad, *bad]
     manifest = prepared(chat_base, tmp_path, rows)
-    expected = dict.fromkeys(PROBLEMS, 2) | {"refused": 0, "cut": 0}
+    expected = dict.fromkeys(PROBLEMS, 2) | {"refused": 0, "cut": 0, "unsupported": 0}
     assert manifest["counts"] == expected
     names = ("no_answer", "role", "empty", "not_text", "special_token", "too_long")
     file = tmp_path / "rows.jsonl"
@@ -124,14 +138,49 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
 
 
 def test_only_bad_conversations_and_a_single_one(chat_base, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"holds no conversation for the split 'train' \(2 have the problem no_"
-    ):
+    message = (
+        "holds no conversation for the split 'train', and each split needs one; left out: 2 conversations without a message "
+        "of the assistant .*, the first: .*, line 1: add"
+    )
+    with pytest.raises(ValueError, match=message):
         prepared(chat_base, tmp_path / "bad", [{"messages": ASKED[:1]}] * 2)
-    with pytest.raises(
-        ValueError, match="no conversation for the split 'train': add conversations"
-    ):
+    with pytest.raises(ValueError, match="for the split 'train', and each split needs one: add"):
         prepared(chat_base, tmp_path / "one", chat_rows(1))
+
+
+def test_few_large_conversations_have_a_held_out_one(chat_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt2_accel.data.conversations.SMALL", 100)
+    splits = prepared(chat_base, tmp_path, chat_rows(3))["splits"]
+    assert [splits[name]["documents"] for name in ("train", "val")] == [2, 1]
+
+
+def test_what_a_weight_of_0_says_does_not_count(chat_base, tmp_path):
+    weighted = [ASKED[0], {**ASKED[1], "content": "BAD", "weight": 0}, ASKED[0], ASKED[1]]
+    prepared(chat_base, tmp_path, [{"messages": weighted}] * 20, sequence_length=128)
+    (stream, _), *_ = open_split(tmp_path / "chat", "train")
+    words = stream.read(0, stream.tokens)
+    text = load_data_tokenizer(tmp_path / "chat").decode((words & 2**30 - 1)[words & 2**31 != 0])
+    assert "So.<|im_end|>" in text and "BAD" not in text
+
+
+def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
+    tokenizer = chat_tokenizer(chat_base)
+    tokenizer.chat_template = (
+        "{{ 1 / (messages[0].content | length - 6) }}" + tokenizer.chat_template
+    )
+    manifest = prepare_conversations(
+        *(file_rows(tmp_path / "rows.jsonl"), tokenizer, tmp_path / "chat"),
+        **{"sequence_length": 64, "source": "made up", "model": "u/n"},
+    )
+    assert 0 < manifest["counts"]["refused"] < 20 and manifest["model"] == "u/n"
+
+
+def test_another_model_for_a_finished_folder_is_refused(chat_base, tmp_path):
+    assert prepared(chat_base, tmp_path)["model"].startswith("..")
+    assert prepared(chat_base, tmp_path)
+    with pytest.raises(FileExistsError, match="exists already with other data"):
+        prepared(chat_base, tmp_path, model=str(tmp_path))
 
 
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
@@ -216,13 +265,18 @@ def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, t
         shutil.rmtree(tmp_path / "other" / name)
 
 
-def test_files_without_conversations(tmp_path):
+def test_files_without_conversations(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     for source in (tmp_path, tmp_path / "a.txt"):
         with pytest.raises(
             FileNotFoundError, match="holds no conversations: give a file that ends in .json"
         ):
             file_rows(source)
+    for name in (".hidden.jsonl", "dataset_infos.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(FileNotFoundError, match="holds no conversations"):
+        file_rows(tmp_path)
+    assert "2 files of another kind left out, the first: a.txt" in capsys.readouterr().err
     (tmp_path / "b.json").write_text('[{"messages": ')
     (piece,) = file_rows(tmp_path / "b.json")
     with pytest.raises(ValueError, match="b.json is not valid JSON"):

@@ -92,6 +92,14 @@ def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
             OWN.replace("<|stop|>{% endgeneration %}", "{% endgeneration %}<|stop|>"),
             "not among those",
         ),
+        (
+            OWN.replace("== 'assistant'", "== 'assistant' and loop.last")
+            .replace("Q: ", "{{ 'A: ' if m.role == 'assistant' else 'Q: ' }}")
+            .replace(
+                "}}\n{% endif", "}}{{ '<|stop|>' if m.role == 'assistant' else '\n' }}{% endif"
+            ),
+            "it does not mark an answer if another follows",
+        ),
         ("{{ raise_exception('no users') }}", "fails on a question and an answer .no users"),
         ("{% for %}", "fails on a question and an answer"),
     ],
