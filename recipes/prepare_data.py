@@ -180,8 +180,8 @@ def parse_options() -> argparse.Namespace:
     chat.add_argument(
         "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
     )
-    chat.add_argument("--config", help="configuration of a data set on the Hub")
-    chat.add_argument("--split", help="split of a data set on the Hub, train if not given")
+    chat.add_argument("--config", help="configuration of the data set")
+    chat.add_argument("--split", help="split of the data set, train if not given")
     chat.add_argument("--revision", help="a branch, tag or commit")
     chat.add_argument("--data_files", help="pattern of the data set's files")
     mix = commands.add_parser("mix", parents=[common])
@@ -275,11 +275,11 @@ def prepare_chat(options: argparse.Namespace) -> dict:
     revision, source = None, Path(options.dataset)
     names = ("config", "split", "revision", "data_files")
     hub = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if source.exists():
-        if hub:
-            raise ValueError(
-                f"--{next(iter(hub))} is for a data set on the Hub: leave it out with {source}"
-            )
+    if hub and source.is_file():
+        raise ValueError(
+            f"--{next(iter(hub))} is for a data set of several files: leave it out with {source}"
+        )
+    if source.exists() and not hub:
         rows = file_rows(source)
     elif source.name.endswith(SUFFIXES):
         raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")

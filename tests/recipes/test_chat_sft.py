@@ -177,7 +177,7 @@ def test_bad_inputs_of_the_preparation(chat_base, data_dir, tmp_path):
     assert "--sequence_length 999 exceeds the 128 positions" in message("--sequence_length", 999)
     assert "is not a Hugging Face model" in message("--model", data_dir)
     assert "none.jsonl does not exist: give a file" in message(file="none.jsonl")
-    assert "--split is for a data set on the Hub" in message("--split", "test")
+    assert "--split is for a data set of several files" in message("--split", "test")
     rows.write_text("not json\n")
     assert "rows.jsonl, line 1, is not valid JSON" in message()
     rows.write_text("")
