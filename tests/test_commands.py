@@ -232,6 +232,8 @@ def prepare_folder(folder: Path) -> None:
     (folder / "my_chats.jsonl").write_text(chats)
     (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
     (folder / "HuggingFaceTB/smoltalk/train.jsonl").write_text(chats)
+    configs = "---\nconfigs:\n- config_name: all\n  data_files: train.jsonl\n---\n"
+    (folder / "HuggingFaceTB/smoltalk/README.md").write_text(configs)
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
     (folder / "data/python_stdlib").symlink_to("mine")
     (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")
