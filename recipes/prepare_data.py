@@ -366,7 +366,8 @@ def summarize_chat(manifest: dict) -> None:
             f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
-    print("\n".join(left_out(manifest["counts"], manifest["first"])))
+    for line in left_out(manifest["counts"], manifest["first"]):
+        print(line)
 
 
 def main() -> None:

@@ -407,6 +407,42 @@ def averaging() -> Iterator[Row]:
         yield Row("average_checkpoints", "{run} m --output_dir out", words, files)
 
 
+def chat() -> Iterator[Row]:
+    for arguments, words in (
+        ("--data_dir {data}", "{data} holds text, not conversations: prepare some by"),
+        ("--data_dir nowhere", "nowhere holds no prepared conversations: make them by"),
+        ("--data_dir {text}", "which is no folder"),
+        ("--epochs 0", "epochs must be above 0"),
+        ("--epochs inf", "epochs must be a finite number"),
+        ("--eval_every 0", "or keep_best to false"),
+    ):
+        yield Row("chat_sft", arguments, words)
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    good = "".join(json.dumps({"messages": said}) + "\n" for _ in range(3))
+    usual = "--model {model} --sequence_length 32"
+    for content, options, words in (
+        (
+            '{"question": "Why?"}',
+            usual,
+            "r.jsonl, line 1, has the fields question, but a conversation",
+        ),
+        ("[1]", usual, "r.jsonl, line 1, holds a value of type list, not an object"),
+        ("not json", usual, "r.jsonl, line 1, is not valid JSON"),
+        ("", usual, "holds no conversation for the split 'train'"),
+        (good, "--model {model} --sequence_length 9", "3 conversations of more tokens than"),
+        (good, "--model {model} --sequence_length 999", "exceeds the 32 positions"),
+        (good, "--model {data} --sequence_length 32", "is not a Hugging Face model"),
+        (good, "--model {chars_model} --sequence_length 32", "cannot be trained with, since"),
+        (good, usual + " --split test", "--split is for a data set of several files"),
+        (good, "--sequence_length 32", "required: --model"),
+    ):
+        yield Row(
+            "prepare_data", f"chat r.jsonl {options} --data_dir d", words, {"r.jsonl": content}
+        )
+    yield Row("prepare_data", f"chat none.jsonl {usual} --data_dir d", "none.jsonl does not exist")
+    yield Row("prepare_data", f"chat {{text}} {usual} --data_dir d", "holds no conversations")
+
+
 def the_rest() -> Iterator[Row]:
     for recipe, arguments, words in (
         ("report", "", "required: RUN"),
@@ -455,7 +491,7 @@ def the_rest() -> Iterator[Row]:
 
 SECTIONS = (
     *(settings, config_files, environment, folders, data, checkpoints, models, sampling),
-    *(evaluation, preparation, averaging, the_rest),
+    *(evaluation, preparation, averaging, chat, the_rest),
 )
 ROWS = [row for section in SECTIONS for row in section()]
 

@@ -11,7 +11,6 @@ from conftest import chat_rows, load_recipe, losses, metrics, run_recipe
 from launching import Started, launch, python
 from transformers import pipeline
 
-from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -53,7 +52,7 @@ def settings(data, folder, **changes):
 
 
 def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
-    changes = {"max_steps": 250, "save_every": 0, "learning_rate": 4e-3, "log_every": 50}
+    changes = {"max_steps": 170, "save_every": 0, "learning_rate": 4e-3, "log_every": 10}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
     rows = chat_rows(21)
     manifest = json.loads((chat_data / "manifest.json").read_text())
@@ -87,7 +86,7 @@ def test_default_settings_follow_from_the_data(chat_data, chat_base, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, optimizer, tmp_path):
     found = []
-    for processes, size in ((1, 4), (1, 1), (2, 2)):
+    for processes, size in ((1, 4), (2, 1)):
         folder = tmp_path / f"{processes}-{size}"
         flags = settings(
             chat_data, folder, optimizer=optimizer, micro_batch_size=size, max_steps=6, eval_every=6
@@ -134,20 +133,16 @@ def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data
     assert (tmp_path / "run/best").exists() and len(metrics(tmp_path / "run")) < 40
 
 
-def test_bad_inputs(chat_data, chat_base, data_dir, tmp_path):
+def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_path):
     def message(*flags):
         with pytest.raises((ValueError, OSError)) as error:
             run_recipe("chat_sft", "--output_dir", str(tmp_path / "run"), *map(str, flags))
         return str(error.value)
 
-    assert "holds text, not conversations: prepare some by" in message("--data_dir", data_dir)
-    assert "holds no prepared conversations: make them by" in message("--data_dir", tmp_path)
     flags = ("--data_dir", chat_data)
     assert "windows of 128 tokens, not 64: give --seq" in message(
         *flags, "--sequence_length", 64, "--total_batch_size", 512
     )
-    assert "epochs must be above 0" in message(*flags, "--epochs", 0)
-    assert "epochs must be a finite number" in message(*flags, "--epochs", "inf")
     copy = tmp_path / "moved/shards"
     shutil.copytree(chat_data, copy)  # its model is not beside it
     assert "base, the model that" in message("--data_dir", copy)
@@ -159,29 +154,3 @@ def test_bad_inputs(chat_data, chat_base, data_dir, tmp_path):
     assert "was prepared for a model with another tokenizer than" in message(
         *flags, "--init_from", other, "--total_batch_size", 512
     )
-
-
-def test_bad_inputs_of_the_preparation(chat_base, data_dir, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "Why?"}\n')
-
-    def message(*changes, file=rows):
-        flags = {"--model": chat_base, "--sequence_length": 64, "--data_dir": tmp_path / "d"}
-        flags |= dict(zip(changes[::2], changes[1::2], strict=True))
-        flags = [part for pair in flags.items() for part in pair]
-        done = python("recipes/prepare_data.py", "chat", file, *flags, "--workers", 1)
-        assert done.returncode and "Traceback" not in done.stderr
-        return done.stderr
-
-    assert "rows.jsonl, line 1, has the fields question, but a conversation has" in message()
-    assert "--sequence_length 999 exceeds the 128 positions" in message("--sequence_length", 999)
-    assert "is not a Hugging Face model" in message("--model", data_dir)
-    assert "none.jsonl does not exist: give a file" in message(file="none.jsonl")
-    assert "--split is for a data set of several files" in message("--split", "test")
-    rows.write_text("not json\n")
-    assert "rows.jsonl, line 1, is not valid JSON" in message()
-    rows.write_text("")
-    assert "holds no conversation for the split 'train'" in message()
-    prepare({"train": ["text"], "val": ["text"]}, byte_tokenizer(), tmp_path / "d", source="x")
-    rows.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(5)))
-    assert "d exists already with other data" in message()
