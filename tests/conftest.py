@@ -1,12 +1,15 @@
 """Shared by all tests: no network, a small text, its token shards, and a run of a few updates."""
 
+import atexit
 import gc
 import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict
@@ -20,6 +23,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Inductor compiles in this process, without test programs for each instruction set.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+# trackio reads its folder at import, and TRL's trainers import it.
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 # Replaces a measurement at the start of each run; `test_device.py` makes it.
 os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 
@@ -36,6 +41,7 @@ from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 from gpt2_accel.train import train
 
+atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 long = pytest.mark.skipif(not LONG, reason="in make test-reliability")

@@ -26,9 +26,9 @@ needs_all = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join
 
 
 @pytest.fixture(scope="session")
-def trackio_dir(tmp_path_factory):
-    """The folder of trackio, which reads its setting at import only."""
-    return tmp_path_factory.mktemp("trackio")
+def trackio_dir():
+    """The folder of trackio."""
+    return Path(os.environ["TRACKIO_DIR"])
 
 
 @pytest.fixture
@@ -36,7 +36,6 @@ def offline(trackio_dir, monkeypatch):
     """Makes trackers work without a network and write into the tests' folders only."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(trackio_dir))
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # left by another test's run
 
 
