@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt2_accel.files import first_line
@@ -325,11 +326,43 @@ def conversation_tokens(
 def prompt_tokens(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
 ) -> list[int]:
-    """Returns the token ids of a conversation, up to where the assistant's next message begins."""
+    """Returns the token ids of a conversation, up to where the assistant's next message begins.
+
+    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, or for a message that
+    is empty or holds a special token, which would end a turn.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
+            "continue"
+        )
+    if not messages:
+        raise ValueError("the conversation has no messages: say something first")
+    for message in messages:
+        if not message["content"].strip():
+            raise ValueError(f"a message of the {message['role']} is empty: write something")
+        for token in special_tokens(tokenizer):
+            if token in message["content"]:
+                raise ValueError(
+                    f"a message of the {message['role']} holds the special token {token}, which would end a turn: write it "
+                    "otherwise"
+                )
     whole_texts(tokenizer.backend_tokenizer)
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=False
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
+    added = tokenizer.added_tokens_decoder.values()
+    return sorted({token.content for token in added if token.special} | {tokenizer.eos_token})
 
 
 def unknown_characters(characters: set[str]) -> ValueError:

@@ -64,7 +64,7 @@ from gpt2_accel.data.sources import (
 from gpt2_accel.data.tokenizing import Report, clean, record_path, tokenize, tokens_path
 from gpt2_accel.files import atomic_file, remove, sync, write_file
 from gpt2_accel.progress import progress
-from gpt2_accel.tokenizer import conversation_tokens
+from gpt2_accel.tokenizer import conversation_tokens, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -279,9 +279,7 @@ class ConversationWriter:
     ):
         self.work, self.tokenizer = work, tokenizer
         self.sequence_length, self.cut = sequence_length, cut
-        specials = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        specials.add(tokenizer.eos_token)  # the end of a turn
-        self.specials = re.compile("|".join(map(re.escape, sorted(specials))))
+        self.specials = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
 
     def write(self, number: int, conversations: Iterable[Conversation], progress: Report) -> None:
         """Tokenizes piece `number`; leaves no partial files after an error."""

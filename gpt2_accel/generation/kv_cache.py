@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from gpt2_accel.device import best_device, has_cpp_compiler
 from gpt2_accel.models import LanguageModel, LayerCache
@@ -18,7 +19,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each bloc
 class KVCache:
     """The KV cache of a batch of rows, for a model in evaluation mode.
 
-    `rows` are token ids, at least one per row. `slots` is the maximum length of a row, at most `n_positions`. Device
+    `rows` are token ids, at least one per row. `slots`, at most `n_positions`, is the length of a row up to which memory is
+    allocated at once; longer rows take more, twice as much each time. Device
     and dtype are those of the weights. With `compile` the forward of one token is compiled, once each for one row, for
     several rows of one length, and for several rows with padding.
 
@@ -57,8 +59,26 @@ class KVCache:
                 self.padding = self.padding.repeat_interleave(times)
 
     def append(self, ids: torch.Tensor) -> None:
-        """Appends one token to each row and updates `logits`. ids: (B,) int64."""
-        self.logits = self._read(ids[:, None])
+        """Appends tokens to each row and updates `logits`. ids: (B, T) int64."""
+        self._reserve(self.end + ids.shape[1])
+        self.logits = self._read(ids)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` tokens of rows without padding. `logits` are valid after an `append`."""
+        assert self.padding is None and length <= self.end
+        self.end = length
+
+    def _reserve(self, slots: int) -> None:
+        """Allocates more memory if it is for fewer than `slots`."""
+        allocated = self.layers[0][0].shape[2] - 1
+        if slots <= allocated:
+            return
+        assert slots <= self.model.config.n_positions
+        more = min(max(slots, 2 * allocated), self.model.config.n_positions) - allocated
+        self.layers = [
+            (F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more)))
+            for keys, values in self.layers
+        ]
 
     def _read(self, input_ids: torch.Tensor) -> torch.Tensor:
         T = input_ids.shape[1]
@@ -68,6 +88,8 @@ class KVCache:
         if self.padding is not None:
             positions = (slots - self.padding[:, None]).clamp(min=0)  # (B, T)
             mask = padding_mask(self.padding, slots, self.end)
+        elif 1 < T < self.end:  # torch's causal mask would begin at the first slot
+            mask = padding_mask(slots.new_zeros(1), slots, self.end)
         run = compiled() if self.compile and T == 1 and self.end > 1 else next_logits
         return run(self.model, input_ids, positions, mask, self.layers, slots, self.end)
 

@@ -128,14 +128,18 @@ def stream(
     *,
     logprobs: bool = False,
     compile: bool = False,
+    cache: KVCache | None = None,
 ) -> Iterator[list[Completion]]:
     """Like `complete`, but yields after each token; the list holds the same objects each time, one token longer.
+
+    `cache` is passed to `tokens`.
 
     A text only grows: a possible start of a stop string and the first bytes of a character are held back.
     """
     completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    for step in tokens(model, prompt_ids, sampling, logprobs=logprobs, compile=compile):
+    options = {"logprobs": logprobs, "compile": compile, "cache": cache}
+    for step in tokens(model, prompt_ids, sampling, **options):
         for completion, token, logprob in zip(completions, *step, strict=True):
             if completion.ended is None:
                 completion.ids.append(token)
@@ -190,7 +194,7 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 
     Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
     """
-    size = len(prompt) if isinstance(prompt, str) else sum(len(m["content"]) for m in prompt)
+    size = len(prompt) if isinstance(prompt, str) else len(prompt[-1]["content"])
     if size > MAX_PROMPT:
         raise ValueError(
             f"the prompt has {size:,} characters: give its end, at most {MAX_PROMPT:,}"
@@ -211,9 +215,11 @@ def tokens(
     *,
     logprobs: bool = False,
     compile: bool = False,
+    cache: KVCache | None = None,
 ) -> Iterator[tuple[list[int], list[float]]]:
     """Yields the next token of each sample and its log-probability (0 if not requested), `sampling.max_new_tokens`
-    times. `sampling.stop` is ignored: it concerns text, see `stream`.
+    times. `sampling.stop` is ignored: it concerns text, see `stream`. A `cache` that has read the prompts already gets the
+    new tokens, and has to have room for them.
 
     Raises `ValueError` for an empty prompt, for one that is too long if `overflow` is "error", and for logits that are
     not finite.
@@ -231,8 +237,9 @@ def tokens(
     with evaluating(model):
         rows = [row[-n_positions:] for row in rows]
         slots = min(n_positions, max(map(len, rows)) + sampling.max_new_tokens)
-        cache = KVCache(model, rows, slots, compile=compile)
-        cache.repeat(sampling.num_samples)
+        if cache is None:
+            cache = KVCache(model, rows, slots, compile=compile)
+            cache.repeat(sampling.num_samples)
         rows = [list(row) for row in rows for _ in range(sampling.num_samples)]
         for left in range(sampling.max_new_tokens, 0, -1):
             logits = cache.logits.float()
@@ -246,7 +253,7 @@ def tokens(
             for row, token in zip(rows, ids, strict=True):
                 row.append(token)
             if cache.end < n_positions:
-                cache.append(next_ids)
+                cache.append(next_ids[:, None])
             else:
                 rows = [slide(row, n_positions) for row in rows]
                 slots = min(n_positions, max(map(len, rows)) + left)
