@@ -1,5 +1,7 @@
 """Serve a web page to try a checkpoint, or to compare two: type a prompt, and the text streams in.
 
+A model with a chat template is opened as a chat, others continue a text.
+
     pip install 'gradio>=6.0'
     python recipes/demo.py --model runs/quickstart
     python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
@@ -30,6 +32,7 @@ except (ImportError, ValueError):  # it is missing, or reads a port that is none
 
 import gpt2_accel
 from gpt2_accel import GPT, cli, save_pretrained
+from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.files import atomic_directory
 from gpt2_accel.generation.sampling import (
@@ -40,7 +43,8 @@ from gpt2_accel.generation.sampling import (
     load,
     stream,
 )
-from gpt2_accel.hf.convert import describe
+from gpt2_accel.hf.convert import describe, local_directory
+from gpt2_accel.hf.model_card import licence_and_tokens
 from gpt2_accel.recipe_command import FOLDERS
 
 TITLE = "Continue a text"
@@ -133,10 +137,30 @@ def main() -> None:
     ]
     for loaded in models if config.compile else []:
         complete(loaded.model, loaded.tokenizer, ["a"], Sampling(3), compile=True)
-    page = build_page(models, config.compile, example_prompts(config))
+    examples = example_prompts(config)
+    if all(loaded.tokenizer.chat_template for loaded in models):
+        from gpt2_accel.generation.chat_page import ChatModel, build_chat_page
+
+        talkers = [
+            ChatModel(loaded.name, about(loaded), loaded.model, loaded.tokenizer)
+            for loaded in models
+        ]
+        page = build_chat_page(talkers, config.compile, examples)
+    else:
+        page = build_page(models, config.compile, examples)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page.queue(max_size=QUEUE).launch(theme=theme, css=CSS)
+
+
+def about(loaded: LoadedModel) -> str:
+    """Returns a line on a model: its description, its licence and the tokens that it was trained on."""
+    license, tokens = licence_and_tokens(local_directory(model_directory(loaded.name)))
+    parts = [describe(loaded.model.config).rstrip(".")]
+    parts.append(f"licence {license}" if license else "no licence is named")
+    if tokens:
+        parts.append(f"fine-tuned on {tokens:,} tokens")
+    return "; ".join(parts) + "."
 
 
 def check_ports() -> None:

@@ -1,0 +1,263 @@
+"""The chat page of `recipes/demo.py`: one conversation with a model, or the same questions to two."""
+
+import html
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+import gradio as gr
+
+from gpt2_accel.generation.chat import Chat
+from gpt2_accel.generation.sampling import Completion, Sampling
+from gpt2_accel.models import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TITLE = "Chat"
+VISITORS = 8  # whose caches are kept; another visitor's turn is computed from the start
+MAX_NEW_TOKENS = 1000  # of an answer: other visitors wait
+
+# `gr.Chatbot` shows HTML, also without Markdown, and copies what it was given.
+TAG = re.compile(r"<(?=[a-zA-Z/!])|&(?=#?\w+;)")
+COPY_TEXT = """() => {
+  const clipboard = navigator.clipboard;  // only with https or on localhost
+  if (!clipboard) return;
+  const write = clipboard.writeText.bind(clipboard);
+  clipboard.writeText = shown => {
+    const area = document.createElement("textarea");
+    area.innerHTML = shown;
+    return write(area.value);
+  };
+}"""
+
+History = list[dict]
+"""The messages that a `gr.Chatbot` shows."""
+
+
+class ChatModel(NamedTuple):
+    """A model with its tokenizer, its name, and a line on it for the page."""
+
+    name: str
+    about: str
+    model: LanguageModel
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+class Visitors:
+    """The `Chat` of each model for each of the last visitors. A conversation itself is on the visitor's page."""
+
+    def __init__(self, models: Sequence[ChatModel], compile: bool):
+        self.models, self.compile = models, compile
+        self._chats: OrderedDict[str | None, list[Chat]] = OrderedDict()
+
+    def chats(self, visitor: str | None) -> list[Chat]:
+        """Returns a chat per model."""
+        if visitor not in self._chats:
+            self._chats[visitor] = [
+                Chat(loaded.model, loaded.tokenizer, compile=self.compile) for loaded in self.models
+            ]
+        self._chats.move_to_end(visitor)
+        while len(self._chats) > VISITORS:
+            self._chats.popitem(last=False)
+        return self._chats[visitor]
+
+
+def build_chat_page(
+    models: Sequence[ChatModel], compile: bool, examples: Sequence[str]
+) -> "gr.Blocks":
+    """Returns the page: a column for each model, one below the other on a phone, and the message below."""
+    visitors = Visitors(models, compile)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as page:
+        bots, notes = [], []
+        with gr.Row(elem_id="bots"):
+            for loaded in models:
+                with gr.Column(min_width=300):
+                    gr.Markdown(f"### {loaded.name}\n{loaded.about}")
+                    bots.append(
+                        gr.Chatbot(
+                            show_label=False,
+                            height="55vh" if len(models) == 1 else "40vh",
+                            editable="user",
+                            buttons=["copy", "copy_all"],
+                            render_markdown=False,
+                            feedback_options=None,
+                            elem_classes="bot",
+                        )
+                    )
+                    notes.append(gr.Markdown(elem_classes="note"))
+        with gr.Row():
+            message = gr.Textbox(
+                placeholder="Ask something",
+                show_label=False,
+                lines=1,
+                max_lines=8,
+                scale=6,
+                autofocus=True,
+            )
+            send = gr.Button("Send", variant="primary", min_width=80)
+            stop = gr.Button("Stop", visible=False, min_width=80)
+        with gr.Row():
+            again = gr.Button("Regenerate", size="sm", min_width=100)
+            clear = gr.Button("New conversation", size="sm", min_width=100)
+        gr.Examples([[text] for text in examples], message, label="Examples")
+        with gr.Accordion("Settings", open=False):
+            system = gr.Textbox(label="System prompt", lines=2, info="Empty: none.")
+            default = Sampling(max_new_tokens=200)
+            integer = {"precision": 0, "min_width": 120}
+            with gr.Row():
+                settings = [
+                    gr.Number(
+                        default.temperature, label="Temperature", info="0: greedy", min_width=120
+                    ),
+                    gr.Number(default.top_k, label="Top-k", info="0 keeps all", **integer),
+                    gr.Number(default.top_p, label="Top-p", info="1 keeps all", min_width=120),
+                    gr.Number(default.max_new_tokens, label="Length", info="new tokens", **integer),
+                    gr.Number(
+                        default.seed, label="Seed", info="the next one for each try", **integer
+                    ),
+                ]
+        tries = gr.State(0)  # of the last answer
+        inputs, outputs = [system, *settings, *bots], [stop, message, *bots, *notes]
+
+        def answer(
+            visitor: str | None,
+            asked: str,
+            attempt: int,
+            system: str,
+            values: tuple,
+            histories: list[History],
+        ) -> Iterator[list]:
+            """Yields the outputs while the models answer conversations that end with the user's message `asked`."""
+            same = [gr.skip()] * (len(outputs) - 2)
+            try:
+                sampling = read_settings(*values, attempt)
+                yield [gr.Button(visible=True), "", *same]
+                for shown in answers(visitors.chats(visitor), models, system, histories, sampling):
+                    yield [gr.skip(), gr.skip(), *shown]
+                yield [gr.Button(visible=False), gr.skip(), *same]
+            except ValueError as error:  # what is on the page stays there, the message too
+                gr.Warning(str(error))
+                yield [gr.Button(visible=False), asked, *same]
+
+        def say(
+            request: gr.Request, text: str | None, system: str, *rest: object
+        ) -> Iterator[list]:
+            values, histories = rest[: -len(bots)], rest[-len(bots) :]
+            said = [[*history, shown_message("user", text or "")] for history in histories]
+            yield from answer(request.session_hash, text or "", 0, system, values, said)
+
+        def retry(request: gr.Request, attempt: int, system: str, *rest: object) -> Iterator[list]:
+            values, histories = rest[: -len(bots)], rest[-len(bots) :]
+            said = [up_to_the_last_question(history) for history in histories]
+            if all(said):
+                yield from answer(request.session_hash, "", attempt, system, values, said)
+
+        def edited(
+            change: gr.EditData, request: gr.Request, system: str, *rest: object
+        ) -> Iterator[list]:
+            values, histories = rest[: -len(bots)], rest[-len(bots) :]
+            place = change.index if isinstance(change.index, int) else change.index[0]
+            question = shown_message("user", html.unescape(change.value))
+            said = [[*history[:place], question] for history in histories]
+            yield from answer(request.session_hash, "", 0, system, values, said)
+
+        first = gr.on([send.click, message.submit], say, [message, *inputs], outputs)
+        changed = gr.on([bot.edit for bot in bots], edited, inputs, outputs)
+        raised = gr.on(
+            [again.click, *(bot.retry for bot in bots)], lambda n: n + 1, tries, tries, queue=False
+        )
+        repeated = raised.then(retry, [tries, *inputs], outputs)
+        for begun in (first, changed):
+            begun.then(lambda: 0, None, tries, queue=False)
+        running = [first, changed, repeated]
+        stop.click(lambda: gr.Button(visible=False), None, stop, cancels=running, queue=False)
+        page.load(None, js=COPY_TEXT)
+        emptied = [[] for _ in bots] + ["" for _ in notes]
+        clear.click(lambda: emptied, None, [*bots, *notes], cancels=running, queue=False)
+        for bot in bots:
+            bot.clear(lambda: emptied, None, [*bots, *notes], cancels=running, queue=False)
+    return page
+
+
+def read_settings(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    length: int | None,
+    seed: int | None,
+    attempt: int,
+) -> Sampling:
+    """Returns the values of the page's settings, None where one is empty; raises `ValueError` then too."""
+    if None in (temperature, top_k, top_p, length, seed):
+        raise ValueError("a setting is empty: give a number")
+    if length > MAX_NEW_TOKENS:
+        raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
+    return Sampling(
+        max_new_tokens=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed + attempt,
+    )
+
+
+def shown_message(role: str, text: str) -> dict:
+    """Returns a message for a `gr.Chatbot`. Its text is shown as it is, also if it looks like HTML."""
+    return {"role": role, "content": TAG.sub(lambda found: html.escape(found[0]), text)}
+
+
+def text_of(message: dict) -> str:
+    """Returns the text of a message of a `gr.Chatbot`, whose content may be a list of parts."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    return html.unescape(content)
+
+
+def up_to_the_last_question(history: History) -> History:
+    """Returns the conversation without what follows the user's last message."""
+    last = max((i for i, message in enumerate(history) if message["role"] == "user"), default=-1)
+    return history[: last + 1]
+
+
+def answers(
+    chats: Sequence[Chat],
+    models: Sequence[ChatModel],
+    system: str,
+    histories: Sequence[History],
+    sampling: Sampling,
+) -> Iterator[list]:
+    """Yields the conversations with their answers, and a note on each, a token of each model in turn."""
+    begin = [{"role": "system", "content": system}] if system and system.strip() else []
+    begun = time.perf_counter()
+    streams = []
+    for chat, history in zip(chats, histories, strict=True):
+        said = [{"role": m["role"], "content": text_of(m)} for m in history]
+        streams.append(chat.answer([*begin, *said], sampling))
+    written: list[Completion | None] = [None] * len(chats)
+    for step in zip_longest(*streams):
+        written = [new or old for new, old in zip(step, written, strict=True)]
+        seconds = time.perf_counter() - begun
+        shown = [
+            [*history, shown_message("assistant", answer.text)]
+            for history, answer in zip(histories, written, strict=True)
+        ]
+        parts = zip(chats, models, written, strict=True)
+        yield shown + [note(chat, loaded, answer, seconds) for chat, loaded, answer in parts]
+
+
+def note(chat: Chat, loaded: ChatModel, answer: Completion, seconds: float) -> str:
+    """Returns the line below a conversation."""
+    text = f"{len(answer.ids)} tokens, {len(answer.ids) / max(seconds, 1e-3):.0f} a second"
+    if answer.ended == "length":
+        text += "; cut at the length"
+    if chat.dropped:
+        text += (
+            f"; the first {chat.dropped} messages are no longer read, the model reads "
+            f"{loaded.model.config.n_positions:,} tokens"
+        )
+    return text
