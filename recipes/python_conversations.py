@@ -1,0 +1,182 @@
+"""Write conversations about Python's standard library, from the docstrings and signatures of this interpreter.
+
+    python recipes/python_conversations.py --output data/python_questions
+    make chat    # the whole way: a base model, these conversations, fine-tuning, its share of right answers
+
+For 300 functions: what it does, answered by the first sentence of its docstring, and how it is called, answered by its
+signature. Each question has six wordings, of which two, drawn for each function, are held out. Questions about
+functions that do not exist are answered "I don't know."; some of these names are held out.
+
+Writes `train.jsonl` in the form `messages`, and `known.jsonl` and `invented.jsonl`, what is held out, in the form
+`prompt` and `answer` of `evaluate.py --tasks chat`. The docstrings are part of Python, under the PSF License Agreement,
+https://docs.python.org/3/license.html. They differ between versions of Python, so the figures of `make chat` do, too.
+"""
+
+import importlib
+import inspect
+import json
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2_accel import cli
+from gpt2_accel.config import check_ranges, parse_config, setting
+from gpt2_accel.files import atomic_directory
+
+MODULES = (
+    "argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses datetime "
+    "decimal difflib email enum filecmp fnmatch fractions functools gc getpass glob gzip hashlib heapq hmac html "
+    "inspect io ipaddress itertools json keyword linecache locale logging lzma math mimetypes operator os os.path "
+    "pathlib pickle platform plistlib pprint random re secrets shlex shutil signal socket sqlite3 ssl stat statistics "
+    "string struct subprocess sys tarfile tempfile textwrap threading time timeit tokenize traceback types typing "
+    "unicodedata urllib.parse urllib.request uuid warnings weakref zipfile zlib"
+).split()
+DOES = (
+    "What does {} do?",
+    "Explain {}.",
+    "What is {} for?",
+    "Tell me about {}.",
+    "I found {} in some code. What does it do?",
+    "Can you describe the function {}?",
+)
+CALL = (
+    "How do I call {}?",
+    "What arguments does {} take?",
+    "Show me the signature of {}.",
+    "Which parameters does {} have?",
+    "How is {} called?",
+    "I want to use {}. What do I pass to it?",
+)
+HELD_OUT = 2  # wordings of each question
+SHORTEST, LONGEST = 15, 100  # characters of an answer
+DO_NOT_KNOW = "I don't know."
+
+
+@dataclass
+class PythonConversations:
+    output: str = setting("data/python_questions", "new folder to write")
+    functions: int = setting(300, "functions that are asked about")
+    invented: int = setting(1200, "names of functions that do not exist, in training")
+    held_out: int = setting(150, "such names that are held out")
+    seed: int = setting(1337, "of what is drawn")
+
+    def __post_init__(self) -> None:
+        check_ranges(self, positive="functions invented held_out", not_negative="seed")
+
+
+def documented() -> dict[str, tuple[str, str | None]]:
+    """Returns the functions of `MODULES` that have a docstring: the first sentence, and the signature if it is short.
+
+    Functions with the same first sentence are left out but for one.
+    """
+    found: dict[str, tuple[str, str | None]] = {}
+    sentences = set()
+    for module in MODULES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some are deprecated
+            members = vars(importlib.import_module(module))
+        for name, member in sorted(members.items()):
+            home = getattr(member, "__module__", None) or module
+            if name.startswith("_") or not inspect.isroutine(member) or "gpt2_accel" in home:
+                continue
+            if home.split(".")[0].lstrip("_") not in (
+                module.split(".")[0],
+                "posix",
+                "builtins",
+                "posixpath",
+                "genericpath",
+            ):
+                continue  # imported from elsewhere
+            sentence = first_sentence(inspect.getdoc(member) or "")
+            if sentence and sentence not in sentences:
+                sentences.add(sentence)
+                found[f"{module}.{name}"] = sentence, signature(f"{module}.{name}", member)
+    return found
+
+
+def first_sentence(text: str) -> str | None:
+    """Returns the first sentence of a docstring, None if it is none or too long."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
+    fits = SHORTEST <= len(sentence) <= LONGEST and sentence.isascii()
+    # Old docstrings begin with the signature.
+    return sentence if fits and sentence.endswith(".") and "->" not in sentence else None
+
+
+def signature(name: str, function: object) -> str | None:
+    """Returns how a function is called, None if that is unknown or too long."""
+    try:
+        text = name + re.sub(r" at 0x\w+", "", str(inspect.signature(function)))
+    except (TypeError, ValueError):
+        return None
+    return text if len(text) <= LONGEST and text.isascii() else None
+
+
+def invented_names(known: dict[str, object], count: int, draw: random.Random) -> list[str]:
+    """Returns names of functions that do not exist: real modules, and parts of the names of real functions."""
+    parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
+    names: dict[str, None] = {}
+    while len(names) < count:
+        module = draw.choice(MODULES)
+        name = "_".join(draw.sample(parts, draw.choice((1, 2, 2, 3))))
+        if not hasattr(importlib.import_module(module), name):
+            names[f"{module}.{name}"] = None
+    return list(names)
+
+
+def questions(
+    known: dict[str, tuple[str, str | None]], draw: random.Random
+) -> Iterator[tuple[bool, str, str]]:
+    """Yields whether a question is held out, the question and its answer."""
+    for name, answers in known.items():
+        for wordings, answer in zip((DOES, CALL), answers, strict=True):
+            if answer is None:
+                continue
+            held_out = draw.sample(wordings, HELD_OUT)
+            for wording in wordings:
+                yield wording in held_out, wording.format(name), answer
+
+
+def main() -> None:
+    config = parse_config(PythonConversations)
+    draw = random.Random(config.seed)
+    everything = documented()
+    if len(everything) < config.functions:
+        raise ValueError(
+            f"this Python has {len(everything)} functions with a short docstring: lower --functions"
+        )
+    chosen = sorted(draw.sample(sorted(everything), config.functions))
+    known = {name: everything[name] for name in chosen}
+    training, held_out = [], []
+    for is_held_out, question, answer in questions(known, draw):
+        (held_out if is_held_out else training).append((question, answer))
+    names = invented_names(known, config.invented + config.held_out, draw)
+    asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
+    training += asked[config.held_out :]
+    draw.shuffle(training)
+    with atomic_directory(config.output) as folder:
+        write(folder / "train.jsonl", [conversation(*pair) for pair in training])
+        for file, pairs in (("known", held_out), ("invented", asked[: config.held_out])):
+            write(folder / f"{file}.jsonl", [{"prompt": q, "answer": a} for q, a in pairs])
+    print(
+        f"{config.output}: {len(training):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
+        f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"
+    )
+
+
+def conversation(question: str, answer: str) -> dict:
+    """Returns a row in the form `messages`."""
+    said = (("user", question), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Writes rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    cli.run(main)
