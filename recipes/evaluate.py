@@ -8,7 +8,7 @@
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
 Prints a table with each convention, and GPT-2's published figures for the same items. Items come from the Hub, or by
 `--data TASK=FILE` from a JSONL or text file: HellaSwag's fields are `ctx`, `endings` and `label`, LAMBADA's
-and the corpora's `text`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install 'lm-eval>=0.4.9'`).
+and the corpora's `text`, those of `chat`, answers through the chat template, `prompt` or `question`, and `answer`. `--lm_eval` runs tasks of lm-evaluation-harness (`pip install 'lm-eval>=0.4.9'`).
 """
 
 import hashlib
@@ -60,6 +60,9 @@ class Evaluate:
     )
     eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
     lm_eval: list[str] = setting([], "tasks of lm-evaluation-harness, by its names")
+    chat_template: bool = setting(
+        False, "render the harness's prompts by the model's chat template"
+    )
     lm_eval_tasks: str | None = setting(
         None, "folder of YAML files that add tasks to the harness's"
     )
@@ -101,8 +104,9 @@ def local_files(config: Evaluate) -> dict[str, str]:
         if task not in config.tasks:
             raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
         found[task] = path
-    if "text" in config.tasks and "text" not in found:
-        raise ValueError("the task text has no data on the Hub: give --data text=FILE")
+    for task in ("text", "chat"):
+        if task in config.tasks and task not in found:
+            raise ValueError(f"the task {task} has no data on the Hub: give --data {task}=FILE")
     return found
 
 
@@ -135,6 +139,7 @@ def evaluate(
     accelerator.print(*(f"{name}: {note}" for note in notes), sep="\n", flush=True)
     if config.lm_eval:
         options = {"task_folder": config.lm_eval_tasks, "limit": config.limit}
+        options["chat_template"] = config.chat_template
         results |= run_harness(accelerator, directory, config.lm_eval, **options)
     for run in [run for part in prepared for run in part.evaluations]:
         results |= run(accelerator, model)

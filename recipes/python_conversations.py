@@ -7,8 +7,8 @@ For 300 functions: what it does, answered by the first sentence of its docstring
 signature. Each question has six wordings, of which two, drawn for each function, are held out. Questions about
 functions that do not exist are answered "I don't know."; some of these names are held out.
 
-Writes `train.jsonl` in the form `messages`, and `known.jsonl` and `invented.jsonl`, what is held out, in the form
-`prompt` and `answer` of `evaluate.py --tasks chat`. The docstrings are part of Python, under the PSF License Agreement,
+Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py --tasks chat`, in the groups
+`known` and `invented`. The docstrings are part of Python, under the PSF License Agreement,
 https://docs.python.org/3/license.html. They differ between versions of Python, so the figures of `make chat` do, too.
 """
 
@@ -26,14 +26,90 @@ from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.files import atomic_directory
 
-MODULES = (
-    "argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses datetime "
-    "decimal difflib email enum filecmp fnmatch fractions functools gc getpass glob gzip hashlib heapq hmac html "
-    "inspect io ipaddress itertools json keyword linecache locale logging lzma math mimetypes operator os os.path "
-    "pathlib pickle platform plistlib pprint random re secrets shlex shutil signal socket sqlite3 ssl stat statistics "
-    "string struct subprocess sys tarfile tempfile textwrap threading time timeit tokenize traceback types typing "
-    "unicodedata urllib.parse urllib.request uuid warnings weakref zipfile zlib"
-).split()
+MODULES = [
+    "argparse",
+    "ast",
+    "asyncio",
+    "base64",
+    "bisect",
+    "calendar",
+    "collections",
+    "colorsys",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "email",
+    "enum",
+    "filecmp",
+    "fnmatch",
+    "fractions",
+    "functools",
+    "gc",
+    "getpass",
+    "glob",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "hmac",
+    "html",
+    "inspect",
+    "io",
+    "ipaddress",
+    "itertools",
+    "json",
+    "keyword",
+    "linecache",
+    "locale",
+    "logging",
+    "lzma",
+    "math",
+    "mimetypes",
+    "operator",
+    "os",
+    "os.path",
+    "pathlib",
+    "pickle",
+    "platform",
+    "plistlib",
+    "pprint",
+    "random",
+    "re",
+    "secrets",
+    "shlex",
+    "shutil",
+    "signal",
+    "socket",
+    "sqlite3",
+    "ssl",
+    "stat",
+    "statistics",
+    "string",
+    "struct",
+    "subprocess",
+    "sys",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "timeit",
+    "tokenize",
+    "traceback",
+    "types",
+    "typing",
+    "unicodedata",
+    "urllib.parse",
+    "urllib.request",
+    "uuid",
+    "warnings",
+    "weakref",
+    "zipfile",
+    "zlib",
+]
 DOES = (
     "What does {} do?",
     "Explain {}.",
@@ -159,8 +235,13 @@ def main() -> None:
     draw.shuffle(training)
     with atomic_directory(config.output) as folder:
         write(folder / "train.jsonl", [conversation(*pair) for pair in training])
-        for file, pairs in (("known", held_out), ("invented", asked[: config.held_out])):
-            write(folder / f"{file}.jsonl", [{"prompt": q, "answer": a} for q, a in pairs])
+        groups = {"known": held_out, "invented": asked[: config.held_out]}
+        rows = [
+            {"prompt": question, "answer": answer, "group": group}
+            for group, pairs in groups.items()
+            for question, answer in pairs
+        ]
+        write(folder / "held_out.jsonl", rows)
     print(
         f"{config.output}: {len(training):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
         f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"

@@ -14,12 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 LEAVES = ("cores", "files", "device", "optim", "options", "progress", "recipe_command", "tokenizer")
 # From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
 PACKAGES = (
-    *("config", "data", "kernels", "models", "hf", "checkpoint", "evals", "generation"),
+    *("config", "data", "kernels", "models", "hf", "checkpoint", "generation", "evals"),
     *("estimate", "runtime", "report", "train", "cli"),
 )
 SIDE_BY_SIDE = [
     ("config", "data"),
-    ("evals", "generation"),
     ("data", "kernels"),
     ("data", "models"),
 ]

@@ -21,13 +21,15 @@ def run_harness(
     *,
     task_folder: str | Path | None = None,
     limit: int | None = None,
+    chat_template: bool = False,
 ) -> dict[str, float]:
     """Returns the harness's metrics for the HF model in `directory`, named `lm_eval:TASK/METRIC`.
 
     All ranks call it and evaluate a share each. The main process gets the result; the others get an empty dict.
 
     `tasks` are names of the harness's tasks; YAML files in `task_folder` add others, such as tasks on local data.
-    `limit` is the number of items of each task, at least one per rank. Raises `ImportError` if the extra is not
+    `limit` is the number of items of each task, at least one per rank. With `chat_template` the prompts are rendered by
+    the model's chat template. Raises `ImportError` if the extra is not
     installed and `ValueError` for an unknown task.
     """
     try:
@@ -61,6 +63,7 @@ def run_harness(
         tasks=manager.match_tasks(list(tasks)),
         task_manager=manager,
         limit=limit,
+        apply_chat_template=chat_template,
         log_samples=False,
     )
     return {} if found is None else flatten(found["results"])

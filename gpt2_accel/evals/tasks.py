@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.data.shards import check_tokenizer, conversation_length
+from gpt2_accel.evals.chat import chat, load_chat
 from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
 from gpt2_accel.evals.lambada import lambada, load_lambada
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
@@ -27,7 +28,10 @@ from gpt2_accel.models import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TASKS = ("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text")
+TASKS = (
+    *("hellaswag", "hellaswag_lm_eval", "lambada", "wikitext2", "wikitext103", "ptb", "text"),
+    "chat",
+)
 
 
 # (accelerator, model, interrupted) -> {"TASK/METRIC": value}; empty if interrupted.
@@ -65,6 +69,9 @@ def prepare_task(
                 f"more than {config.n_positions:,} tokens: {', '.join(map(str, data.left_out[:8]))}{more}"
             )
         return Prepared([partial(hellaswag, data=data, prefix=task)], notes)
+    if task == "chat":
+        questions = load_chat(items, tokenizer, config)
+        return Prepared([partial(chat, items=questions, tokenizer=tokenizer)], notes)
     found = texts(task, items)
     if task == "lambada":
         passages = load_lambada(found, tokenizer, config.n_positions)
