@@ -3,10 +3,20 @@ PYTHON ?= python3
 PART ?= tests
 BIN := .venv/bin
 
-.PHONY: quickstart test test-avx2 test-reliability test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test test-avx2 test-reliability test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
+
+LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml
+
+chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in about 6 minutes
+	$(LAUNCH) recipes/quickstart.py --config recipes/chat_base.yaml
+	$(BIN)/python recipes/python_conversations.py --output data/python_questions
+	$(BIN)/python recipes/prepare_data.py chat data/python_questions/train.jsonl --model runs/chat_base \
+		--sequence_length 512 --data_dir data/python_chat
+	$(LAUNCH) recipes/chat_sft.py --config recipes/chat_python.yaml
+	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 
 test: .venv/installed-dev  ## the tests: offline, on CPU
 	$(BIN)/python -m pytest --numprocesses 2

@@ -361,8 +361,8 @@ def prompt_tokens(
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
-    added = tokenizer.added_tokens_decoder.values()
-    return sorted({token.content for token in added if token.special} | {tokenizer.eos_token})
+    found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(found | {tokenizer.eos_token} - {None})
 
 
 def unknown_characters(characters: set[str]) -> ValueError:

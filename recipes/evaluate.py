@@ -35,7 +35,7 @@ from gpt2_accel.evals.results_table import BASELINES, convention, markdown_table
 from gpt2_accel.evals.sources import SOURCES, read_items
 from gpt2_accel.evals.tasks import TASKS, prepare_loss, prepare_task
 from gpt2_accel.files import digest, write_json
-from gpt2_accel.generation.sampling import Sampling, complete
+from gpt2_accel.generation.sampling import Sampling, complete, user_turn, whole_text
 from gpt2_accel.hf.convert import describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
@@ -146,8 +146,11 @@ def evaluate(
     if accelerator.is_main_process:
         sampling = Sampling(max_new_tokens=100, seed=config.seed)
         plain = unwrap(accelerator, model)
-        for sample in complete(plain, tokenizer, config.sample_prompts, sampling):
-            notes.append(f"sample: {sample.prompt}{sample.text}")
+        prompts = config.sample_prompts
+        if tokenizer.chat_template:
+            prompts = [user_turn(prompt) for prompt in prompts]
+        for sample in complete(plain, tokenizer, prompts, sampling):
+            notes.append(f"sample: {whole_text(tokenizer, sample)}")
             print(f"{name}: {notes[-1]}")
     return results, notes
 

@@ -18,7 +18,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,7 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
+LONGEST_TALK = 3  # questions of a conversation
 SHORTEST, LONGEST = 15, 100  # characters of an answer
 DO_NOT_KNOW = "I don't know."
 
@@ -233,30 +234,45 @@ def main() -> None:
     asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
     training += asked[config.held_out :]
     draw.shuffle(training)
-    with atomic_directory(config.output) as folder:
-        write(folder / "train.jsonl", [conversation(*pair) for pair in training])
-        groups = {"known": held_out, "invented": asked[: config.held_out]}
-        rows = [
-            {"prompt": question, "answer": answer, "group": group}
-            for group, pairs in groups.items()
-            for question, answer in pairs
-        ]
-        write(folder / "held_out.jsonl", rows)
+    rows = []
+    while training:  # a conversation of one to three questions
+        turns, training = training[: (count := draw.randint(1, LONGEST_TALK))], training[count:]
+        rows.append({"messages": [message for turn in turns for message in said(*turn)]})
+    files = {"train.jsonl": json_lines(rows)}
+    groups = {"known": held_out, "invented": asked[: config.held_out]}
+    files["held_out.jsonl"] = json_lines(
+        {"prompt": question, "answer": answer, "group": group}
+        for group, pairs in groups.items()
+        for question, answer in pairs
+    )
+    write_folder(Path(config.output), files)
     print(
-        f"{config.output}: {len(training):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
+        f"{config.output}: {len(rows):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
         f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"
     )
 
 
-def conversation(question: str, answer: str) -> dict:
-    """Returns a row in the form `messages`."""
-    said = (("user", question), ("assistant", answer))
-    return {"messages": [{"role": role, "content": content} for role, content in said]}
+def said(question: str, answer: str) -> list[dict[str, str]]:
+    """Returns a question and its answer as messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """Writes rows as JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def json_lines(rows: Iterable[dict]) -> str:
+    """Returns rows as JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_folder(folder: Path, files: dict[str, str]) -> None:
+    """Writes a folder of text files, unless it has them already. Raises `FileExistsError` if it holds something else."""
+    if folder.exists():
+        if any(not (folder / n).is_file() or (folder / n).read_text() != files[n] for n in files):
+            raise FileExistsError(
+                f"{folder} exists, with other questions: choose another --output, or remove it"
+            )
+        return
+    with atomic_directory(folder) as made:
+        for name, text in files.items():
+            (made / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

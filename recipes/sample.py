@@ -1,18 +1,22 @@
-"""Continue a prompt with a trained model.
+"""Continue a prompt with a trained model, or talk to one that is fine-tuned for chat.
 
     python recipes/sample.py --model runs/quickstart --prompt 'def '
+    python recipes/sample.py --model runs/chat_sft --chat true
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
-saves time in one sample of more than about a thousand tokens (docs/generation.md).
+saves time in one sample of more than about a thousand tokens (docs/generation.md). `--chat` answers each line of the
+terminal, or of a file that is piped in, until its end (Ctrl-D); `--prompt` is then the first line.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.generation.sampling import Completion, Sampling, load, stream
+from gpt2_accel.generation.chat import Chat
+from gpt2_accel.generation.sampling import Completion, Sampling, load, stream, user_turn
 
 
 @dataclass
@@ -24,6 +28,8 @@ class Sample(Sampling):
     compile: bool = setting(
         False, "compile the forward pass of one token: takes about 20 seconds, then is faster"
     )
+    chat: bool = setting(False, "talk to a model that has a chat template")
+    system: str = setting("", "system prompt of a chat")
     logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
@@ -31,6 +37,11 @@ class Sample(Sampling):
 def main() -> None:
     config = parse_config(Sample)
     model, tokenizer = load(config.model, config.dtype, verify=config.verify)
+    if config.chat:
+        talk(Chat(model, tokenizer, compile=config.compile), config)
+        return
+    if tokenizer.chat_template and sys.stdin.isatty():
+        print("this model has a chat template: --chat true talks to it", file=sys.stderr)
     written = stream(
         model,
         tokenizer,
@@ -42,6 +53,43 @@ def main() -> None:
     samples = show(written, live=config.num_samples == 1)
     for sample in samples if config.logprobs else []:
         print(f"log-probability per token: {sum(sample.logprobs) / len(sample.ids):.4f} nats")
+
+
+def talk(chat: Chat, config: Sample) -> None:
+    """Answers the lines of the terminal until its end; a line that cannot be answered is left out of the conversation."""
+    live = sys.stdin.isatty()
+    system = {"role": "system", "content": config.system}
+    messages = [system] if config.system.strip() else []
+    for line in lines(config.prompt, "> " if live else ""):
+        said = [*messages, *user_turn(line)]
+        try:
+            shown = ""
+            for answer in chat.answer(said, config):
+                print(answer.text[len(shown) :], end="", flush=True)
+                shown = answer.text
+            print(flush=True)
+        except KeyboardInterrupt:  # ends the answer, not the conversation
+            print()
+        except ValueError as error:
+            print(f"sample.py: {error}", file=sys.stderr)
+            continue
+        messages = [*said, {"role": "assistant", "content": shown}] if shown.strip() else messages
+        if chat.dropped:
+            note = f"the first {chat.dropped} messages are no longer read: the conversation is longer than the model reads"
+            print(f"({note})", file=sys.stderr)
+
+
+def lines(first: str, sign: str) -> Iterator[str]:
+    """Yields `first` if there is one, then the lines of the terminal after `sign`; empty ones are left out."""
+    if first:
+        yield first
+    while True:
+        try:
+            line = input(sign)
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip():
+            yield line
 
 
 def show(written: Iterator[list[Completion]], live: bool) -> list[Completion]:

@@ -15,6 +15,8 @@ from conftest import load_recipe
 from launching import ROOT, free_port
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -333,3 +335,110 @@ def test_a_written_space_runs_without_the_checkout(models, tmp_path):
     server = Server("app.py", cwd=moved, PYTHONPATH="")
     assert b"gradio" in urllib.request.urlopen(server.url).read()
     assert "Traceback" not in server.stop()
+
+
+# Chat
+
+
+@pytest.fixture(scope="module")
+def chat_models(chat_base, tmp_path_factory):
+    """Two chat models that always answer the same: one says `a`, then ends; the other goes on."""
+    folder, tokenizer = tmp_path_factory.mktemp("chat_models"), chat_tokenizer(chat_base)
+    for number, mean in enumerate((1.0, 0.2), start=1):
+        torch.manual_seed(number)
+        model = GPT(GPTConfig(259, 256, n_layer=1, n_head=2, n_embd=32))
+        with torch.no_grad():
+            model.wte.weight[127:257] = 0  # generates ASCII
+            model.wte.weight[:32] = 0
+            for parameter in model.parameters():
+                parameter.mul_(5)
+            model.wte.weight[258].mul_(mean)
+        training = Training({"license": "mit"}, "made up", 1234, 0.1, 1e9, "a CPU", {})
+        save_pretrained(model, folder / f"chat{number}", tokenizer, training=training)
+    return [str(folder / f"chat{number}") for number in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def chat_server(chat_models):
+    server = Server("recipes/demo.py", "--model", *chat_models, "--examples", "Why?")
+    yield server
+    server.stop()
+
+
+class Talker(Visitor):
+    """A browser tab on the chat page with two models."""
+
+    def __init__(self, browser, url):
+        self.errors = []
+        self.page = browser.new_page()
+        self.page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(url)
+        self.box = self.page.get_by_placeholder("Ask something")
+        self.box.wait_for()
+        self.page.wait_for_timeout(1000)
+
+    def ask(self, text):
+        self.box.fill(text)
+        self.box.press("Enter")
+
+    def said(self, who="user"):
+        """Returns the messages of `user` or `bot`, of the first model before the second."""
+        return self.page.locator(f".message.{who}").evaluate_all(
+            "all => all.map(m => m.innerText.trim())"
+        )
+
+    def done(self):
+        return not self.page.get_by_role("button", name="Stop").is_visible()
+
+    def answered(self, count):
+        self.wait_for(lambda: len(self.said("bot")) == count and self.done())
+
+
+def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server):
+    one, two = Talker(browser, chat_server.url), Talker(browser, chat_server.url)
+    one.ask("Why <b>this</b> <module>?")
+    two.ask("How?")
+    one.answered(2)
+    two.answered(2)
+    one.ask("And?")
+    one.answered(4)
+    assert one.said() == ["Why <b>this</b> <module>?", "And?"] * 2
+    assert two.said() == ["How?"] * 2
+    assert "licence mit; fine-tuned on 1,234 tokens." in one.page.inner_text("body")
+    before = one.said("bot")
+    one.page.get_by_role("button", name="Regenerate").click()
+    one.wait_for(lambda: one.done() and one.said("bot") != before)
+    assert len(one.said("bot")) == 4 and one.said("bot")[0] == before[0]
+    one.page.get_by_label("Edit").first.click()
+    one.page.locator(".message textarea").first.fill("What?")
+    one.page.get_by_label("Submit").first.click()
+    one.wait_for(lambda: one.said() == ["What?"] * 2 and one.done())
+    one.answered(2)
+    one.page.get_by_role("button", name="New conversation").click()
+    one.wait_for(lambda: not one.said())
+    assert two.said() == ["How?"] * 2
+    assert not one.errors and not two.errors
+
+
+def test_what_cannot_be_answered_is_said_and_stays_in_the_box(browser, chat_server):
+    visitor = Talker(browser, chat_server.url)
+    for text, message in [
+        (" ", "a message of the user is empty"),
+        ("x<|im_end|>", "holds the special token <|im_end|>"),
+        ("a" * 300, "and the model reads 256: shorten it"),
+    ]:
+        visitor.ask(text)
+        visitor.wait_for(lambda m=message: m in visitor.page.inner_text("body"))
+        visitor.wait_for(lambda t=text: visitor.box.input_value() == t)
+        assert not visitor.said()
+    visitor.ask("Hi")
+    visitor.answered(2)
+
+
+def test_the_chat_page_fits_a_phone(browser, chat_server):
+    visitor = Talker(browser, chat_server.url)
+    visitor.page.set_viewport_size({"width": 390, "height": 844})
+    visitor.ask("Why? " * 20)
+    visitor.answered(2)
+    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= 390

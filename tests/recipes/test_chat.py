@@ -1,0 +1,99 @@
+"""Talking to a model in the terminal, the conversations about Python, and DPO."""
+
+import json
+
+import pytest
+from conftest import chat_rows, metrics, run_recipe
+from launching import python
+
+from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.generation.sampling import Sampling, complete, user_turn
+from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
+from gpt2_accel.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat_model(chat_base, tmp_path_factory):
+    """The directory of an untrained chat model."""
+    folder = tmp_path_factory.mktemp("model") / "chat"
+    save_pretrained(
+        with_rows(from_pretrained(chat_base), 257, 259), folder, chat_tokenizer(chat_base)
+    )
+    return folder
+
+
+def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, capsys):
+    asked = iter(["", "x<|im_end|>", "And?"])
+
+    def line(sign):
+        try:
+            return next(asked)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", line)
+    flags = ("--model", str(chat_model), "--temperature", "0", "--max_new_tokens", "8")
+    run_recipe("sample", *flags, "--chat", "true", "--prompt", "Why?", "--system", "Be kind.")
+    model, tokenizer = from_pretrained(chat_model), load_tokenizer(chat_model)
+    messages, expected = [{"role": "system", "content": "Be kind."}], []
+    for question in ("Why?", "And?"):
+        messages += user_turn(question)
+        (answer,) = complete(model, tokenizer, [messages], Sampling(8, temperature=0))
+        expected.append(answer.text)
+        if answer.text.strip():
+            messages.append({"role": "assistant", "content": answer.text})
+        else:
+            messages.pop()
+    shown = capsys.readouterr()
+    assert shown.out == "".join(f"{text}\n" for text in expected)
+    assert "holds the special token <|im_end|>" in shown.err
+
+
+def test_a_model_without_a_template_is_not_talked_to(chat_base, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda sign: (_ for _ in ()).throw(EOFError))
+    run_recipe("sample", "--model", str(chat_base), "--chat", "true", "--prompt", "Why?")
+    assert "has no chat template, so it cannot be talked to" in capsys.readouterr().err
+
+
+def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
+    for name in ("a", "b"):
+        run_recipe("python_conversations", "--output", str(tmp_path / name), "--invented", "60")
+    first, second = ((tmp_path / name / "train.jsonl").read_bytes() for name in ("a", "b"))
+    assert first == second
+    rows = [json.loads(line) for line in first.splitlines()]
+    turns = [row["messages"] for row in rows]
+    assert {len(messages) for messages in turns} == {2, 4, 6}
+    said = {m["content"]: n["content"] for row in turns for m, n in zip(row[::2], row[1::2])}  # noqa: B905
+    held_out = [
+        json.loads(line) for line in (tmp_path / "a/held_out.jsonl").read_text().splitlines()
+    ]
+    assert not {item["prompt"] for item in held_out} & said.keys()
+    known = [item for item in held_out if item["group"] == "known"]
+    assert {item["answer"] for item in known} <= set(said.values())
+    assert said["Explain os.path.isdir."] or "os.path.isdir" not in first.decode()
+    invented = [item for item in held_out if item["group"] == "invented"]
+    assert len(invented) == 150 and {item["answer"] for item in invented} == {"I don't know."}
+    assert list(said.values()).count("I don't know.") >= 55
+
+
+def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tmp_path):
+    pytest.importorskip("trl")
+    rows = [row["messages"] for row in chat_rows(8)]
+    pairs = [{"prompt": q["content"], "chosen": a["content"], "rejected": "zzz"} for q, a in rows]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    flags = ["--model", str(chat_model), "--data", str(file), "--output_dir", str(tmp_path / "run")]
+    flags += ["--batch_size", "4", "--epochs", "6", "--learning_rate", "1e-3"]
+    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    margins = [x["train/rewards/margins"] for x in metrics(tmp_path / "run") if "train/loss" in x]
+    assert len(margins) == 12 and abs(margins[0]) < 1e-6 and margins[-1] > 1
+    tokenizer = load_tokenizer(tmp_path / "run")
+    (answer,) = complete(
+        from_pretrained(tmp_path / "run"), tokenizer, [user_turn("Why?")], Sampling(4)
+    )
+    assert answer.ids and tokenizer.eos_token == "<|im_end|>"
+    assert "- chat\n" in (tmp_path / "run/README.md").read_text()
+    file.write_text('{"text": "x"}\n')
+    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
+    assert "is no pair: write prompt, chosen, rejected" in done.stderr
