@@ -4,8 +4,8 @@
 
 Data: a JSONL file, or a data set on the Hub, with `prompt`, `chosen` and `rejected`, or the last two as lists of messages.
 The reference is always the model that the run starts from. Settings: SmolLM2-135M-Instruct's (Allal et al., 2025,
-arXiv:2502.02737). Loop and resume are TRL's, whose checkpoints are in `trl/`; the result is a directory as of any recipe.
-Expected: `rewards/margins` in metrics.jsonl grows above 0.
+arXiv:2502.02737). The loop and its checkpoints, in `trl/`, are TRL's: the same command continues from the newest. The result
+is a directory as of any recipe. Expected: `rewards/margins` in metrics.jsonl grows above 0.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,9 +14,9 @@ from pathlib import Path
 from gpt2_accel import cli, from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.data.hub import open_builder
+from gpt2_accel.data.sources import reading
 from gpt2_accel.device import best_device
-from gpt2_accel.files import JsonLines, lock_folder
+from gpt2_accel.files import JsonLines
 from gpt2_accel.generation.sampling import user_turn
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.model_card import Training
@@ -33,33 +33,27 @@ class ChatDPO:
     beta: float = setting(0.5, "how much a deviation from the reference costs")
     batch_size: int = setting(32, "pairs per update and device")
     micro_batch_size: int = setting(4, "pairs per backward pass")
-    resume_from: bool = setting(False, "continue from TRL's newest checkpoint")
     seed: int = setting(1337, "of the order of the data")
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self, positive="batch_size micro_batch_size", above_zero="epochs beta learning_rate"
-        )
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError("batch_size is not a multiple of micro_batch_size: change one of them")
+        check_ranges(self, positive="batch_size micro_batch_size", above_zero="epochs beta")
 
 
 def as_messages(row: dict) -> dict[str, list]:
     """Returns a pair as two conversations. Raises `ValueError` for another row."""
-    pair = {name: row.get(name) for name in ("chosen", "rejected")}
+    pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected")}
     if all(isinstance(text, str) for text in (*pair.values(), row.get("prompt"))):
         asked = user_turn(row["prompt"])
         return {n: [*asked, {"role": "assistant", "content": text}] for n, text in pair.items()}
     if all(isinstance(messages, list) and messages for messages in pair.values()):
         return pair
-    raise ValueError(
-        f"a row of the fields {', '.join(row)} is no pair: write prompt, chosen, rejected"
-    )
+    raise ValueError(f"{', '.join(row)}: a row is no pair, write prompt, chosen, rejected")
 
 
 def main() -> None:
     config = parse_config(ChatDPO)
     try:
+        from datasets import load_dataset
         from transformers import AutoModelForCausalLM
         from trl import DPOConfig, DPOTrainer
     except ImportError as error:
@@ -67,46 +61,39 @@ def main() -> None:
     directory, folder = local_directory(verified_directory(config.model)), Path(config.output_dir)
     tokenizer, shape = load_tokenizer(directory), from_pretrained(directory).config
     prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
-    source = {"data_files": config.data} if Path(config.data).exists() else {}
-    builder = open_builder("json" if source else config.data, source)
-    builder.download_and_prepare()
-    rows = builder.as_dataset("train")
-    with lock_folder(folder):
-        trainer = DPOTrainer(
-            # The reference is given: TRL would load it again by the name in the config.
-            *(AutoModelForCausalLM.from_pretrained(directory, dtype="float32") for _ in range(2)),
-            DPOConfig(
-                str(folder / "trl"),
-                num_train_epochs=config.epochs,
-                learning_rate=config.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=0.1,
-                beta=config.beta,
-                per_device_train_batch_size=config.micro_batch_size,
-                gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
-                **{"max_length": shape.n_positions, "seed": config.seed, "logging_steps": 1},
-                **{
-                    "bf16": best_device().type == "cuda",
-                    "gradient_checkpointing": False,
-                    "report_to": [],
-                },
-            ),
-            train_dataset=rows.map(as_messages, remove_columns=rows.column_names),
-            processing_class=tokenizer,
-        )
-        found = trainer.train(resume_from_checkpoint=config.resume_from).metrics
-        trainer.save_model()
-        if trainer.is_world_process_zero():
-            log = JsonLines(folder / "metrics.jsonl", 0)
-            for line in trainer.state.log_history:
-                log.write(
-                    {n if n in ("step", "epoch") else f"train/{n}": x for n, x in line.items()}
-                )
-            tokens, hours = int(trainer.state.num_input_tokens_seen), found["train_runtime"] / 3600
-            flops, loss = float(trainer.state.total_flos), {"train/loss": found["train_loss"]}
-            settings = {**asdict(config), "init_from": config.model}
-            training = Training(settings, config.data, tokens, hours, flops, "TRL", loss)
-            save_pretrained(from_pretrained(folder / "trl"), folder, tokenizer, training=training)
+    source = (
+        ("json", {"data_files": config.data}) if Path(config.data).exists() else (config.data, {})
+    )
+    with reading(config.data):
+        rows = load_dataset(source[0], split="train", **source[1])
+    trainer = DPOTrainer(
+        # The reference is given: TRL would load it again by the name in the config.
+        *(AutoModelForCausalLM.from_pretrained(directory, dtype="float32") for _ in range(2)),
+        DPOConfig(
+            str(folder / "trl"),
+            num_train_epochs=config.epochs,
+            learning_rate=config.learning_rate,
+            **{"lr_scheduler_type": "cosine", "warmup_steps": 0.1},
+            beta=config.beta,
+            per_device_train_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=max(1, config.batch_size // config.micro_batch_size),
+            bf16=best_device().type == "cuda",
+            **{"max_length": shape.n_positions, "seed": config.seed, "logging_steps": 1},
+            **{"gradient_checkpointing": False, "report_to": []},
+        ),
+        train_dataset=rows.map(as_messages, remove_columns=rows.column_names),
+        processing_class=tokenizer,
+    )
+    found = trainer.train(any((folder / "trl").glob("checkpoint-*"))).metrics
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        state, log = trainer.state, JsonLines(folder / "metrics.jsonl", 0)
+        for line in state.log_history:
+            log.write({n if n == "step" else f"train/{n}": value for n, value in line.items()})
+        settings, results = asdict(config), {"train/loss": found["train_loss"]}
+        figures = int(state.num_input_tokens_seen), found["train_runtime"] / 3600, state.total_flos
+        training = Training(settings, config.data, *figures, best_device().type, results)
+        save_pretrained(from_pretrained(folder / "trl"), folder, tokenizer, training=training)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ LOCAL = {
     "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
     "data/chat_and_text --output_dir runs/chat_and_text --total_batch_size 1024": CHAT,
+    "python recipes/evaluate.py --model runs/chat_sft --tasks chat --data my_questions.jsonl --data_dir "
+    "data/chat": "--limit 2 --eval_tokens 256",
 }
 PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
@@ -122,6 +124,13 @@ SERVERS = (
 )
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
+    "make chat": "trains for five minutes; tests/recipes/test_chat.py runs its parts",
+    "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_chat.py does",
+    "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
+    "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
+    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo": (
+        "tests/recipes/test_chat.py does"
+    ),
     "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "> run.log '2>&1' &": "trains for two minutes",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
@@ -230,6 +239,9 @@ def prepare_folder(folder: Path) -> None:
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
     chats = "".join(json.dumps(row) + "\n" for row in chat_rows(40))
     (folder / "my_chats.jsonl").write_text(chats)
+    questions = [{"prompt": "Why?", "answer": "So."}] * 2
+    text = "".join(json.dumps(question) + "\n" for question in questions)
+    (folder / "my_questions.jsonl").write_text(text)
     (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
     (folder / "HuggingFaceTB/smoltalk/train.jsonl").write_text(chats)
     configs = "---\nconfigs:\n- config_name: all\n  data_files: train.jsonl\n---\n"

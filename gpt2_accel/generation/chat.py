@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.generation.sampling import Completion, Sampling, encode_prompt, stream
+from gpt2_accel.generation.sampling import (
+    Completion,
+    Sampling,
+    encode_prompt,
+    stream,
+    user_turn,
+)
 from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.tokenizer import prompt_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,12 +29,14 @@ class Chat:
     """Answers conversations. What a conversation has in common with the one before is not computed again.
 
     `dropped` is the number of messages that the last answer was given without: when a conversation outgrows the model's
-    positions, its oldest turns are dropped. `computed` is the number of prompt tokens that it computed.
+    positions, its oldest turns are dropped. `computed` is the number of prompt tokens that it computed. Raises `ValueError`
+    if the tokenizer has no chat template.
     """
 
     def __init__(
         self, model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", *, compile: bool = False
     ):
+        prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
         self.model, self.tokenizer, self.compile = model, tokenizer, compile
         self.dropped = self.computed = 0
         self._cache: KVCache | None = None

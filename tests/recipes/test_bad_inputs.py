@@ -440,6 +440,29 @@ def chat() -> Iterator[Row]:
             "prepare_data", f"chat r.jsonl {options} --data_dir d", words, {"r.jsonl": content}
         )
     yield Row("prepare_data", f"chat none.jsonl {usual} --data_dir d", "none.jsonl does not exist")
+    for arguments, words in (
+        ("--functions 0", "functions must be at least 1"),
+        ("--functions 99999", "functions with a short docstring: lower --functions"),
+        ("--output {data}", "{data} exists, with other questions"),
+    ):
+        yield Row("python_conversations", arguments, words)
+    for arguments, words in (
+        ("--model nowhere --data r.jsonl", "nowhere"),
+        ("--model {model} --data r.jsonl", "has no chat template"),
+        ("--beta 0", "beta must be above 0"),
+    ):
+        yield Row("chat_dpo", arguments, words)
+    for arguments, words in (
+        ("--tasks chat", "the task chat has no data on the Hub: give --data chat=FILE"),
+        ("--tasks chat --data r.jsonl", "has no chat template"),
+    ):
+        yield Row(
+            "evaluate",
+            "--model {model} " + arguments,
+            words,
+            {"r.jsonl": '{"prompt": "a", "answer": "b"}'},
+        )
+    yield Row("sample", "--model {model} --chat true --prompt a", "has no chat template")
     yield Row("prepare_data", f"chat {{text}} {usual} --data_dir d", "holds no conversations")
 
 
