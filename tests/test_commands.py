@@ -124,12 +124,12 @@ SERVERS = (
 )
 NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
-    "make chat": "trains for five minutes; tests/recipes/test_chat.py runs its parts",
-    "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_chat.py does",
+    "make chat": "trains for five minutes; tests/recipes/test_talking.py runs its parts",
+    "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",
     "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
     "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo": (
-        "tests/recipes/test_chat.py does"
+        "tests/recipes/test_talking.py does"
     ),
     "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "> run.log '2>&1' &": "trains for two minutes",

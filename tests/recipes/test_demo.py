@@ -384,9 +384,8 @@ class Talker(Visitor):
 
     def said(self, who="user"):
         """Returns the messages of `user` or `bot`, of the first model before the second."""
-        return self.page.locator(f".message.{who}").evaluate_all(
-            "all => all.map(m => m.innerText.trim())"
-        )
+        texts = self.page.locator(f".message.{who}").all_inner_texts()
+        return [text.strip() for text in texts if text.strip() != "Loading content"]
 
     def done(self):
         return not self.page.get_by_role("button", name="Stop").is_visible()
