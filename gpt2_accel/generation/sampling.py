@@ -194,7 +194,7 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 
     Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
     """
-    size = len(prompt) if isinstance(prompt, str) else len(prompt[-1]["content"])
+    size = len(prompt if isinstance(prompt, str) or not prompt else prompt[-1]["content"])
     if size > MAX_PROMPT:
         raise ValueError(
             f"the prompt has {size:,} characters: give its end, at most {MAX_PROMPT:,}"

@@ -63,7 +63,8 @@ def test_shares_are_over_all_items_and_groups(tokenizer, monkeypatch):
     assert found["chat/exact_match_x"] == 0.5 and found["chat/exact_match_y"] == 1
     assert found["chat/exact_match_x_stderr"] == pytest.approx(0.5)
     assert "chat/exact_match_y_stderr" not in found
-    assert chat(Accelerator(), GPT(SHAPE), lambda: True, items=[], tokenizer=tokenizer) == {}
+    one = load_chat(items[:1], tokenizer, SHAPE)
+    assert chat(Accelerator(), GPT(SHAPE), lambda: True, items=one, tokenizer=tokenizer) == {}
 
 
 def test_a_model_that_says_nothing_else(tokenizer):
@@ -72,7 +73,8 @@ def test_a_model_that_says_nothing_else(tokenizer):
     model = GPT(SHAPE)
     with torch.no_grad():
         model.ln_f.weight.zero_()
-        model.ln_f.bias.copy_(model.wte.weight[258] * 100)
+        model.ln_f.bias.fill_(1)
+        model.wte.weight[258] = 1
     items = load_chat([{"prompt": "Why?", "answer": ""}], tokenizer, SHAPE)
     reset_accelerate()
     found = chat(Accelerator(), model, items=items, tokenizer=tokenizer)

@@ -64,7 +64,6 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     assert not {item["prompt"] for item in held_out} & said.keys()
     known = [item for item in held_out if item["group"] == "known"]
     assert {item["answer"] for item in known} <= set(said.values())
-    assert said["Explain os.path.isdir."] or "os.path.isdir" not in first.decode()
     invented = [item for item in held_out if item["group"] == "invented"]
     assert len(invented) == 150 and {item["answer"] for item in invented} == {"I don't know."}
     assert list(said.values()).count("I don't know.") >= 55
