@@ -329,7 +329,7 @@ def prompt_tokens(
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
     Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, or for a message that
-    is empty or holds a special token, which would end a turn.
+    is empty or holds a special token, which would end a turn; what the assistant said is taken as it is.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -339,13 +339,14 @@ def prompt_tokens(
     if not messages:
         raise ValueError("the conversation has no messages: say something first")
     for message in messages:
+        if message["role"] == "assistant":  # the model said so
+            continue
         if not message["content"].strip():
-            raise ValueError(f"a message of the {message['role']} is empty: write something")
+            raise ValueError(f"{named(message)} is empty: write something")
         for token in special_tokens(tokenizer):
             if token in message["content"]:
                 raise ValueError(
-                    f"a message of the {message['role']} holds the special token {token}, which would end a turn: write it "
-                    "otherwise"
+                    f"{named(message)} holds the special token {token}, which would end a turn: write it otherwise"
                 )
     whole_texts(tokenizer.backend_tokenizer)
     try:
@@ -357,6 +358,11 @@ def prompt_tokens(
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def named(message: Mapping[str, str]) -> str:
+    """Returns how an error calls a message."""
+    return "the system prompt" if message["role"] == "system" else "the message"
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:

@@ -1,6 +1,6 @@
 """Teach a chat model which of two answers is better: direct preference optimization (DPO), by TRL's `DPOTrainer`.
 
-    python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo
+    accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo
 
 Data: a JSONL file, or a data set on the Hub, with `prompt`, `chosen` and `rejected`, or the last two as lists of messages.
 The reference is always the model that the run starts from. Settings: SmolLM2-135M-Instruct's (Allal et al., 2025,

@@ -128,9 +128,8 @@ NOT_RUN = {
     "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",
     "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
-    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo": (
-        "tests/recipes/test_talking.py does"
-    ),
+    "accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir "
+    "runs/chat_dpo": "tests/recipes/test_talking.py does",
     "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "> run.log '2>&1' &": "trains for two minutes",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",

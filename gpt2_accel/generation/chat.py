@@ -78,8 +78,8 @@ class Chat:
             prompt = encode_prompt(self.tokenizer, [*system, *turns])
         if len(prompt) >= n_positions:
             raise ValueError(
-                f"the message has {len(prompt):,} tokens, with the system prompt and the template, and the model reads "
-                f"{n_positions:,}: shorten it"
+                f"the last message has {len(prompt):,} tokens, with the system prompt and the template, and the model "
+                f"reads {n_positions:,}: shorten them"
             )
         return [*system, *turns], prompt
 

@@ -22,7 +22,7 @@ VISITORS = 8  # whose caches are kept; another visitor's turn is computed from t
 MAX_NEW_TOKENS = 1000  # of an answer: other visitors wait
 
 # `gr.Chatbot` shows HTML, also without Markdown, and copies what it was given.
-TAG = re.compile(r"<(?=[a-zA-Z/!])|&(?=#?\w+;)")
+TAG = re.compile(r"<(?=[a-zA-Z/!])|&(?=[#\w])")
 COPY_TEXT = """() => {
   const clipboard = navigator.clipboard;  // only with https or on localhost
   if (!clipboard) return;
@@ -130,8 +130,10 @@ def build_chat_page(
             system: str,
             values: tuple,
             histories: list[History],
+            before: Sequence[History],
         ) -> Iterator[list]:
-            """Yields the outputs while the models answer conversations that end with the user's message `asked`."""
+            """Yields the outputs while the models answer conversations that end with the user's message `asked`. If they
+            cannot be answered, the page shows those `before`."""
             same = [gr.skip()] * (len(outputs) - 2)
             try:
                 sampling = read_settings(*values, attempt)
@@ -139,31 +141,38 @@ def build_chat_page(
                 for shown in answers(visitors.chats(visitor), models, system, histories, sampling):
                     yield [gr.skip(), gr.skip(), *shown]
                 yield [gr.Button(visible=False), gr.skip(), *same]
-            except ValueError as error:  # what is on the page stays there, the message too
+            except ValueError as error:  # the message stays in its box
                 gr.Warning(str(error))
-                yield [gr.Button(visible=False), asked, *same]
+                yield [gr.Button(visible=False), asked, *before, *(gr.skip() for _ in notes)]
 
         def say(
             request: gr.Request, text: str | None, system: str, *rest: object
         ) -> Iterator[list]:
             values, histories = rest[: -len(bots)], rest[-len(bots) :]
             said = [[*history, shown_message("user", text or "")] for history in histories]
-            yield from answer(request.session_hash, text or "", 0, system, values, said)
+            visitor = request.session_hash
+            yield from answer(visitor, text or "", 0, system, values, said, histories)
 
         def retry(request: gr.Request, attempt: int, system: str, *rest: object) -> Iterator[list]:
             values, histories = rest[: -len(bots)], rest[-len(bots) :]
             said = [up_to_the_last_question(history) for history in histories]
             if all(said):
-                yield from answer(request.session_hash, "", attempt, system, values, said)
+                visitor = request.session_hash
+                yield from answer(visitor, "", attempt, system, values, said, histories)
 
         def edited(
             change: gr.EditData, request: gr.Request, system: str, *rest: object
         ) -> Iterator[list]:
             values, histories = rest[: -len(bots)], rest[-len(bots) :]
             place = change.index if isinstance(change.index, int) else change.index[0]
-            question = shown_message("user", html.unescape(change.value))
-            said = [[*history[:place], question] for history in histories]
-            yield from answer(request.session_hash, "", 0, system, values, said)
+            old, new = (
+                shown_message("user", text_of({"content": text}))
+                for text in (change.previous_value, change.value)
+            )
+            said = [[*history[:place], new] for history in histories]
+            # Gradio has put the new text into one of them.
+            before = [[*history[:place], old, *history[place + 1 :]] for history in histories]
+            yield from answer(request.session_hash, "", 0, system, values, said, before)
 
         first = gr.on([send.click, message.submit], say, [message, *inputs], outputs)
         changed = gr.on([bot.edit for bot in bots], edited, inputs, outputs)
@@ -247,17 +256,22 @@ def answers(
             for history, answer in zip(histories, written, strict=True)
         ]
         parts = zip(chats, models, written, strict=True)
-        yield shown + [note(chat, loaded, answer, seconds) for chat, loaded, answer in parts]
+        length = sampling.max_new_tokens
+        yield shown + [
+            note(chat, loaded, answer, length, seconds) for chat, loaded, answer in parts
+        ]
 
 
-def note(chat: Chat, loaded: ChatModel, answer: Completion, seconds: float) -> str:
-    """Returns the line below a conversation."""
+def note(chat: Chat, loaded: ChatModel, answer: Completion, length: int, seconds: float) -> str:
+    """Returns the line below a conversation whose answer may have `length` tokens."""
+    reads = f"{loaded.model.config.n_positions:,} tokens"
     text = f"{len(answer.ids)} tokens, {len(answer.ids) / max(seconds, 1e-3):.0f} a second"
     if answer.ended == "length":
-        text += "; cut at the length"
-    if chat.dropped:
         text += (
-            f"; the first {chat.dropped} messages are no longer read, the model reads "
-            f"{loaded.model.config.n_positions:,} tokens"
+            "; cut at the length"
+            if len(answer.ids) == length
+            else f"; cut after the model's {reads}"
         )
+    if chat.dropped:
+        text += f"; the first {chat.dropped} messages are no longer read, the model reads {reads}"
     return text

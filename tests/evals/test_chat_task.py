@@ -86,7 +86,7 @@ def test_bad_items(tokenizer, chat_base):
         ({"text": "x"}, "item 0 of chat has no field 'question'"),
         ({"prompt": "x"}, "item 0 of chat has no field 'answer'"),
         ({"prompt": 3, "answer": "x"}, "has prompt = 3"),
-        ({"prompt": " ", "answer": "x"}, "a message of the user is empty"),
+        ({"prompt": " ", "answer": "x"}, "the message is empty"),
         ({"prompt": [], "answer": "x"}, "item 0 of chat: "),
         ({"prompt": "a" * 200, "answer": "x"}, "and the model reads 128: remove it"),
     ]:

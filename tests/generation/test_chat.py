@@ -118,9 +118,12 @@ def test_refusals(model, tokenizer, chat_base):
     for messages, message in [
         ([], "ends with a message of the user"),
         (said("Why?", "So."), "ends with a message of the user"),
-        (said(" \n"), "a message of the user is empty"),
+        (said(" \n"), "the message is empty"),
         (said("a<|im_end|>b"), "holds the special token <|im_end|>"),
-        (said("a" * 300), "the message has 3.. tokens, .* and the model reads 256: shorten it"),
+        (
+            said("a" * 300),
+            "the last message has 3.. tokens, .* and the model reads 256: shorten them",
+        ),
         (said("a" * 2**20), "the prompt has 1,048,576 characters"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -163,7 +163,7 @@ def test_decoding(kind, dtype):
     model = build(kind, dtype).eval()
     cache = KVCache(model, [[1, 2, 3], [4, 5]], 16)
     for _ in range(3):
-        cache.append(torch.zeros(2, dtype=torch.int64, device=GPU))
+        cache.append(torch.zeros(2, 1, dtype=torch.int64, device=GPU))
     assert cache.logits.shape == (2, 300) and cache.logits.device == GPU
 
 

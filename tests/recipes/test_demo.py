@@ -414,6 +414,12 @@ def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server)
     one.page.get_by_label("Submit").first.click()
     one.wait_for(lambda: one.said() == ["What?"] * 2 and one.done())
     one.answered(2)
+    answered = one.said("bot")
+    one.page.get_by_label("Edit").first.click()
+    one.page.locator(".message textarea").first.fill("x<|im_end|>")
+    one.page.get_by_label("Submit").first.click()
+    one.wait_for(lambda: "holds the special token" in one.page.inner_text("body"))
+    one.wait_for(lambda: one.said() == ["What?"] * 2 and one.said("bot") == answered)
     one.page.get_by_role("button", name="New conversation").click()
     one.wait_for(lambda: not one.said())
     assert two.said() == ["How?"] * 2
@@ -423,9 +429,9 @@ def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server)
 def test_what_cannot_be_answered_is_said_and_stays_in_the_box(browser, chat_server):
     visitor = Talker(browser, chat_server.url)
     for text, message in [
-        (" ", "a message of the user is empty"),
+        (" ", "the message is empty"),
         ("x<|im_end|>", "holds the special token <|im_end|>"),
-        ("a" * 300, "and the model reads 256: shorten it"),
+        ("a" * 300, "reads 256: shorten them"),
     ]:
         visitor.ask(text)
         visitor.wait_for(lambda m=message: m in visitor.page.inner_text("body"))
