@@ -391,7 +391,7 @@ class Talker(Visitor):
         return not self.page.get_by_role("button", name="Stop").is_visible()
 
     def answered(self, count):
-        self.wait_for(lambda: len(self.said("bot")) == count and self.done())
+        self.wait_for(lambda: len(self.said("bot")) == count and self.done(), seconds=90)
 
 
 def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server):
