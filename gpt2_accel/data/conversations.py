@@ -4,7 +4,7 @@
 |----------------------------|------------------------------------------------------------------------------------|
 | messages                   | `messages`: a list of `role` and `content`, or of texts in turns                   |
 | ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
-| prompt and completion      | `prompt`, `completion`: texts, or lists of messages of which the completion counts |
+| prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
 | Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
 
 A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message. The tokens that the template marks as the assistant's count in the loss.
@@ -218,7 +218,9 @@ def raw_messages(fields: dict, place: object) -> tuple[list, int]:
             raise Problem("not_text")
         if found and all(isinstance(message, str) for message in found):  # as in LIMA
             roles = ("user", "assistant") * len(found)
-            found = [{"role": role, "content": text} for role, text in zip(roles, found)]  # noqa: B905
+            found = [
+                {"role": role, "content": text} for role, text in zip(roles, found, strict=False)
+            ]
         return found, 0
     if "prompt" in fields and "completion" in fields:
         given = as_messages(fields["prompt"], "user")
@@ -236,7 +238,7 @@ def raw_messages(fields: dict, place: object) -> tuple[list, int]:
 
 
 def as_messages(value: Any, role: str) -> list:
-    """Returns a list of messages as it is, and a text as one message of `role`."""
+    """Returns a list of messages unchanged; a text becomes one message of `role`."""
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 

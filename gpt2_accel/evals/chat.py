@@ -1,7 +1,7 @@
 """Answers to questions: exact match, and whether answers end by themselves.
 
 An item has a `prompt`, a text or a list of messages, and an `answer`; or, as GSM8K, a `question` and an `answer` whose
-last line is `#### NUMBER`, of which only the number counts. The prompt is rendered by the model's chat template, and the
+last line is `#### NUMBER`; then only the number is compared. The prompt is rendered by the model's chat template, and the
 answer is generated greedily.
 """
 

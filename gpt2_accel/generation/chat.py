@@ -85,7 +85,7 @@ class Chat:
 
     @torch.no_grad()
     def _read(self, prompt: list[int]) -> None:
-        """Brings the cache to `prompt`. Keeps the tokens at the start that it has read already."""
+        """Reads `prompt` into the cache, without the tokens at its start that the cache holds already."""
         cache, known = self._cache, 0
         if cache is not None:
             before = (self._prompt + self._answer.ids)[: cache.end]

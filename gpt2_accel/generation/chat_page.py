@@ -215,7 +215,7 @@ def read_settings(
 
 
 def shown_message(role: str, text: str) -> dict:
-    """Returns a message for a `gr.Chatbot`. Its text is shown as it is, also if it looks like HTML."""
+    """Returns a message for a `gr.Chatbot`, with HTML escaped."""
     return {"role": role, "content": TAG.sub(lambda found: html.escape(found[0]), text)}
 
 

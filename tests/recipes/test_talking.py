@@ -57,7 +57,11 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     rows = [json.loads(line) for line in first.splitlines()]
     turns = [row["messages"] for row in rows]
     assert {len(messages) for messages in turns} == {2, 4, 6}
-    said = {m["content"]: n["content"] for row in turns for m, n in zip(row[::2], row[1::2])}  # noqa: B905
+    said = {
+        m["content"]: n["content"]
+        for row in turns
+        for m, n in zip(row[::2], row[1::2], strict=True)
+    }
     held_out = [
         json.loads(line) for line in (tmp_path / "a/held_out.jsonl").read_text().splitlines()
     ]
