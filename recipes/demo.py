@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -27,6 +27,14 @@ from transformers import PreTrainedTokenizerBase
 
 try:
     import gradio as gr
+
+    from gpt2_accel.generation.chat_page import CSS as CHAT_CSS
+    from gpt2_accel.generation.chat_page import (
+        ChatModel,
+        build_chat_page,
+        read_settings,
+        setting_inputs,
+    )
 except (ImportError, ValueError):  # it is missing, or reads a port that is none: said in `main`
     gr = None
 
@@ -50,7 +58,6 @@ from gpt2_accel.recipe_command import FOLDERS
 TITLE = "Continue a text"
 EXAMPLES = ("Hello, I'm a language model,", "Once upon a time", "The most important thing is")
 MAX_SAMPLES = 4
-MAX_NEW_TOKENS = 1000  # of one visit: the others wait
 QUEUE = 32  # visitors who may wait
 # What the page imports, for a Space's requirements.txt; Gradio itself is the Space's SDK.
 REQUIREMENTS = (
@@ -139,8 +146,6 @@ def main() -> None:
         complete(loaded.model, loaded.tokenizer, ["a"], Sampling(3), compile=True)
     examples = example_prompts(config)
     if all(loaded.tokenizer.chat_template for loaded in models):
-        from gpt2_accel.generation.chat_page import ChatModel, build_chat_page
-
         talkers = [
             ChatModel(loaded.name, about(loaded), loaded.model, loaded.tokenizer)
             for loaded in models
@@ -150,7 +155,7 @@ def main() -> None:
         page = build_page(models, config.compile, examples)
     # Fonts of the visitor's system: the page works without a network.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    page.queue(max_size=QUEUE).launch(theme=theme, css=CSS)
+    page.queue(max_size=QUEUE).launch(theme=theme, css=CSS + CHAT_CSS)
 
 
 def about(loaded: LoadedModel) -> str:
@@ -196,7 +201,11 @@ def build_page(
             write = gr.Button("Write", variant="primary", scale=4)
             stop = gr.Button("Stop", variant="secondary", visible=False, min_width=80)
         with gr.Accordion("Settings", open=False):
-            inputs = [prompt, *settings_row()]
+            with gr.Row():
+                settings = setting_inputs(length=100)
+                hint = f"1 to {MAX_SAMPLES}"
+                samples = gr.Number(1, label="Samples", info=hint, precision=0, min_width=120)
+            inputs = [prompt, samples, *settings]
         outputs = [stop]
         if len(models) == 2:
             names = [(loaded.name, number) for number, loaded in enumerate(models)]
@@ -216,10 +225,12 @@ def build_page(
                         )
                     )
 
-        def talk(prompt: str | None, *values: float | None) -> Iterator[list]:
+        def talk(prompt: str | None, samples: int | None, *values: float | None) -> Iterator[list]:
             same = [gr.skip()] * (len(outputs) - 1)
             try:
-                sampling = read_settings(*values)
+                if not 1 <= (samples or 0) <= MAX_SAMPLES:
+                    raise ValueError(f"Samples must be 1 to {MAX_SAMPLES}, got {samples}")
+                sampling = replace(read_settings(values), num_samples=samples)
                 yield [gr.Button(visible=True), *same]
                 for written in write_all(models, compile, prompt or "", sampling):
                     yield [gr.skip(), *written]
@@ -254,48 +265,6 @@ def is_code(text: str) -> bool:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     code = sum(CODE_LINE.fullmatch(line) is not None for line in lines)
     return 2 * code > len(lines)
-
-
-def settings_row() -> list:
-    """The inputs that are settings, in the order in which `read_settings` takes them."""
-    default = Sampling(max_new_tokens=100)
-    integer = {"precision": 0, "min_width": 120}  # six in a line, two on a phone
-    with gr.Row():
-        return [
-            gr.Number(
-                default.temperature, label="Temperature", info="0: greedy", step=0.1, min_width=120
-            ),
-            gr.Number(default.top_k, label="Top-k", info="0 keeps all", **integer),
-            gr.Number(default.top_p, label="Top-p", info="1 keeps all", step=0.05, min_width=120),
-            gr.Number(default.max_new_tokens, label="Length", info="new tokens", **integer),
-            gr.Number(default.seed, label="Seed", info="fixes the text", **integer),
-            gr.Number(1, label="Samples", info=f"1 to {MAX_SAMPLES}", **integer),
-        ]
-
-
-def read_settings(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    length: int | None,
-    seed: int | None,
-    num_samples: int | None,
-) -> Sampling:
-    """The values of `settings_row`, None where a visitor left one empty; raises `ValueError` then too."""
-    if None in (temperature, top_k, top_p, length, seed, num_samples):
-        raise ValueError("a setting is empty: give a number")
-    if num_samples > MAX_SAMPLES:
-        raise ValueError(f"the samples must be at most {MAX_SAMPLES}, got {num_samples}")
-    if length > MAX_NEW_TOKENS:
-        raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
-    return Sampling(
-        max_new_tokens=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        num_samples=num_samples,
-        seed=seed,
-    )
 
 
 def write_all(

@@ -51,7 +51,7 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
-LONGEST_TALK = 3  # questions of a conversation
+LONGEST_TALK = 8  # questions of a conversation
 SHORTEST, LONGEST = 15, 100  # characters of an answer
 DO_NOT_KNOW = "I don't know."
 
@@ -159,7 +159,7 @@ def main() -> None:
     training += asked[config.held_out :]
     draw.shuffle(training)
     rows = []
-    while training:  # a conversation of one to three questions
+    while training:  # a conversation of one to LONGEST_TALK questions
         turns, training = training[: (count := draw.randint(1, LONGEST_TALK))], training[count:]
         rows.append({"messages": [message for turn in turns for message in said(*turn)]})
     files = {"train.jsonl": json_lines(rows)}

@@ -77,9 +77,11 @@ class Chat:
             turns = turns[first:]
             prompt = encode_prompt(self.tokenizer, [*system, *turns])
         if len(prompt) >= n_positions:
+            what = (
+                "the system prompt and the last message have" if system else "the last message has"
+            )
             raise ValueError(
-                f"the last message has {len(prompt):,} tokens, with the system prompt and the template, and the model "
-                f"reads {n_positions:,}: shorten them"
+                f"{what} {len(prompt):,} tokens with the template, and the model reads {n_positions:,}: write less"
             )
         return [*system, *turns], prompt
 

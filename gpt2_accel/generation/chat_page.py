@@ -5,6 +5,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 TITLE = "Chat"
 VISITORS = 8  # whose caches are kept; another visitor's turn is computed from the start
 MAX_NEW_TOKENS = 1000  # of an answer: other visitors wait
+# Label, hint and step of each setting of `Sampling` that a page has.
+SETTINGS = {
+    "temperature": ("Temperature", "0: greedy", 0.1),
+    "top_k": ("Top-k", "0 keeps all", 1),
+    "top_p": ("Top-p", "1 keeps all", 0.05),
+    "max_new_tokens": ("Length", "new tokens", 1),
+    "seed": ("Seed", "fixes the text", 1),
+}
 
 # `gr.Chatbot` shows HTML, also without Markdown, and copies what it was given.
 TAG = re.compile(r"<(?=[a-zA-Z/!])|&(?=[#\w])")
@@ -33,6 +42,11 @@ COPY_TEXT = """() => {
     return write(area.value);
   };
 }"""
+
+CSS = """
+.bot .message .md { white-space: pre-wrap }
+.bot .edit-textarea { width: min(32rem, 55vw) !important; min-height: 5rem !important }
+"""
 
 History = list[dict]
 """The messages that a `gr.Chatbot` shows."""
@@ -89,7 +103,7 @@ def build_chat_page(
                         )
                     )
                     notes.append(gr.Markdown(elem_classes="note"))
-        with gr.Row():
+        with gr.Row(equal_height=True):
             message = gr.Textbox(
                 placeholder="Ask something",
                 show_label=False,
@@ -106,22 +120,10 @@ def build_chat_page(
         gr.Examples([[text] for text in examples], message, label="Examples")
         with gr.Accordion("Settings", open=False):
             system = gr.Textbox(label="System prompt", lines=2, info="Empty: none.")
-            default = Sampling(max_new_tokens=200)
-            integer = {"precision": 0, "min_width": 120}
             with gr.Row():
-                settings = [
-                    gr.Number(
-                        default.temperature, label="Temperature", info="0: greedy", min_width=120
-                    ),
-                    gr.Number(default.top_k, label="Top-k", info="0 keeps all", **integer),
-                    gr.Number(default.top_p, label="Top-p", info="1 keeps all", min_width=120),
-                    gr.Number(default.max_new_tokens, label="Length", info="new tokens", **integer),
-                    gr.Number(
-                        default.seed, label="Seed", info="the next one for each try", **integer
-                    ),
-                ]
+                settings = setting_inputs(length=200)
         tries = gr.State(0)  # of the last answer
-        inputs, outputs = [system, *settings, *bots], [stop, message, *bots, *notes]
+        inputs, outputs = [system, *settings, *bots], [send, stop, message, *bots, *notes]
 
         def answer(
             visitor: str | None,
@@ -134,16 +136,17 @@ def build_chat_page(
         ) -> Iterator[list]:
             """Yields the outputs while the models answer conversations that end with the user's message `asked`. If they
             cannot be answered, the page shows those `before`."""
-            same = [gr.skip()] * (len(outputs) - 2)
+            same = [gr.skip()] * (len(bots) + len(notes))
             try:
-                sampling = read_settings(*values, attempt)
-                yield [gr.Button(visible=True), "", *same]
+                sampling = read_settings(values)
+                sampling = replace(sampling, seed=sampling.seed + attempt)
+                yield [*buttons(running=True), "", *same]
                 for shown in answers(visitors.chats(visitor), models, system, histories, sampling):
-                    yield [gr.skip(), gr.skip(), *shown]
-                yield [gr.Button(visible=False), gr.skip(), *same]
+                    yield [gr.skip(), gr.skip(), gr.skip(), *shown]
+                yield [*buttons(running=False), gr.skip(), *same]
             except ValueError as error:  # the message stays in its box
                 gr.Warning(str(error))
-                yield [gr.Button(visible=False), asked, *before, *(gr.skip() for _ in notes)]
+                yield [*buttons(running=False), asked, *before, *(gr.skip() for _ in notes)]
 
         def say(
             request: gr.Request, text: str | None, system: str, *rest: object
@@ -183,35 +186,46 @@ def build_chat_page(
         for begun in (first, changed):
             begun.then(lambda: 0, None, tries, queue=False)
         running = [first, changed, repeated]
-        stop.click(lambda: gr.Button(visible=False), None, stop, cancels=running, queue=False)
+        ended = {"cancels": running, "queue": False}
+        stop.click(lambda: buttons(running=False), None, [send, stop], **ended)
         page.load(None, js=COPY_TEXT)
-        emptied = [[] for _ in bots] + ["" for _ in notes]
-        clear.click(lambda: emptied, None, [*bots, *notes], cancels=running, queue=False)
-        for bot in bots:
-            bot.clear(lambda: emptied, None, [*bots, *notes], cancels=running, queue=False)
+
+        def empty() -> list:
+            return [*buttons(running=False), gr.skip(), *([] for _ in bots), *("" for _ in notes)]
+
+        for cleared in (clear.click, *(bot.clear for bot in bots)):
+            cleared(empty, None, outputs, **ended)
     return page
 
 
-def read_settings(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    length: int | None,
-    seed: int | None,
-    attempt: int,
-) -> Sampling:
-    """Returns the values of the page's settings, None where one is empty; raises `ValueError` then too."""
-    if None in (temperature, top_k, top_p, length, seed):
+def buttons(running: bool) -> list[gr.Button]:
+    """Returns the buttons Send and Stop, of which one is shown."""
+    return [gr.Button(visible=not running), gr.Button(visible=running)]
+
+
+def setting_inputs(length: int) -> list[gr.Number]:
+    """Returns the inputs that are settings, in the order in which `read_settings` takes them."""
+    default, inputs = Sampling(max_new_tokens=length), []
+    for name, (label, info, step) in SETTINGS.items():
+        value = getattr(default, name)
+        kind = {"step": step, "precision": 0 if isinstance(value, int) else None}
+        inputs.append(gr.Number(value, label=label, info=info, min_width=120, **kind))
+    return inputs
+
+
+def read_settings(values: Sequence[float | None]) -> Sampling:
+    """Returns the values of `setting_inputs`, None where one is empty; raises `ValueError` then, or with the name that the page
+    shows."""
+    if None in values:
         raise ValueError("a setting is empty: give a number")
-    if length > MAX_NEW_TOKENS:
-        raise ValueError(f"the length must be at most {MAX_NEW_TOKENS} tokens, got {length}")
-    return Sampling(
-        max_new_tokens=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed + attempt,
-    )
+    named = dict(zip(SETTINGS, values, strict=True))
+    if named["max_new_tokens"] > MAX_NEW_TOKENS:
+        raise ValueError(f"Length must be at most {MAX_NEW_TOKENS}, got {named['max_new_tokens']}")
+    try:
+        return Sampling(**named)
+    except ValueError as error:
+        name = str(error).split()[0]
+        raise ValueError(str(error).replace(name, SETTINGS[name][0], 1)) from error
 
 
 def shown_message(role: str, text: str) -> dict:

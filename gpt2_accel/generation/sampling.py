@@ -194,12 +194,14 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 
     Raises `ValueError` for a prompt of more than `MAX_PROMPT` characters, and for an empty one without such a token.
     """
-    size = len(prompt if isinstance(prompt, str) or not prompt else prompt[-1]["content"])
+    is_text = isinstance(prompt, str)
+    kind = "prompt" if is_text else "message"
+    size = len(prompt) if is_text else max((len(m["content"]) for m in prompt), default=0)
     if size > MAX_PROMPT:
         raise ValueError(
-            f"the prompt has {size:,} characters: give its end, at most {MAX_PROMPT:,}"
+            f"the {kind} has {size:,} characters: shorten it to at most {MAX_PROMPT:,}"
         )
-    if not isinstance(prompt, str):
+    if not is_text:
         return prompt_tokens(tokenizer, prompt)
     ids = encode(tokenizer, [prompt])[0]
     if not ids and (start := text_start(tokenizer)) is None:

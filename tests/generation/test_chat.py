@@ -122,9 +122,13 @@ def test_refusals(model, tokenizer, chat_base):
         (said("a<|im_end|>b"), "holds the special token <|im_end|>"),
         (
             said("a" * 300),
-            "the last message has 3.. tokens, .* and the model reads 256: shorten them",
+            "the last message has 3.. tokens .* and the model reads 256: write less",
         ),
-        (said("a" * 2**20), "the prompt has 1,048,576 characters"),
+        (
+            [{"role": "system", "content": "a" * 300}, *said("Hi")],
+            "the system prompt and the last message have 3.. tokens",
+        ),
+        (said("a" * 2**20), "the message has 1,048,576 characters"),
     ]:
         with pytest.raises(ValueError, match=message):
             last(chat, messages)

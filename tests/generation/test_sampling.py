@@ -228,7 +228,7 @@ def test_empty_prompt_needs_an_end_of_text_token(model):
 
 def test_prompt_that_is_too_long_is_refused_before_generation(model):
     complete(model, byte_tokenizer(), ["a" * MAX_PROMPT], Sampling(1))
-    message = f"the prompt has 5,000,000 characters: give its end, at most {MAX_PROMPT:,}"
+    message = f"the prompt has 5,000,000 characters: shorten it to at most {MAX_PROMPT:,}"
     with pytest.raises(ValueError, match=message):
         complete(model, byte_tokenizer(), ["ab cd" * 10**6], Sampling(1))
     with pytest.raises(ValueError, match=message):

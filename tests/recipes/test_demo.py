@@ -116,9 +116,9 @@ class Visitor:
 
     def write(self, prompt, **settings):
         """Fills in the settings and the prompt, and clicks Write."""
-        if settings and not self.page.get_by_text("Top-k").is_visible():
+        if settings and not self.page.get_by_text("Top-k", exact=True).is_visible():
             self.page.get_by_role("button", name="Settings").first.click()
-            self.page.get_by_text("Top-k").wait_for()
+            self.page.get_by_text("Top-k", exact=True).wait_for()
             self.page.bring_to_front()
             self.page.wait_for_timeout(
                 1500
@@ -206,7 +206,7 @@ def test_the_stop_button_stops_generation(visitor):
 def test_examples_settings_copies_and_messages(visitor):
     page = visitor.page
     assert page.get_by_role("heading", name="Continue a text").is_visible()
-    assert not page.get_by_text("Top-k").is_visible()
+    assert not page.get_by_text("Top-k", exact=True).is_visible()
     page.get_by_text("Once upon a time").click()
     visitor.wait_for(lambda: visitor.prompt.input_value() == "Once upon a time")
     visitor.write("${value} {{x}} <i>&\n", Length=9)
@@ -218,7 +218,7 @@ def test_examples_settings_copies_and_messages(visitor):
     visitor.wait_for(lambda: page.evaluate("navigator.clipboard.readText()") == before[0])
     # What cannot be is said, and wipes nothing.
     visitor.write("another", Length=0)
-    visitor.wait_for_message("max_new_tokens must be at least 1")
+    visitor.wait_for_message("Length must be at least 1")
     assert visitor.texts() == before and page.locator(".sample pre").first.is_visible()
     assert page.locator(".error").count() == 0
     # On a phone one model is shown at a time.
@@ -251,13 +251,13 @@ def test_code_is_monospaced_and_examples_are_those_of_the_run(tmp_path):
 def test_invalid_settings_show_a_message_and_others_generate(visitor):
     good = {"Top-k": 50, "Length": 7, "Seed": 1, "Temperature": 0, "Samples": 1}
     for label, value, message in (
-        ("Top-k", -1, "top_k must not be negative, got -1"),
-        ("Length", 0, "max_new_tokens must be at least 1"),
-        ("Length", 100000, "at most 1000 tokens"),
-        ("Seed", -5, "seed must not be negative"),
+        ("Top-k", -1, "Top-k must not be negative, got -1"),
+        ("Length", 0, "Length must be at least 1"),
+        ("Length", 100000, "at most 1000"),
+        ("Seed", -5, "Seed must not be negative"),
         ("Seed", "", "a setting is empty"),
-        ("Temperature", -1, "temperature must not be negative"),
-        ("Samples", 5, "at most 4, got 5"),
+        ("Temperature", -1, "Temperature must not be negative"),
+        ("Samples", 5, "1 to 4, got 5"),
     ):
         visitor.write("x", **{**good, label: value})
         visitor.wait_for_message(message)
@@ -288,7 +288,7 @@ def test_weights_that_are_not_finite_show_a_message(models, monkeypatch):
     monkeypatch.setattr(gradio, "Warning", said.append)
     page = demo.build_page([demo.LoadedModel("broken", model, tokenizer)], compile=False)
     [talk] = [f.fn for f in page.fns.values() if getattr(f.fn, "__name__", "") == "talk"]
-    assert len(list(talk("x", 1.0, 50, 1.0, 5, 1, 1))) == 2
+    assert len(list(talk("x", 1, 1.0, 50, 1.0, 5, 1))) == 2
     assert "not finite" in said[0]
 
 
@@ -309,8 +309,8 @@ def test_a_prompt_that_is_too_long_shows_a_message_at_once(models, monkeypatch):
     said = []
     monkeypatch.setattr(gradio, "Warning", said.append)
     begun = time.monotonic()
-    list(talk("ab cd" * 10**6, 1.0, 50, 1.0, 5, 1, 1))
-    assert "5,000,000 characters: give its end, at most 50,000" in said[0]
+    list(talk("ab cd" * 10**6, 1, 1.0, 50, 1.0, 5, 1))
+    assert "5,000,000 characters: shorten it to at most 50,000" in said[0]
     assert time.monotonic() - begun < 1
 
 
@@ -396,13 +396,13 @@ class Talker(Visitor):
 
 def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server):
     one, two = Talker(browser, chat_server.url), Talker(browser, chat_server.url)
-    one.ask("Why <b>this</b> <module>?")
+    one.ask("Why   <b>this</b> &copy=2 <module>?")
     two.ask("How?")
     one.answered(2)
     two.answered(2)
     one.ask("And?")
     one.answered(4)
-    assert one.said() == ["Why <b>this</b> <module>?", "And?"] * 2
+    assert one.said() == ["Why   <b>this</b> &copy=2 <module>?", "And?"] * 2
     assert two.said() == ["How?"] * 2
     assert "licence mit; fine-tuned on 1,234 tokens." in one.page.inner_text("body")
     before = one.said("bot")
@@ -431,7 +431,7 @@ def test_what_cannot_be_answered_is_said_and_stays_in_the_box(browser, chat_serv
     for text, message in [
         (" ", "the message is empty"),
         ("x<|im_end|>", "holds the special token <|im_end|>"),
-        ("a" * 300, "reads 256: shorten them"),
+        ("a" * 300, "reads 256: write less"),
     ]:
         visitor.ask(text)
         visitor.wait_for(lambda m=message: m in visitor.page.inner_text("body"))
