@@ -5,7 +5,8 @@
 
 For 300 functions: what it does, answered by the first sentence of its docstring, and how it is called, answered by its
 signature. Each question has six wordings, of which two, drawn for each function, are held out. Questions about
-functions that do not exist are answered "I don't know."; some of these names are held out.
+functions that do not exist are answered "I don't know."; some of these names are held out. Each question comes in 16
+conversations, after other questions each time: otherwise the model learns by heart which answer follows which.
 
 Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py --tasks chat`, in the groups
 `known` and `invented`. The docstrings are part of Python, under the PSF License Agreement,
@@ -18,7 +19,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,16 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
-LONGEST_TALK = 8  # questions of a conversation
+SYSTEM = (  # prompts, of a part of the conversations
+    "You answer questions about Python's standard library.",
+    "You are a helpful assistant.",
+    "Answer in one sentence.",
+    "Be brief.",
+    "You help people who learn Python. Say so if you do not know something.",
+    "Answer from the documentation.",
+)
+SYSTEM_SHARE = 0.25
+LONGEST_TALK = 10  # questions of a conversation
 SHORTEST, LONGEST = 15, 100  # characters of an answer
 DO_NOT_KNOW = "I don't know."
 
@@ -61,11 +71,12 @@ class PythonConversations:
     output: str = setting("data/python_questions", "new folder to write")
     functions: int = setting(300, "functions that are asked about")
     invented: int = setting(1200, "names of functions that do not exist, in training")
+    repeats: int = setting(16, "conversations that each question comes in")
     held_out: int = setting(150, "such names that are held out")
     seed: int = setting(1337, "of what is drawn")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="functions invented held_out", not_negative="seed")
+        check_ranges(self, positive="functions invented repeats held_out", not_negative="seed")
 
 
 def documented() -> dict[str, tuple[str, str | None]]:
@@ -157,11 +168,7 @@ def main() -> None:
     names = invented_names(known, config.invented + config.held_out, draw)
     asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
     training += asked[config.held_out :]
-    draw.shuffle(training)
-    rows = []
-    while training:  # a conversation of one to LONGEST_TALK questions
-        turns, training = training[: (count := draw.randint(1, LONGEST_TALK))], training[count:]
-        rows.append({"messages": [message for turn in turns for message in said(*turn)]})
+    rows = [row for _ in range(config.repeats) for row in talks(training, draw)]
     files = {"train.jsonl": json_lines(rows)}
     groups = {"known": held_out, "invented": asked[: config.held_out]}
     files["held_out.jsonl"] = json_lines(
@@ -174,6 +181,15 @@ def main() -> None:
         f"{config.output}: {len(rows):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
         f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"
     )
+
+
+def talks(asked: Sequence[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
+    """Yields conversations of one to `LONGEST_TALK` of these questions, in random order; some begin with a system prompt."""
+    left = draw.sample(asked, len(asked))
+    while left:
+        turns, left = left[: (count := draw.randint(1, LONGEST_TALK))], left[count:]
+        begin = [{"role": "system", "content": draw.choice(SYSTEM)}] * (draw.random() < SYSTEM_SHARE)
+        yield {"messages": begin + [message for turn in turns for message in said(*turn)]}
 
 
 def said(question: str, answer: str) -> list[dict[str, str]]:
