@@ -5,7 +5,7 @@
 
 For 300 functions: what it does, answered by the first sentence of its docstring, and how it is called, answered by its
 signature. Each question has six wordings, of which two, drawn for each function, are held out. Questions about
-functions that do not exist are answered "I don't know."; some of these names are held out. Each question comes in 16
+functions that do not exist are answered "I don't know."; some of these names are held out. Each question comes in 12
 conversations, after other questions each time: otherwise the model learns by heart which answer follows which.
 
 Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py --tasks chat`, in the groups
@@ -71,7 +71,7 @@ class PythonConversations:
     output: str = setting("data/python_questions", "new folder to write")
     functions: int = setting(300, "functions that are asked about")
     invented: int = setting(1200, "names of functions that do not exist, in training")
-    repeats: int = setting(16, "conversations that each question comes in")
+    repeats: int = setting(12, "conversations that each question comes in")
     held_out: int = setting(150, "such names that are held out")
     seed: int = setting(1337, "of what is drawn")
 
@@ -188,7 +188,9 @@ def talks(asked: Sequence[tuple[str, str]], draw: random.Random) -> Iterator[dic
     left = draw.sample(asked, len(asked))
     while left:
         turns, left = left[: (count := draw.randint(1, LONGEST_TALK))], left[count:]
-        begin = [{"role": "system", "content": draw.choice(SYSTEM)}] * (draw.random() < SYSTEM_SHARE)
+        begin = [{"role": "system", "content": draw.choice(SYSTEM)}] * (
+            draw.random() < SYSTEM_SHARE
+        )
         yield {"messages": begin + [message for turn in turns for message in said(*turn)]}
 
 

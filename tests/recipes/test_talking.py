@@ -1,6 +1,7 @@
 """Talking to a model in the terminal, the conversations about Python, and DPO."""
 
 import json
+from collections import Counter
 
 import pytest
 from conftest import chat_rows, metrics, run_recipe
@@ -50,13 +51,24 @@ def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, caps
 
 
 def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
+    options = ("--invented", "60", "--repeats", "2")
     for name in ("a", "b"):
-        run_recipe("python_conversations", "--output", str(tmp_path / name), "--invented", "60")
+        run_recipe("python_conversations", "--output", str(tmp_path / name), *options)
     first, second = ((tmp_path / name / "train.jsonl").read_bytes() for name in ("a", "b"))
     assert first == second
     rows = [json.loads(line) for line in first.splitlines()]
-    turns = [row["messages"] for row in rows]
-    assert {len(messages) for messages in turns} == {2, 4, 6}
+    turns = [[m for m in row["messages"] if m["role"] != "system"] for row in rows]
+    assert {len(messages) for messages in turns} == {2 * count for count in range(1, 11)}
+    assert (
+        0.15
+        < sum(a != row["messages"] for a, row in zip(turns, rows, strict=True)) / len(rows)
+        < 0.35
+    )
+    asked = Counter(message["content"] for row in turns for message in row[::2])
+    assert set(asked.values()) <= {
+        2,
+        4,
+    }  # an invented name may be drawn with the same wording twice
     said = {
         m["content"]: n["content"]
         for row in turns
