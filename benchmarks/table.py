@@ -10,17 +10,8 @@ import shutil
 from pathlib import Path
 
 from results import RESULTS, read_result
-from token_table import (
-    architecture_rows,
-    cases,
-    draw_trainers,
-    final_rows,
-    lever_rows,
-    precision,
-    share_text,
-    token_share,
-    width_rows,
-)
+
+from gpt2_accel.report.figures import COLOURS, INK, NARROW, new_figure, set_title
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_MEASURED, NO_GPU = "not measured", "no GPU available"
@@ -48,9 +39,8 @@ def main() -> None:
         path.write_text(pages[path], encoding="utf-8")
     images = options.docs / "images"
     images.mkdir(exist_ok=True)
-    for name in ("ladder/speed_ladder.png", "learning_rates.png"):
-        if (picture := options.results / "cpu" / name).exists():
-            shutil.copyfile(picture, images / picture.name)
+    if (picture := options.results / "cpu/ladder/speed_ladder.png").exists():
+        shutil.copyfile(picture, images / picture.name)
     if result := read_result("training-gpt2", "cpu", options.results):
         draw_trainers(result, images / "trainers.svg")
 
@@ -80,7 +70,6 @@ def aims(folder: str | Path) -> str:
     rows += [
         compare(f"{cpu}: {ceiling}", "≥", 0.4, pick(gpt2, "mfu"), "%", 0),
         shakespeare_row(read_result("shakespeare", "cpu", folder)),
-        *token_rows(read_result("token_value", "cpu", folder)),
         compare(f"{loop}, 124M", "≤", 0.02, pick(gpt2, "overhead"), "%", 1),
         compare(f"{loop}, nanoGPT's CPU model", "≤", 0.05, pick(baby, "overhead"), "%", 1),
         compare(sample, "≥", 1.5, best_generation(generate)),
@@ -162,28 +151,6 @@ def shakespeare_row(result: dict | None) -> Row:
     return what, goal, f"{measured}: {own}, against {other}", reached
 
 
-def token_rows(result: dict | None) -> list[Row]:
-    """Returns the rows of the shares of tokens that Muon needs: the largest share of all cases, with its 95% interval."""
-    rows = []
-    for baseline, what, aim in (
-        ("nanoGPT", "Muon's tokens to the loss of nanoGPT's CPU settings", 0.36),
-        (
-            "AdamW",
-            "Muon's tokens to the loss of the AdamW settings found with an equal budget",
-            0.75,
-        ),
-    ):
-        row = compare(what, "≤", aim, None, "%")
-        if result:
-            worst = max(cases(result).values(), key=lambda found: token_share(found, baseline))
-            share, half = token_share(worst, baseline)
-            found = {"median": share, "low": share - half, "high": share + half}
-            row = compare(what, "≤", aim, found, "%")
-            row = (*row[:2], f"{share_text(worst, baseline)} of its tokens", row[3])
-        rows.append(row)
-    return rows
-
-
 def best_generation(result: dict | None) -> Summary | None:
     """Returns the speedup over HF for batch 1 in bf16, compiled or not, whichever is faster."""
     found = [
@@ -250,46 +217,40 @@ def parts(folder: str | Path) -> str:
     return table(result, "", ("part", "measured"), rows)
 
 
-def tokens(folder: str | Path) -> str:
-    """Returns the tables of AdamW and Muon: shares of tokens, losses, levers."""
-    if not (result := read_result("token_value", "cpu", folder)):
-        return ""
-    seeds = len(result["finals"][0]["losses"])
-    trials = " or ".join(str(n) for n in sorted({entry["trials"] for entry in result["screening"]}))
-    shares = [
-        (title, *(share_text(found, name) for name in ("nanoGPT", "AdamW")))
-        for title, found in cases(result).items()
-    ]
-    sections = (
-        "Muon's tokens to a contestant's loss, as a share of that contestant's tokens: mean of "
-        f"{seeds} seeds ± half the width of the 95% interval.",
-        markdown(("case", "nanoGPT's settings", "AdamW"), shares),
-        "The loss in nats per token at the end, with the same interval. "
-        f"Each optimizer tried {trials} settings on each corpus.",
-        markdown(("case", "contestant", "tokens", "loss", "settings"), final_rows(result)),
-        "One setting of Muon changed, at the smaller size: how far the loss rises (+) or falls (-).",
-        markdown(
-            ("setting", "corpus", "used", "other", "other's loss - used one's"), lever_rows(result)
-        ),
-    )
-    return "\n\n".join((describe_machine(result), *sections))
+def qwen3(folder: str | Path) -> str:
+    """Returns the table of Qwen3's speed and memory."""
+    result = read_result("training-qwen3", "cpu", folder)
+    return training("qwen3", result) if result else ""
 
 
-def widths(folder: str | Path) -> str:
-    """Returns the table of the losses by width and learning rate."""
-    result = read_result("token_value", "cpu", folder)
-    title = "The loss by width and peak learning rate, one seed."
-    return table(result, title, *width_rows(result)) if result else ""
+def precision(contestant: dict) -> str:
+    """Describes the precision of a contestant's training, and whether it is compiled."""
+    return ("bf16" if contestant["bf16"] else "fp32") + ", compiled" * contestant["compile"]
 
 
-def architectures(folder: str | Path) -> str:
-    """Returns the tables of the models from GPT-2 to Qwen3, and of Qwen3's speed and memory."""
-    names = ("architectures", "training-qwen3")
-    study, speed = (read_result(name, "cpu", folder) for name in names)
-    head = ("corpus", "model", "parameters", "learning rate", "loss, equal tokens")
-    head += ("change to the row above", "ms an update", "loss, equal time")
-    sections = [table(study, "", head, architecture_rows(study))] if study else []
-    return "\n\n".join(sections + ([training("qwen3", speed)] if speed else []))
+def draw_trainers(result: dict, path: str | Path) -> None:
+    """Draws the speed and the memory of all contestants but the bare loop as bars, as SVG for a phone's width."""
+    from matplotlib import rc_context
+
+    shown = {name: own for name, own in result["contestants"].items() if name != "bare loop"}
+    names = [name.replace(", ", ",\n") + f"\n{precision(own)}" for name, own in shown.items()]
+    speeds = [own["tokens_per_second"]["median"] for own in shown.values()]
+    memories = [own["memory"] / 2**30 for own in shown.values()]
+    figure, [panels] = new_figure(NARROW, 2.6, columns=2)
+    for panel, title, values in zip(
+        panels, ("tokens/s", "peak memory, GiB"), (speeds, memories), strict=True
+    ):
+        colours = [COLOURS[0], *["#80868b"] * (len(names) - 1)]
+        bars = panel.barh(names, values, 0.6, color=colours)
+        panel.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize=9, color=INK)
+        panel.set(xlim=(0, 1.35 * max(values)), xticks=[])
+        panel.grid(False)
+        panel.invert_yaxis()
+        set_title(panel, title)
+    panels[0].tick_params(length=0, labelsize=9)
+    panels[1].set_yticks([])
+    with rc_context({"svg.hashsalt": "trainers"}):  # the same file from the same results
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
 def ladder(folder: str | Path) -> str:
@@ -359,7 +320,7 @@ def markdown(head: Row, rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-SECTIONS = (aims, trainers, generation, gpu, parts, tokens, widths, architectures, ladder)
+SECTIONS = (aims, trainers, generation, gpu, parts, qwen3, ladder)
 
 if __name__ == "__main__":
     main()

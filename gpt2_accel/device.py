@@ -97,6 +97,11 @@ def best_device() -> torch.device:
 
 
 @overridable
+def accelerator_count() -> int:
+    """Returns the number of GPUs that this process sees. It may start their driver."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def device_name(device: torch.device) -> str:
     """Returns the model of a CUDA device, such as `NVIDIA H100 80GB HBM3`; `cpu` or `mps` for others."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

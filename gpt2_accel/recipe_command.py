@@ -23,6 +23,7 @@ COMMANDS = {
     "push": "push_to_hub",
     "import": "import_checkpoint",
     "speed-ladder": "speed_ladder",
+    "compare": "compare",
     "python-conversations": "python_conversations",
 }
 

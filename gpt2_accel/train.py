@@ -28,6 +28,7 @@ from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.checks import check_same_settings
 from gpt2_accel.runtime.context import RunContext, lock_run_dir, start_uploads
+from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.metadata import end_summary
 from gpt2_accel.runtime.processes import AnyRank, main_process_first, on_main_process
 from gpt2_accel.runtime.progress import lasting_output
@@ -45,8 +46,8 @@ def train(config: TrainConfig) -> bool:
     Returns whether the run is complete. It is not if a signal or `max_hours` ends it with a checkpoint, and with
     `dry_run` and `eval_only`, which train nothing.
 
-    Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `ValueError` if the
-    run diverges.
+    Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `Diverged`, a
+    `ValueError`, if the run diverges.
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
@@ -220,21 +221,21 @@ def reduce_step_stats(
 
 
 def check_results(results: dict[str, float]) -> None:
-    """Raises `ValueError` if the validation loss is NaN or infinite."""
+    """Raises `Diverged` if the validation loss is NaN or infinite."""
     if not math.isfinite(loss := results.get("val/loss", 0.0)):
-        raise ValueError(
+        raise Diverged(
             f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower --learning_rate, or "
             "start again with it"
         )
 
 
 def check_weights(model: LanguageModel) -> None:
-    """Raises `ValueError` if the logits of a few tokens are NaN or infinite. They are if a weight is, or far too large."""
+    """Raises `Diverged` if the logits of a few tokens are NaN or infinite. They are if a weight is, or far too large."""
     tokens = torch.arange(min(16, model.config.n_positions, model.config.vocab_size))
     with evaluating(model), torch.no_grad():
         finite = model(tokens[None]).isfinite().all()
     if not finite:
-        raise ValueError(
+        raise Diverged(
             "the run has diverged, its logits are NaN or infinite: resume from an earlier checkpoint with a lower "
             "--learning_rate, or start again with it"
         )
@@ -282,12 +283,12 @@ def write_samples(run: RunContext) -> None:
 
 
 def save_before_divergence(run: RunContext, problem: str) -> None:
-    """Saves a checkpoint of the step before the bad updates, which do not change the weights, and raises `ValueError`."""
+    """Saves a checkpoint of the step before the bad updates, which do not change the weights, and raises `Diverged`."""
     state, bad = run.state, run.state.guard.bad_in_a_row
     state.step -= bad
     run.save()
     run.wait_for_checkpoint()
-    raise ValueError(
+    raise Diverged(
         f"{bad} updates in a row were skipped, the last because {problem}: resume from checkpoint-"
         f"{state.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
         f"{run.config.output_dir}/metrics.jsonl"

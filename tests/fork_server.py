@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: 
 
 import gpt2_accel.data.prepare
 import gpt2_accel.evals.tasks
+import gpt2_accel.study.outcome
 import gpt2_accel.train  # noqa: F401
 
 with suppress(ImportError):  # the extra [report]

@@ -146,6 +146,8 @@ NOT_RUN = {
     "gpt2-accel config notebook > notebook.ipynb": "tests/cli/test_command.py does",
     "pip install 'matplotlib>=3.9'": "installs",
     "pip install 'gradio>=6.0'": "installs",
+    "pip install 'scipy>=1.13' 'matplotlib>=3.9'": "installs",
+    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/study/test_studies.py does",
     "pip install 'transformers[serving]>=5.17'": "installs",
     "pip install 'trl>=1.16' 'peft>=0.18'": "installs",
     "pip install 'gguf>=0.17' 'onnx>=1.20' 'onnxscript>=0.7'": "installs",

@@ -83,14 +83,18 @@ def write_report(runs: list[Run], folder: str | Path, text: str | None = None) -
         add_attention(page, run, text)
     problems = ((run.folder, line) for run in runs for line in dict.fromkeys(run.problems))
     page.section("Left out", bullets([f"{folder}: {line}" for folder, line in problems]))
-    title = ", ".join(run.name for run in runs)
+    return save_page(page, ", ".join(run.name for run in runs), folder, "report.html")
+
+
+def save_page(page: Page, title: str, folder: str | Path, name: str) -> Path:
+    """Writes a page as the HTML file `name` to `folder`, with the PNGs of its pictures; returns the path of the file."""
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     document = template.substitute(title=html.escape(title), body=page.body())
     with atomic_files(folder) as scratch:
-        (scratch / "report.html").write_text(document, encoding="utf-8")
-        for name, figure in page.figures.items():
-            figure.savefig(scratch / f"{name}.png", facecolor="white")
-    return Path(folder) / "report.html"
+        (scratch / name).write_text(document, encoding="utf-8")
+        for picture, figure in page.figures.items():
+            figure.savefig(scratch / f"{picture}.png", facecolor="white")
+    return Path(folder) / name
 
 
 def tell_apart(runs: list[Run]) -> None:

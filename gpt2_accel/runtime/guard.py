@@ -9,6 +9,10 @@ WINDOW = 100  # the last good updates, whose mean and standard deviation define 
 MAX_OVERFLOWS = 50
 
 
+class Diverged(ValueError):
+    """A run whose loss, gradients or weights are not finite. `status.json` names it, so that a study records the outcome."""
+
+
 class AnomalyGuard:
     """Checks the loss and gradient norm of each update, both over all ranks.
 

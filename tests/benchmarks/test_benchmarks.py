@@ -5,14 +5,9 @@ import json
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from launching import ROOT, python
-
-from gpt2_accel import GPT, GPTConfig
-from gpt2_accel.models.qwen3 import Qwen3, Qwen3Config
 
 CONTESTANTS = {"gpt2_accel", "HF Trainer", "plain loop", "bare loop"}
 RESULTS = ROOT / "benchmarks/results"
@@ -28,7 +23,7 @@ def pages(folder):
     (folder / "docs/studies").mkdir(parents=True)
     marks = {
         "performance": ("aims", "trainers", "generation", "gpu"),
-        "studies/all": ("parts", "tokens", "widths", "architectures", "ladder"),
+        "studies/all": ("parts", "qwen3", "ladder"),
     }
     paths = [folder / f"docs/{name}.md" for name in marks]
     for path, names in zip(paths, marks.values(), strict=True):
@@ -97,8 +92,8 @@ def test_table_fills_the_markers_of_all_pages_and_marks_missing_results(tmp_path
     assert all(path.read_text().startswith("before\n<!-- bench ") for path in paths)
     assert all(path.read_text().endswith(" -->\nafter\n") for path in paths)
     assert "old" not in text
-    assert text.count("| not measured |") == 13 and text.count("| no GPU available |") == 4
-    assert text.count("\nNot measured.\n") == 7
+    assert text.count("| not measured |") == 11 and text.count("| no GPU available |") == 4
+    assert text.count("\nNot measured.\n") == 5
 
 
 def test_table_refuses_pages_without_a_marker(tmp_path):
@@ -172,156 +167,6 @@ def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path):
         copy = tmp_path / "docs" / path.relative_to(ROOT / "docs")
         if path.suffix in (".md", ".png"):
             assert copy.read_bytes() == path.read_bytes(), path
-
-
-def final(name, tokens, losses, size="4 layers of 128", **others):
-    trial = {"corpus": "data/shakespeare_char", "size": size, "tokens": tokens, "rate": 4e-3}
-    trial |= {"sequences": 12, "schedule": "linear", "min_ratio": 0.0, "warmup": 0.05}
-    trial |= {"weight_decay": 0.1, "beta2": 0.95, "embedding_rate": 1.0, "vector_rate": 1.0}
-    trial |= {"cautious": False, "momentum": 0.95, "momentum_warmup": 0.0, "average": 0.0}
-    return {"name": name, "trial": trial | others, "losses": losses}
-
-
-def test_token_table_has_intervals_and_muons_share(tmp_path):
-    lever = {"corpus": "data/python_stdlib", "name": "cautious", "found": False, "other": True}
-    width = {"optimizer": "muon", "size": "2 layers of 64"}
-    study = {
-        "screening": [{"trials": 4}],
-        "finals": [
-            final("nanoGPT", 1_600_000, [1.8, 1.9], schedule="cosine", min_ratio=0.1),
-            final("AdamW", 800_000, [1.7, 1.8]),
-            final("Muon", 400_000, [1.8, 1.9], embedding_rate=2.0),
-            final("Muon", 600_000, [1.6, 1.7], embedding_rate=2.0),
-        ],
-        "levers": [lever | {"found_losses": [1.0, 2.0], "other_losses": [1.1, 2.1]}],
-        "widths": [width | {"rate": rate, "loss": rate * 100} for rate in (0.01, 0.02)],
-    }
-    write(tmp_path, "token_value", study)
-    pages(tmp_path)
-    text = fill(tmp_path, tmp_path)
-    # Halfway between the losses at 0.4M and 0.6M tokens: 0.49M, the geometric mean, is 61% of 0.8M.
-    assert "| ≤ 36% | 25.0% ± 0.0% of its tokens | yes |" in text
-    assert "| ≤ 75% | 61.2% ± 0.0% of its tokens | yes |" in text
-    title = "tiny Shakespeare, 4 layers of 128"
-    assert f"| {title} | nanoGPT | 1.60M | 1.850 ± 0.635 | 0.004, cosine to a tenth, " in text
-    assert "embedding rate 2 |" in text
-    assert "| cautious | Python's library | no | yes | +0.100 ± 0.000 |" in text
-    assert "| Muon | 2 layers of 64 | **1.000** | 2.000 |" in text
-
-
-def test_token_study_skips_finished_runs(data_dir, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import token_table
-    import token_training
-    import token_value
-
-    sizes = {name: (1, 1, 8) for name in token_training.SIZES}
-    monkeypatch.setattr(token_training, "SIZES", sizes)
-    monkeypatch.setattr(token_training, "LENGTH", 16)
-    monkeypatch.setattr(token_training, "EVAL_TOKENS", 64)
-    monkeypatch.setattr(token_value, "LEVERS", {"cautious", "average"})
-    monkeypatch.setattr(token_value, "WIDTHS", token_value.WIDTHS[:1])
-    config = token_value.Study(corpora=[str(data_dir)], tokens=4 * 12 * 16, trials=3, seeds=2)
-    path = tmp_path / "token_value.csv"
-
-    def study():
-        with ThreadPoolExecutor(1) as workers:
-            runs = token_value.Runs(path, workers)
-            return runs, token_value.study(config, runs)
-
-    first, figures = study()
-    names = [entry["name"] for entry in figures["finals"]]
-    assert sorted(names) == ["AdamW"] * 2 + ["Muon"] * 4 + ["nanoGPT"] * 2
-    assert {len(entry["losses"]) for entry in figures["finals"]} == {2}
-    lines = path.read_text().splitlines()
-    assert len(lines) == 1 + len(first.losses)
-    path.write_text("\n".join(lines[:-1]) + "\n")
-    _, again = study()
-    assert again == figures
-    token_table.draw_widths(figures, tmp_path / "learning_rates.png")
-    assert (tmp_path / "learning_rates.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.read_text().splitlines()) == sorted(lines)
-    path.write_text(path.read_text()[:-3])
-    with pytest.raises(ValueError, match="ends in the middle of a row"):
-        study()
-
-
-def test_architecture_study_has_all_models_at_equal_tokens_and_time(
-    data_dir, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import architectures
-    import token_table
-    import token_training
-    import token_value
-
-    monkeypatch.setattr(token_training, "SIZES", {token_value.SMALL: (1, 2, 16)})
-    monkeypatch.setattr(token_training, "LENGTH", 16)
-    monkeypatch.setattr(token_training, "EVAL_TOKENS", 64)
-    monkeypatch.setattr(architectures, "TIMED", 2)
-    monkeypatch.setattr(token_value, "RATES", token_value.RATES[5:9])
-    base = token_value.start("muon", str(data_dir), 8 * 12 * 16)
-    with ThreadPoolExecutor(1) as workers:
-        runs = token_value.Runs(tmp_path / "architectures.csv", workers)
-        entries = architectures.study(architectures.Study(seeds=2), runs, [base])
-    assert [entry["trial"]["model"] for entry in entries] == list(token_training.MODELS)
-    assert entries[0]["losses"] == entries[0]["losses_in_time"]
-    rows = token_table.architecture_rows({"entries": entries})
-    assert [row[1] for row in rows] == list(token_training.MODELS)
-    assert rows[0][4] == rows[0][7] and rows[0][5] == ""
-
-
-def test_coordinate_descent_finds_the_best_settings_within_its_trials(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import token_value
-
-    class Runs:
-        def run(self, trials):
-            return [abs(t.rate - 8e-3) + abs(t.beta2 - 0.98) for t in trials]
-
-    first = token_value.start("adamw", "a corpus", 100_000)
-    axes = {name: token_value.AXES["adamw"][name] for name in ("rate", "beta2")}
-    descent = token_value.Descent(Runs(), first, axes, 30)
-    best = descent.run()
-    assert (best.rate, best.beta2) == (8e-3, 0.98)
-    few = token_value.Descent(Runs(), first, axes, 3)
-    few.run()
-    assert len(few.losses) == 3
-
-
-def renamed(weights, names):
-    """Renames the tensors of a state dict; each name's parts that are in `names` are replaced."""
-    for old, new in names.items():
-        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
-    return weights
-
-
-def test_the_models_between_are_gpt2_at_one_end_and_qwen3_at_the_other(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from between import CHANGES, ROPE_THETA, Between, BetweenConfig
-
-    shape = 256, 32, 2, 2, 48
-    last = BetweenConfig(*shape, len(CHANGES))
-    gpt2 = GPT(GPTConfig(*shape))
-    qwen3 = Qwen3(Qwen3Config(256, 32, 2, 2, 2, 24, 48, last.n_inner, rope_theta=ROPE_THETA))
-    names = {"attn.c_": "c_", "mlp.c_fc": "up", "mlp.c_proj": "down"}
-    others = {"embed_tokens": "wte", "layers": "h", "post_attention_layernorm": "ln_2"}
-    others |= {"input_layernorm": "ln_1", "self_attn.o_proj": "c_proj", "self_attn.": ""}
-    others |= {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
-    input_ids, targets = torch.randint(256, (2, 2, 32))
-    for reference, config, mapping in ((gpt2, BetweenConfig(*shape), names), (qwen3, last, others)):
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
-        weights = renamed(reference.state_dict(), mapping)
-        if reference is qwen3:
-            weights["ln_f.weight"] = weights.pop("norm.weight")
-            for i in range(2):
-                parts = [weights.pop(f"h.{i}.{part}_proj.weight") for part in "qkv"]
-                weights[f"h.{i}.c_attn.weight"] = torch.cat(parts)
-        model = Between(config)
-        model.load_state_dict(weights)
-        torch.testing.assert_close(model(input_ids, targets), reference(input_ids, targets))
 
 
 def test_shakespeare_without_its_text_is_marked_as_not_measured(tmp_path):

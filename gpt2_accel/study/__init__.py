@@ -1,0 +1,1 @@
+"""Studies: grids of runs that resume, comparisons with intervals, tuning."""

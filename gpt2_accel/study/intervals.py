@@ -1,0 +1,68 @@
+"""Student's t-intervals over paired runs, and the verdict on a difference."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+CONFIDENCE = 0.95
+MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
+
+
+def student(runs: int, confidence: float = CONFIDENCE) -> float:
+    """Returns the two-sided quantile of Student's t with `runs` - 1 degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + confidence) / 2, runs - 1))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of at least one value, and half the width of its 95% interval, infinite for one value."""
+    if len(values) < 2:
+        return fmean(values), math.inf
+    return fmean(values), student(len(values)) * stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the paired differences of a variant's metric to the baseline's say; lower is better.
+
+    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal, or "not
+    distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
+    None if it is above `MOST_SEEDS` or there is one pair only.
+    """
+
+    mean: float
+    half: float
+    word: str
+    more_seeds: int | None = None
+
+    def __str__(self) -> str:
+        if self.word != "not distinguishable":
+            return self.word
+        if math.isinf(self.half):
+            return f"{self.word}: one seed has no spread, take at least two"
+        if self.more_seeds is None:
+            return f"{self.word}: even {MOST_SEEDS:,} seeds may not tell them apart"
+        return f"{self.word}: about {self.more_seeds} more seeds"
+
+
+def judge(differences: Sequence[float]) -> Verdict:
+    """Returns the verdict on the differences of at least one pair of runs with the same seed."""
+    mean, half = interval(differences)
+    if len(differences) > 1 and not any(differences):
+        return Verdict(0.0, 0.0, "equal")
+    if abs(mean) > half:
+        return Verdict(mean, half, "better" if mean < 0 else "worse")
+    return Verdict(mean, half, "not distinguishable", more_seeds(differences))
+
+
+def more_seeds(differences: Sequence[float]) -> int | None:
+    """Returns how many more pairs would make an interval of this mean and spread exclude zero."""
+    if len(differences) < 2:
+        return None
+    mean, spread = abs(fmean(differences)), stdev(differences)
+    for count in range(len(differences) + 1, MOST_SEEDS + 1):
+        if mean > student(count) * spread / math.sqrt(count):
+            return count - len(differences)
+    return None
