@@ -328,17 +328,21 @@ def prompt_tokens(
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
-    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, or for a message that
-    is empty or holds a special token, which would end a turn; what the assistant said is taken as it is.
+    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
+    user's, or for a message that is of another role, is empty or holds a special token, which would end a turn; what the assistant said is taken as it is.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
             "continue"
         )
-    if not messages:
-        raise ValueError("the conversation has no messages: say something first")
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("a conversation to answer ends with a message of the user: add one")
     for message in messages:
+        if message["role"] not in ("system", "user", "assistant"):
+            raise ValueError(
+                f"a message has the role {message['role']!r}: use system, user or assistant"
+            )
         if message["role"] == "assistant":  # the model said so
             continue
         if not message["content"].strip():

@@ -3,9 +3,8 @@
     accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo
 
 Data: a JSONL file, or a data set on the Hub, with `prompt`, `chosen` and `rejected`, or the last two as lists of messages.
-The reference is always the model that the run starts from. Settings: SmolLM2-135M-Instruct's (Allal et al., 2025,
-arXiv:2502.02737). The loop and its checkpoints, in `trl/`, are TRL's: the same command continues from the newest. The result
-is a directory as of any recipe. Expected: `rewards/margins` in metrics.jsonl grows above 0.
+The reference is the model that the run starts from. Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737).
+The loop and its checkpoints, in `trl/`, are TRL's: the same command continues. Expected: `rewards/margins` grows above 0.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,11 +15,12 @@ from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.sources import reading
 from gpt2_accel.device import best_device
+from gpt2_accel.evals.sources import place_of, read_items
 from gpt2_accel.files import JsonLines
 from gpt2_accel.generation.sampling import user_turn
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.model_card import Training
-from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens
+from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens, special_tokens
 
 
 @dataclass
@@ -39,21 +39,23 @@ class ChatDPO:
         check_ranges(self, positive="batch_size micro_batch_size", above_zero="epochs beta")
 
 
-def as_messages(row: dict) -> dict[str, list]:
-    """Returns a pair as two conversations. Raises `ValueError` for another row."""
+def as_messages(row: dict, place: str, special: list[str]) -> dict[str, list]:
+    """Returns a pair as two conversations. Raises `ValueError` for another row, or one with a special token."""
     pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected")}
+    if found := [token for token in special if token in str(row)]:
+        raise ValueError(f"{place} holds the special token {found[0]}: remove it")
     if all(isinstance(text, str) for text in (*pair.values(), row.get("prompt"))):
         asked = user_turn(row["prompt"])
         return {n: [*asked, {"role": "assistant", "content": text}] for n, text in pair.items()}
     if all(isinstance(messages, list) and messages for messages in pair.values()):
         return pair
-    raise ValueError(f"{', '.join(row)}: a row is no pair, write prompt, chosen, rejected")
+    raise ValueError(f"{place} has {', '.join(row)}, no pair: write prompt, chosen, rejected")
 
 
 def main() -> None:
     config = parse_config(ChatDPO)
     try:
-        from datasets import load_dataset
+        from datasets import Dataset, load_dataset
         from transformers import AutoModelForCausalLM
         from trl import DPOConfig, DPOTrainer
     except ImportError as error:
@@ -61,27 +63,24 @@ def main() -> None:
     directory, folder = local_directory(verified_directory(config.model)), Path(config.output_dir)
     tokenizer, shape = load_tokenizer(directory), from_pretrained(directory).config
     prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
-    source = (
-        ("json", {"data_files": config.data}) if Path(config.data).exists() else (config.data, {})
-    )
-    with reading(config.data):
-        rows = load_dataset(source[0], split="train", **source[1])
+    if config.data.endswith(".jsonl"):
+        rows = read_items("pairs", config.data)
+    else:
+        with reading(config.data):
+            rows = load_dataset(config.data, split="train")
+    special, device = special_tokens(tokenizer), best_device().type
+    pairs = [as_messages(row, place_of(row, n, config.data), special) for n, row in enumerate(rows)]
+    options = {"num_train_epochs": config.epochs, "beta": config.beta, "seed": config.seed}
+    options |= {"learning_rate": config.learning_rate, "lr_scheduler_type": "cosine"}
+    options |= {"warmup_steps": 0.1, "max_length": shape.n_positions, "logging_steps": 1}
+    options |= {"gradient_checkpointing": False, "report_to": [], "bf16": device == "cuda"}
+    options["per_device_train_batch_size"] = micro = config.micro_batch_size
+    options["gradient_accumulation_steps"] = max(1, config.batch_size // micro)
     trainer = DPOTrainer(
         # The reference is given: TRL would load it again by the name in the config.
         *(AutoModelForCausalLM.from_pretrained(directory, dtype="float32") for _ in range(2)),
-        DPOConfig(
-            str(folder / "trl"),
-            num_train_epochs=config.epochs,
-            learning_rate=config.learning_rate,
-            **{"lr_scheduler_type": "cosine", "warmup_steps": 0.1},
-            beta=config.beta,
-            per_device_train_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=max(1, config.batch_size // config.micro_batch_size),
-            bf16=best_device().type == "cuda",
-            **{"max_length": shape.n_positions, "seed": config.seed, "logging_steps": 1},
-            **{"gradient_checkpointing": False, "report_to": []},
-        ),
-        train_dataset=rows.map(as_messages, remove_columns=rows.column_names),
+        DPOConfig(str(folder / "trl"), **options),
+        train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
     )
     found = trainer.train(any((folder / "trl").glob("checkpoint-*"))).metrics
@@ -90,10 +89,11 @@ def main() -> None:
         state, log = trainer.state, JsonLines(folder / "metrics.jsonl", 0)
         for line in state.log_history:
             log.write({n if n == "step" else f"train/{n}": value for n, value in line.items()})
-        settings, results = asdict(config), {"train/loss": found["train_loss"]}
         figures = int(state.num_input_tokens_seen), found["train_runtime"] / 3600, state.total_flos
-        training = Training(settings, config.data, *figures, best_device().type, results)
+        figures += device, {"train/loss": found["train_loss"]}
+        training = Training(asdict(config), config.data, *figures)
         save_pretrained(from_pretrained(folder / "trl"), folder, tokenizer, training=training)
+        print(f"The model is in {folder}.")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Prints a table with verdicts and writes it as a page, `study.html`.
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt2_accel import cli
@@ -35,6 +35,7 @@ class Compare:
     part: str | None = setting(
         None, "I/N: only every N-th run, from 0/N to N-1/N, without a shared disk"
     )
+    tune: bool = setting(True, "tune each variant first, if the file has axes")
     keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
 
     def __post_init__(self) -> None:
@@ -56,6 +57,8 @@ def main() -> None:
         words.insert(0, "--study")
     config = parse_config(Compare, words)
     study = read_study(config.study, Path(__file__).parent)
+    if not config.tune:
+        study = replace(study, tuning=None)
     folder = Path(config.output_dir or Path("runs") / study.path.stem)
     part = parse_part(config.part)
     table = Path(

@@ -130,10 +130,14 @@ def signature(name: str, function: object) -> str | None:
 def invented_names(known: dict[str, object], count: int, draw: random.Random) -> list[str]:
     """Returns names of functions that do not exist: real modules, and parts of the names of real functions."""
     parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
+    if count > len(MODULES) * len(parts) ** 2:  # of which few exist
+        raise ValueError(
+            f"{len(known)} functions have too few words for {count:,} names: raise --functions"
+        )
     names: dict[str, None] = {}
     while len(names) < count:
         module = draw.choice(MODULES)
-        name = "_".join(draw.sample(parts, draw.choice((1, 2, 2, 3))))
+        name = "_".join(draw.sample(parts, min(len(parts), draw.choice((1, 2, 2, 3)))))
         if not hasattr(importlib.import_module(module), name):
             names[f"{module}.{name}"] = None
     return list(names)

@@ -17,6 +17,7 @@ from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.generation.chat import Chat
 from gpt2_accel.generation.sampling import Completion, Sampling, load, stream, user_turn
+from gpt2_accel.tokenizer import prompt_tokens
 
 
 @dataclass
@@ -60,6 +61,7 @@ def talk(chat: Chat, config: Sample) -> None:
     live = sys.stdin.isatty()
     system = {"role": "system", "content": config.system}
     messages = [system] if config.system.strip() else []
+    prompt_tokens(chat.tokenizer, [*messages, *user_turn("Hi")])  # refuses a system prompt at once
     for line in lines(config.prompt, "> " if live else ""):
         said = [*messages, *user_turn(line)]
         try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 256  # of an answer
 TOGETHER = 64  # answers that are generated at once
 GSM8K = re.compile(r"####\s*(-?[\d.,]*\d)")
+GROUP = re.compile(r"(?!.*stderr)[\w -]*")  # the name of a metric
 NUMBER = re.compile(r"-?\d[\d.,]*\d|-?\d")
 
 
@@ -59,10 +60,15 @@ def load_chat(
         place = place_of(item, number, "chat")
         name = "prompt" if "prompt" in item else "question"
         prompt = field(item, name, str | list, place)
+        group = field(item, "group", str, place) if "group" in item else ""
+        if not GROUP.fullmatch(group):
+            raise ValueError(
+                f"{place} has the group {group!r}: use letters, digits, spaces, - and _, and not stderr"
+            )
         item_of = ChatItem(
             user_turn(prompt) if isinstance(prompt, str) else prompt,
             field(item, "answer", str, place),
-            field(item, "group", str, place) if "group" in item else "",
+            group,
         )
         try:
             tokens = len(encode_prompt(tokenizer, item_of.prompt))

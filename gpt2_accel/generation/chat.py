@@ -50,8 +50,6 @@ class Chat:
         `ValueError` for a conversation without a user's message at the end or with one that is too long, and the errors of
         `encode_prompt`.
         """
-        if not messages or messages[-1]["role"] != "user":
-            raise ValueError("a conversation to answer ends with a message of the user: add one")
         n_positions = self.model.config.n_positions
         kept, prompt = self._fit(messages, min(sampling.max_new_tokens, n_positions // 2))
         self.dropped = len(messages) - len(kept)

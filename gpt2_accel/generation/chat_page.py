@@ -1,12 +1,11 @@
 """The chat page of `recipes/demo.py`: one conversation with a model, or the same questions to two."""
 
-import html
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import gradio as gr
@@ -30,19 +29,14 @@ SETTINGS = {
     "seed": ("Seed", "fixes the text", 1),
 }
 
-# `gr.Chatbot` shows HTML, also without Markdown, and copies what it was given.
-TAG = re.compile(r"<(?=[a-zA-Z/!])|&(?=[#\w])")
+# `gr.Chatbot` shows HTML, also without Markdown. An invisible character (a word joiner) behind < and & makes them text.
+TAG, JOINER = re.compile(r"<(?=[a-zA-Z/!?])|&(?=[#\w])"), "\u2060"
 COPY_TEXT = """() => {
   const clipboard = navigator.clipboard;  // only with https or on localhost
   if (!clipboard) return;
   const write = clipboard.writeText.bind(clipboard);
-  clipboard.writeText = shown => {
-    const area = document.createElement("textarea");
-    area.innerHTML = shown;
-    return write(area.value);
-  };
+  clipboard.writeText = shown => write(shown.replace(/([<&])\u2060/g, "$1"));
 }"""
-
 CSS = """
 .bot .message .md { white-space: pre-wrap }
 .bot .edit-textarea { width: min(32rem, 55vw) !important; min-height: 5rem !important }
@@ -61,12 +55,27 @@ class ChatModel(NamedTuple):
     tokenizer: "PreTrainedTokenizerBase"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What is answered: the conversations `said`, which end with the user's message `asked`. If they cannot be answered,
+    the page shows those `before`. `attempt` counts the tries of one message."""
+
+    number: int
+    asked: str
+    said: Sequence[History]
+    before: Sequence[History]
+    attempt: int = 0
+
+
 class Visitors:
-    """The `Chat` of each model for each of the last visitors. A conversation itself is on the visitor's page."""
+    """The `Chat` of each model for each of the last visitors, and the number of the turn that each of them waits for. A
+    conversation itself is on the visitor's page."""
 
     def __init__(self, models: Sequence[ChatModel], compile: bool):
         self.models, self.compile = models, compile
         self._chats: OrderedDict[str | None, list[Chat]] = OrderedDict()
+        self._waits: dict[str | None, int] = {}
+        self._numbers = count(1)
 
     def chats(self, visitor: str | None) -> list[Chat]:
         """Returns a chat per model."""
@@ -78,6 +87,21 @@ class Visitors:
         while len(self._chats) > VISITORS:
             self._chats.popitem(last=False)
         return self._chats[visitor]
+
+    def begin(self, visitor: str | None) -> int | None:
+        """Returns the number of a new turn, None if the visitor waits for one."""
+        if visitor in self._waits:
+            return None
+        self._waits[visitor] = next(self._numbers)
+        return self._waits[visitor]
+
+    def waits(self, visitor: str | None, number: int) -> bool:
+        """Whether the visitor still waits for this turn."""
+        return self._waits.get(visitor) == number
+
+    def end(self, visitor: str | None) -> None:
+        """Notes that the visitor waits for nothing."""
+        self._waits.pop(visitor, None)
 
 
 def build_chat_page(
@@ -122,51 +146,29 @@ def build_chat_page(
             system = gr.Textbox(label="System prompt", lines=2, info="Empty: none.")
             with gr.Row():
                 settings = setting_inputs(length=200)
-        tries = gr.State(0)  # of the last answer
-        inputs, outputs = [system, *settings, *bots], [send, stop, message, *bots, *notes]
+        turn = gr.State(None)  # the last one that has begun; None if the visitor waited for another
+        refused = gr.State("")  # its message, if it cannot be answered
 
-        def answer(
-            visitor: str | None,
-            asked: str,
-            attempt: int,
-            system: str,
-            values: tuple,
-            histories: list[History],
-            before: Sequence[History],
-        ) -> Iterator[list]:
-            """Yields the outputs while the models answer conversations that end with the user's message `asked`. If they
-            cannot be answered, the page shows those `before`."""
-            same = [gr.skip()] * (len(bots) + len(notes))
-            try:
-                sampling = read_settings(values)
-                sampling = replace(sampling, seed=sampling.seed + attempt)
-                yield [*buttons(running=True), "", *same]
-                for shown in answers(visitors.chats(visitor), models, system, histories, sampling):
-                    yield [gr.skip(), gr.skip(), gr.skip(), *shown]
-                yield [*buttons(running=False), gr.skip(), *same]
-            except ValueError as error:  # the message stays in its box
-                gr.Warning(str(error))
-                yield [*buttons(running=False), asked, *before, *(gr.skip() for _ in notes)]
+        def begin(visitor: str | None, asked: str, said: list, before: list, attempt: int = 0):
+            number = visitors.begin(visitor)
+            if number is None:
+                return [None, *(gr.skip() for _ in begun[1:])]
+            return [Turn(number, asked, said, before, attempt), *buttons(running=True), "", *said]
 
-        def say(
-            request: gr.Request, text: str | None, system: str, *rest: object
-        ) -> Iterator[list]:
-            values, histories = rest[: -len(bots)], rest[-len(bots) :]
-            said = [[*history, shown_message("user", text or "")] for history in histories]
-            visitor = request.session_hash
-            yield from answer(visitor, text or "", 0, system, values, said, histories)
+        def say(request: gr.Request, text: str | None, *histories: History) -> list:
+            asked = shown_message("user", text or "")
+            said = [[*history, asked] for history in histories]
+            return begin(request.session_hash, text or "", said, list(histories))
 
-        def retry(request: gr.Request, attempt: int, system: str, *rest: object) -> Iterator[list]:
-            values, histories = rest[: -len(bots)], rest[-len(bots) :]
+        def retry(request: gr.Request, last: Turn | None, *histories: History) -> list:
             said = [up_to_the_last_question(history) for history in histories]
-            if all(said):
-                visitor = request.session_hash
-                yield from answer(visitor, "", attempt, system, values, said, histories)
+            if not all(said):
+                return [None, *(gr.skip() for _ in begun[1:])]
+            same = last is not None and said == list(last.said)
+            attempt = last.attempt + 1 if same else 1
+            return begin(request.session_hash, "", said, list(histories), attempt)
 
-        def edited(
-            change: gr.EditData, request: gr.Request, system: str, *rest: object
-        ) -> Iterator[list]:
-            values, histories = rest[: -len(bots)], rest[-len(bots) :]
+        def edited(change: gr.EditData, request: gr.Request, *histories: History) -> list:
             place = change.index if isinstance(change.index, int) else change.index[0]
             old, new = (
                 shown_message("user", text_of({"content": text}))
@@ -175,26 +177,56 @@ def build_chat_page(
             said = [[*history[:place], new] for history in histories]
             # Gradio has put the new text into one of them.
             before = [[*history[:place], old, *history[place + 1 :]] for history in histories]
-            yield from answer(request.session_hash, "", 0, system, values, said, before)
+            return begin(request.session_hash, "", said, before)
 
-        first = gr.on([send.click, message.submit], say, [message, *inputs], outputs)
-        changed = gr.on([bot.edit for bot in bots], edited, inputs, outputs)
-        raised = gr.on(
-            [again.click, *(bot.retry for bot in bots)], lambda n: n + 1, tries, tries, queue=False
-        )
-        repeated = raised.then(retry, [tries, *inputs], outputs)
-        for begun in (first, changed):
-            begun.then(lambda: 0, None, tries, queue=False)
-        running = [first, changed, repeated]
-        ended = {"cancels": running, "queue": False}
-        stop.click(lambda: buttons(running=False), None, [send, stop], **ended)
-        page.load(None, js=COPY_TEXT)
+        def answer(
+            request: gr.Request, asked: Turn | None, system: str, *values: float | None
+        ) -> Iterator[list]:
+            """Yields the outputs while the models answer, until the visitor no longer waits for it."""
+            visitor, same = request.session_hash, [gr.skip()] * len([*bots, *notes])
+            if asked is None or not visitors.waits(visitor, asked.number):
+                yield [gr.skip(), gr.skip(), "", *same]
+                return
+            try:
+                sampling = read_settings(values)
+                sampling = replace(sampling, seed=sampling.seed + asked.attempt)
+                for shown in answers(visitors.chats(visitor), models, system, asked.said, sampling):
+                    if not visitors.waits(visitor, asked.number):
+                        return
+                    yield [gr.skip(), gr.skip(), "", *shown]
+                yield [*buttons(running=False), "", *same]
+            except ValueError as error:
+                gr.Warning(str(error))
+                skipped = [gr.skip() for _ in notes]
+                yield [*buttons(running=False), asked.asked, *asked.before, *skipped]
+            finally:
+                if visitors.waits(visitor, asked.number):
+                    visitors.end(visitor)
 
-        def empty() -> list:
-            return [*buttons(running=False), gr.skip(), *([] for _ in bots), *("" for _ in notes)]
+        def stopped(request: gr.Request) -> list[gr.Button]:
+            visitors.end(request.session_hash)
+            return buttons(running=False)
 
+        def emptied(request: gr.Request) -> list:
+            return [*stopped(request), "", *([] for _ in bots), *("" for _ in notes)]
+
+        begun = [turn, send, stop, message, *bots]
+        outputs = [send, stop, refused, *bots, *notes]
+        for events, first, inputs in (
+            ([send.click, message.submit], say, [message, *bots]),
+            ([again.click, *(bot.retry for bot in bots)], retry, [turn, *bots]),
+            ([bot.edit for bot in bots], edited, bots),
+        ):
+            answered = gr.on(events, first, inputs, begun, queue=False).then(
+                answer, [turn, system, *settings], outputs, trigger_mode="multiple"
+            )
+            # A message that cannot be answered goes back into its box, unless there is another.
+            answered.then(lambda text, box: box or text, [refused, message], message, queue=False)
+        stop.click(stopped, None, [send, stop], queue=False)
         for cleared in (clear.click, *(bot.clear for bot in bots)):
-            cleared(empty, None, outputs, **ended)
+            # The second time for what was on its way.
+            cleared(emptied, None, outputs, queue=False).then(emptied, None, outputs, queue=False)
+        page.load(None, js=COPY_TEXT)
     return page
 
 
@@ -229,8 +261,8 @@ def read_settings(values: Sequence[float | None]) -> Sampling:
 
 
 def shown_message(role: str, text: str) -> dict:
-    """Returns a message for a `gr.Chatbot`, with HTML escaped."""
-    return {"role": role, "content": TAG.sub(lambda found: html.escape(found[0]), text)}
+    """Returns a message for a `gr.Chatbot`, in which nothing is HTML."""
+    return {"role": role, "content": TAG.sub(lambda found: found[0] + JOINER, text)}
 
 
 def text_of(message: dict) -> str:
@@ -238,7 +270,7 @@ def text_of(message: dict) -> str:
     content = message["content"]
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content if part.get("type") == "text")
-    return html.unescape(content)
+    return re.sub(f"([<&]){JOINER}", r"\1", content)
 
 
 def up_to_the_last_question(history: History) -> History:
@@ -279,7 +311,8 @@ def answers(
 def note(chat: Chat, loaded: ChatModel, answer: Completion, length: int, seconds: float) -> str:
     """Returns the line below a conversation whose answer may have `length` tokens."""
     reads = f"{loaded.model.config.n_positions:,} tokens"
-    text = f"{len(answer.ids)} tokens, {len(answer.ids) / max(seconds, 1e-3):.0f} a second"
+    plural = "s" * (len(answer.ids) != 1)
+    text = f"{len(answer.ids)} token{plural}, {len(answer.ids) / max(seconds, 1e-3):.0f} a second"
     if answer.ended == "length":
         text += (
             "; cut at the length"

@@ -89,6 +89,16 @@ def test_bad_items(tokenizer, chat_base):
         ({"prompt": " ", "answer": "x"}, "the message is empty"),
         ({"prompt": [], "answer": "x"}, "item 0 of chat: "),
         ({"prompt": "a" * 200, "answer": "x"}, "and the model reads 128: remove it"),
+        ({"prompt": "a", "answer": "x", "group": "stderr"}, "has the group 'stderr': use letters"),
+        ({"prompt": "a", "answer": "x", "group": "a|b"}, "has the group 'a|b': use letters"),
+        (
+            {"prompt": [{"role": "tool", "content": "a"}], "answer": "x"},
+            "ends with a message of the user",
+        ),
+        (
+            {"prompt": [{"role": "tool", "content": "a"}, *user_turn("b")], "answer": "x"},
+            "a message has the role 'tool'",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             load_chat([item], tokenizer, SHAPE)

@@ -442,6 +442,7 @@ def chat() -> Iterator[Row]:
     yield Row("prepare_data", f"chat none.jsonl {usual} --data_dir d", "none.jsonl does not exist")
     for arguments, words in (
         ("--functions 0", "functions must be at least 1"),
+        ("--functions 1 --invented 9000 --output d", "1 functions have too few words for 9,150"),
         ("--functions 99999", "functions with a short docstring: lower --functions"),
         ("--output {data}", "{data} exists, with other questions"),
     ):

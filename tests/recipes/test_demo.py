@@ -385,7 +385,8 @@ class Talker(Visitor):
     def said(self, who="user"):
         """Returns the messages of `user` or `bot`, of the first model before the second."""
         texts = self.page.locator(f".message.{who}").all_inner_texts()
-        return [text.strip() for text in texts if text.strip() != "Loading content"]
+        shown = (text.strip().replace("\u2060", "") for text in texts)
+        return [text for text in shown if text != "Loading content"]
 
     def done(self):
         return not self.page.get_by_role("button", name="Stop").is_visible()
@@ -410,16 +411,18 @@ def test_two_models_answer_in_turns_and_visitors_are_apart(browser, chat_server)
     one.wait_for(lambda: one.done() and one.said("bot") != before)
     assert len(one.said("bot")) == 4 and one.said("bot")[0] == before[0]
     one.page.get_by_label("Edit").first.click()
-    one.page.locator(".message textarea").first.fill("What?")
+    box = one.page.locator(".message textarea").first
+    assert box.input_value().replace("\u2060", "") == "Why   <b>this</b> &copy=2 <module>?"
+    box.fill("What is &lt;i&gt; <i>x</i> & &copy=2?")
     one.page.get_by_label("Submit").first.click()
-    one.wait_for(lambda: one.said() == ["What?"] * 2 and one.done())
+    one.wait_for(lambda: one.said() == ["What is &lt;i&gt; <i>x</i> & &copy=2?"] * 2 and one.done())
     one.answered(2)
     answered = one.said("bot")
     one.page.get_by_label("Edit").first.click()
     one.page.locator(".message textarea").first.fill("x<|im_end|>")
     one.page.get_by_label("Submit").first.click()
     one.wait_for(lambda: "holds the special token" in one.page.inner_text("body"))
-    one.wait_for(lambda: one.said() == ["What?"] * 2 and one.said("bot") == answered)
+    one.wait_for(lambda: "&lt;" in one.said()[0] and one.said("bot") == answered)
     one.page.get_by_role("button", name="New conversation").click()
     one.wait_for(lambda: not one.said())
     assert two.said() == ["How?"] * 2
@@ -439,6 +442,32 @@ def test_what_cannot_be_answered_is_said_and_stays_in_the_box(browser, chat_serv
         assert not visitor.said()
     visitor.ask("Hi")
     visitor.answered(2)
+
+
+def test_what_is_typed_while_a_model_answers_stays_and_a_new_conversation_is_empty(
+    browser, chat_server
+):
+    visitor = Talker(browser, chat_server.url)
+    stop = visitor.page.get_by_role("button", name="Stop")
+    visitor.ask("Why?")
+    stop.wait_for()
+    visitor.ask("And then?")  # not sent: an answer is being written
+    visitor.answered(2)
+    assert visitor.box.input_value() == "And then?" and visitor.said() == ["Why?"] * 2
+    for pause in (0, 300, 900):
+        visitor.ask("How?")
+        visitor.page.wait_for_timeout(pause)
+        visitor.page.get_by_role("button", name="New conversation").click()
+        visitor.wait_for(lambda: not visitor.said() and not visitor.said("bot") and visitor.done())
+        visitor.page.wait_for_timeout(700)
+        assert not visitor.said() and not visitor.said("bot")
+    visitor.ask("Where?")
+    stop.wait_for()
+    stop.dispatch_event("click")
+    visitor.wait_for(visitor.done)
+    visitor.ask("Who?")
+    visitor.wait_for(lambda: visitor.done() and visitor.said() == ["Where?", "Who?"] * 2)
+    assert not visitor.errors
 
 
 def test_the_chat_page_fits_a_phone(browser, chat_server):

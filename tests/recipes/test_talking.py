@@ -105,4 +105,4 @@ def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tm
     assert "- chat\n" in (tmp_path / "run/README.md").read_text()
     file.write_text('{"text": "x"}\n')
     done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
-    assert "a row is no pair, write prompt, chosen, rejected" in done.stderr
+    assert "pairs.jsonl, line 1 has text, no pair: write prompt, chosen, rejected" in done.stderr
