@@ -464,6 +464,18 @@ def chat() -> Iterator[Row]:
             {"r.jsonl": '{"prompt": "a", "answer": "b"}'},
         )
     yield Row("sample", "--model {model} --chat true --prompt a", "has no chat template")
+    study = {"s.yaml": "recipe: quickstart\nvariants: {a: {}}"}
+    for arguments, words in (
+        ("none.yaml", "none.yaml: there is no such file"),
+        ("s.yaml --part 3/3", "part must be I/N with I below N"),
+        ("s.yaml --processes 0", "processes must be at least 1"),
+        (
+            f"s.yaml --accelerate_config {ROOT}/accelerate_configs/8xa100.yaml",
+            "give a config for one",
+        ),
+        ("--output_dir d", "the following arguments are required: --study"),
+    ):
+        yield Row("compare", arguments, words, study)
     yield Row("prepare_data", f"chat {{text}} {usual} --data_dir d", "holds no conversations")
 
 
