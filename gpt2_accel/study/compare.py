@@ -19,6 +19,7 @@ Settings may have `warmup_share` in place of `warmup_steps`: a share of the upda
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.files import read_json_lines, write_json
 from gpt2_accel.options import suggestion
 from gpt2_accel.study.children import Child, settings_of
+from gpt2_accel.study.claims import claim
 from gpt2_accel.study.engine import LOG, Engine, Trial, grid, last_line
 from gpt2_accel.study.intervals import Verdict, interval, judge
 from gpt2_accel.study.table import Result
@@ -332,7 +334,7 @@ def with_budget(study: StudyFile, engine: Engine, trial: Trial, *, amount: float
         if study.unit == "flops":
             tokens = amount / trial.flops_per_token
         elif study.unit == "minutes":
-            tokens = amount * 60 * speed(study, engine, trial)
+            tokens = amount * 60 * speed(engine, trial)
         updates = max(1, round(tokens / config.total_batch_size))
         changes["max_steps"] = resolved["max_steps"] = updates
     if WARMUP in resolved:
@@ -341,29 +343,46 @@ def with_budget(study: StudyFile, engine: Engine, trial: Trial, *, amount: float
     return Trial(trial.recipe, changes, resolved)
 
 
-def speed(study: StudyFile, engine: Engine, trial: Trial) -> float:
+def speed(engine: Engine, trial: Trial) -> float:
     """Returns the tokens per second of training a trial, measured once with a run in each slot at the same time, and stored
-    beside the table of runs. Raises `ValueError` if the measurement fails."""
+    beside the table of runs. Of several processes one measures, and the others wait.
+
+    Raises `ValueError` if the measurement fails."""
     path = engine.table.with_name(f"{engine.table.stem}-speeds.json")
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     plain = {name: v for name, v in trial.resolved.items() if name not in SPEEDLESS}
     id = Trial(trial.recipe, {}, plain).id(engine.precision)
-    if id not in known:
-        changes = {n: v for n, v in trial.changes.items() if n != WARMUP}
-        off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "log_every": 5, "patience": 0}
-        probe = Trial(trial.recipe, {**changes, **off, "keep_best": False, "max_steps": PROBE}, {})
-        folders = [engine.folder / "probes" / f"{id}-{n}" for n in range(len(engine.slots))]
-        children = [
-            Child(trial.recipe, probe.arguments(folder), slot, engine.env, folder / LOG)
-            for folder, slot in zip(folders, engine.slots, strict=True)
-        ]
-        found = []
-        for child, folder in zip(children, folders, strict=True):
-            if child.wait():
-                raise ValueError(f"the speed was not measured: {last_line(folder / LOG)}")
-            lines = read_json_lines(folder / "metrics.jsonl")
-            speeds = [v for line in lines if (v := line.get("train/tokens_per_second"))]
-            found += speeds[len(speeds) // 2 :]
-        known[id] = median(found)
-        write_json(path, known)
+    folder = engine.folder / "probes" / id
+    while id not in (known := read_speeds(path)):
+        if (own := claim(folder)) is None:
+            time.sleep(1)
+            continue
+        try:
+            write_json(path, known | {id: measure(engine, trial, folder)})
+        finally:
+            own.release()
     return known[id]
+
+
+def read_speeds(path: Path) -> dict[str, float]:
+    """Returns the measured speeds by the id of what was measured."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def measure(engine: Engine, trial: Trial, folder: Path) -> float:
+    """Returns the median of the tokens per second in the second half of `PROBE` updates, over a run in each slot."""
+    changes = {name: value for name, value in trial.changes.items() if name != WARMUP}
+    off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "patience": 0, "keep_best": False}
+    probe = Trial(trial.recipe, {**changes, **off, "log_every": 5, "max_steps": PROBE}, {})
+    folders = [folder / str(number) for number in range(len(engine.slots))]
+    children = [
+        Child(trial.recipe, probe.arguments(place), slot, engine.env, place / LOG)
+        for place, slot in zip(folders, engine.slots, strict=True)
+    ]
+    found = []
+    for child, place in zip(children, folders, strict=True):
+        if child.wait():
+            raise ValueError(f"the speed was not measured: {last_line(place / LOG)}")
+        lines = read_json_lines(place / "metrics.jsonl")
+        speeds = [v for line in lines if (v := line.get("train/tokens_per_second"))]
+        found += speeds[len(speeds) // 2 :]
+    return median(found)

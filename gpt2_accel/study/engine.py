@@ -26,6 +26,7 @@ from gpt2_accel.study.children import Child, Slot
 from gpt2_accel.study.claims import HEARTBEAT, Claim, claim, holder
 from gpt2_accel.study.table import (
     Result,
+    code_fingerprint,
     identify,
     read_result,
     read_table,
@@ -169,6 +170,7 @@ class Engine:
         """Returns the id of a trial."""
         key = repr((trial.recipe, sorted(trial.resolved.items())))
         if key not in self._ids:
+            code_fingerprint(trial.recipe)  # now, before a file changes
             self._ids[key] = trial.id(self.precision)
         return self._ids[key]
 
@@ -291,7 +293,8 @@ class Engine:
         changes = {
             name: v for name, v in trial.changes.items() if name not in INERT or name == "data_dir"
         }
-        found = read_result(folder) or record(folder, id, changes, trial.flops_per_token)
+        code = code_fingerprint(trial.recipe)
+        found = read_result(folder) or record(folder, id, changes, trial.flops_per_token, code)
         if found is None:
             return False
         self.results[id] = found

@@ -25,6 +25,7 @@ from gpt2_accel.report.page import Page, bullets, save_page, table
 from gpt2_accel.study.compare import METRICS, Comparison, Variant
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import interval
+from gpt2_accel.study.table import code_fingerprint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,6 +94,12 @@ def remarks(outcome: Comparison) -> list[str]:
     if count > 1:
         lines.append(
             f"of {count} comparisons of equal variants, {0.05 * count:.1g} are called better or worse by chance"
+        )
+    used = {r for v in outcome.variants for own in v.results.values() for r in own if r}
+    other = sum(result.code != code_fingerprint(study.recipe) for result in used)
+    if other:
+        lines.append(
+            f"{other} of {len(used)} runs were recorded by other code than this: another --output_dir trains all of them again"
         )
     lines += [f"run {id} failed: {reason}" for id, reason in outcome.failed.items()]
     return lines

@@ -1,6 +1,7 @@
 """The recorded runs of a study: a CSV file with one row per run, which decides what is left to train."""
 
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -10,11 +11,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import gpt2_accel
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.files import read_json_lines, write_file, write_json
 from gpt2_accel.runtime.guard import Diverged
 
 RESULT = "result.json"  # in the folder of a run
+NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Result:
 
     `id` identifies its resolved settings, its data and its precision; `settings` is the JSON of those that the study
     changed. `loss` is the last val/loss in nats per token, infinite if the run diverged, and `bits_per_byte` the last
-    val/bits_per_byte, None if the data's bytes are unknown. There is no time in it: a run that was killed and continued
-    has the same row.
+    val/bits_per_byte, None if the data's bytes are unknown. `code` is the fingerprint of the code that trained it. There is
+    no time in it: a run that was killed and continued has the same row.
     """
 
     id: str
@@ -35,6 +38,7 @@ class Result:
     flops: float
     loss: float
     bits_per_byte: float | None = None
+    code: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -54,6 +58,17 @@ def identify(settings: Mapping[str, Any], data: str, precision: Mapping[str, str
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
+@functools.cache  # of what this process has imported: files may change later
+def code_fingerprint(recipe: Path) -> str:
+    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of what of this package a run's numbers depend on."""
+    package = Path(gpt2_accel.__file__).parent
+    sources = [
+        p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_TRAINED
+    ]
+    content = b"\0".join(path.read_bytes() for path in [recipe, *sorted(sources)])
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def read_result(folder: Path) -> Result | None:
     """Returns the record in a run's folder, None if there is none."""
     try:
@@ -63,7 +78,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def record(
-    folder: Path, id: str, settings: Mapping[str, Any], flops_per_token: float
+    folder: Path, id: str, settings: Mapping[str, Any], flops_per_token: float, code: str
 ) -> Result | None:
     """Records the run that has ended in `folder`. Returns None, without a record, if it neither finished nor diverged."""
     status = read_status(folder)
@@ -87,6 +102,7 @@ def record(
         float(tokens * flops_per_token),
         math.inf if diverged else loss,
         None if diverged else last("val/bits_per_byte"),
+        code,
     )
     write_json(folder / RESULT, asdict(result))
     return result
@@ -117,6 +133,7 @@ def parse(row: Mapping[str, str]) -> Result:
         float(row["flops"]),
         float(row["loss"]),
         float(bits) if bits else None,
+        row.get("code") or "",
     )
 
 

@@ -106,6 +106,7 @@ def test_a_recorded_study_trains_nothing_and_its_last_lines_are_autoresearchs(
     (copied / "runs.csv").write_bytes((folder / "runs.csv").read_bytes())
     done = compare(study_file(tmp_path, data_dir), copied)
     assert done.returncode == 0 and not (copied / "runs").exists(), done.stderr
+    assert "other code" not in done.stdout
     assert (copied / "runs.csv").read_bytes() == (folder / "runs.csv").read_bytes()
     _, lines = done.stdout.rsplit("---\n", 1)
     values = dict(re.findall(r"^(\w+):\s+(\S+)$", lines, re.MULTILINE))
@@ -115,6 +116,11 @@ def test_a_recorded_study_trains_nothing_and_its_last_lines_are_autoresearchs(
     assert float(values["val_bpb"]) == pytest.approx(sum(losses) / 2, abs=1e-6)
     assert values["num_steps"] == "12" and values["depth"] == "1"
     assert values["training_seconds"] == "nan"  # was in the folders
+    table = (copied / "runs.csv").read_text()
+    code = rows(copied)[0]["code"]
+    (copied / "runs.csv").write_text(table.replace(code, "0" * 12))
+    done = compare(study_file(tmp_path, data_dir), copied)
+    assert "4 of 4 runs were recorded by other code than this" in done.stdout
     assert list(values) == [
         "val_bpb",
         "training_seconds",
@@ -166,6 +172,29 @@ def test_two_processes_share_a_study(studied, data_dir, tmp_path):
     # No run was trained twice.
     for log in (out / "runs").glob("*/log.txt"):
         assert log.read_text().count("updates 0 to 12") == 1
+
+
+def test_a_run_that_another_process_took_is_stopped_and_not_recorded(data_dir, tmp_path):
+    path = study_file(
+        tmp_path, data_dir, variants={"one": {}}, seeds=1, budget={"tokens": 128 * 100_000}
+    )
+    out, log = tmp_path / "out", tmp_path / "log"
+    started = Started(COMPARE, path, "--output_dir", out, log=log)
+    wait_until(lambda: list(out.glob("runs/*/metrics.jsonl")))
+    [first] = out.glob("runs/*/claim-1")
+    first.with_name("claim-2").write_text("process 1 on elsewhere")
+    wait_until(lambda: "was taken by process 1 on elsewhere" in log.read_text())
+    assert json.loads((first.parent / "status.json").read_text())["state"] == "stopped"
+    started.send_signal(signal.SIGTERM)
+    assert started.wait() == 130
+    assert not (first.parent / "result.json").exists() and not (out / "runs.csv").exists()
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_parts_divide_a_study_without_a_shared_disk(studied, data_dir, tmp_path):
