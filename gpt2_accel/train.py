@@ -96,6 +96,10 @@ def run_updates(run: RunContext) -> bool:
     interrupted = AnyRank(accelerator, lambda: must_stop(run))
     stopping = diverged = save_due = False
     converged = state.early_stopping.ended  # before a resume
+    if run.unevaluated:  # a signal came before the evaluation of the last update
+        stopping, ended = evaluate_due(run, interrupted)
+        converged |= ended
+        run.log.end_step()
     model.train()
     while state.step < inputs.updates and not (stopping or diverged or converged):
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
@@ -139,13 +143,9 @@ def run_updates(run: RunContext) -> bool:
             diverged = state.guard.bad_in_a_row == config.max_bad_steps
         elif step == 1 or due(config.log_every, step, inputs.updates):
             run.log.training({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr})
-        for every, evaluate in inputs.evaluations:
-            if due(every, step, inputs.updates) and not stopping:
-                results = evaluate(accelerator, model, interrupted)
-                stopping = not results
-                run.log.evaluation(results)
-                check_results(results)
-                converged |= state.early_stopping.exhausted(results.get("val/loss"))
+        if not stopping:
+            stopping, ended = evaluate_due(run, interrupted)
+            converged |= ended
         if due(config.sample_every, step, inputs.updates) and not stopping:
             write_samples(run)
         last = stopping or converged or step == inputs.updates
@@ -167,12 +167,29 @@ def run_updates(run: RunContext) -> bool:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
-    finished = converged or state.step >= inputs.updates
+    unevaluated = stopping and any(every for every, _ in inputs.evaluations)
+    finished = converged or (state.step >= inputs.updates and not unevaluated)
     if finished:
         export_model(run)
     else:
         run.stopped(run.stop.reason or "a signal to another process")
     return finished
+
+
+def evaluate_due(run: RunContext, interrupted: Callable[[], bool]) -> tuple[bool, bool]:
+    """Runs and logs the evaluations that are due at this step, until one is interrupted.
+
+    Returns whether one was, and whether early stopping ends the run.
+    """
+    state, stopping, converged = run.state, False, False
+    for every, evaluate in run.inputs.evaluations:
+        if due(every, state.step, run.inputs.updates) and not stopping:
+            results = evaluate(run.accelerator, state.model, interrupted)
+            stopping = not results
+            run.log.evaluation(results)
+            check_results(results)
+            converged |= state.early_stopping.exhausted(results.get("val/loss"))
+    return stopping, converged
 
 
 def must_stop(run: RunContext) -> bool:

@@ -43,6 +43,7 @@ class RunContext:
     """
 
     log: RunLog
+    unevaluated: bool
     stop: StopRequest
     uploads: Uploads
     writer: CheckpointWriter
@@ -77,8 +78,11 @@ class RunContext:
     def _enter_parts(self, stack: ExitStack) -> None:
         config, run_dir = self.config, Path(self.config.output_dir)
         self.stop = stack.enter_context(StopRequest(config.max_hours))
-        sinks = self._open_sinks(stack) if self.accelerator.is_main_process else []
-        self.log = self._build_log(sinks)
+        is_main = self.accelerator.is_main_process
+        earlier = read_json_lines(run_dir / "metrics.jsonl") if is_main else []
+        self.unevaluated = self._lacks_evaluation(earlier)
+        sinks = self._open_sinks(stack) if is_main else []
+        self.log = self._build_log(sinks, earlier)
         self.uploads = stack.enter_context(
             start_uploads(config, self.accelerator, self.log.print_line, self.stop)
         )
@@ -201,13 +205,22 @@ class RunContext:
         config.save(run_dir / "config.yaml")
         write_json(run_dir / "run.json", asdict(self.metadata))
         print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
-        files = stack.enter_context(RunFiles(run_dir, step))
+        files = stack.enter_context(RunFiles(run_dir, step - self.unevaluated))
         terminal = stack.enter_context(Terminal(step, self.inputs.updates))
         trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
         return [self._status, terminal, stack.enter_context(trackers), files]
 
-    def _build_log(self, sinks: list[Sink]) -> RunLog:
-        earlier = read_json_lines(Path(self.config.output_dir) / "metrics.jsonl") if sinks else []
+    def _lacks_evaluation(self, earlier: list[dict]) -> bool:
+        """Whether a signal prevented the evaluation of the update from which the run resumes. Then its line of
+        `metrics.jsonl` is written again. `earlier` are the lines of the file, on the main process."""
+        step, every = self.state.step, self.config.eval_every
+        is_due = every > 0 and step > 0 and (step % every == 0 or step == self.inputs.updates)
+        return (is_due and self.state.unevaluated) and on_main_process(
+            self.accelerator,
+            lambda: not any(line["step"] == step and "val/loss" in line for line in earlier),
+        )
+
+    def _build_log(self, sinks: list[Sink], earlier: list[dict]) -> RunLog:
         device = self.accelerator.device
         peak = peak_flops(device_name(device))
         clock = TrainingClock(
@@ -219,7 +232,10 @@ class RunContext:
             flops_per_second=peak and peak * self.accelerator.num_processes,
             device_type=device.type,
         )
-        return RunLog(sinks, clock, earlier)
+        log = RunLog(sinks, clock, earlier)
+        if self.unevaluated:
+            log.reopen([line for line in earlier if line["step"] == self.state.step])
+        return log
 
     def _tokens_at(self, step: int) -> int:
         """Returns the number of tokens in the first `step` updates."""

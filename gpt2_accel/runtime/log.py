@@ -72,6 +72,11 @@ class RunLog:
             self.results |= found
             self.evaluated |= dict.fromkeys(found, line["step"])
 
+    def reopen(self, lines: Iterable[dict]) -> None:
+        """Takes the metrics of the last update again, whose `lines` of `metrics.jsonl` are dropped."""
+        for line in lines:
+            self._line |= {n: value for n, value in line.items() if n not in ("step", "tokens")}
+
     @property
     def step(self) -> int:
         return self.clock.step

@@ -1,5 +1,6 @@
 """Student's t-intervals over paired runs, and the verdict on a difference."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
+@functools.cache
 def student(runs: int, confidence: float = CONFIDENCE) -> float:
     """Returns the two-sided quantile of Student's t with `runs` - 1 degrees of freedom."""
     from scipy.stats import t

@@ -346,7 +346,7 @@ def chat_models(chat_base, tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("chat_models"), chat_tokenizer(chat_base)
     for number, mean in enumerate((1.0, 0.2), start=1):
         torch.manual_seed(number)
-        model = GPT(GPTConfig(259, 256, n_layer=1, n_head=2, n_embd=32))
+        model = GPT(GPTConfig(259, 128, n_layer=1, n_head=2, n_embd=32))
         with torch.no_grad():
             model.wte.weight[127:257] = 0  # generates ASCII
             model.wte.weight[:32] = 0
@@ -434,7 +434,7 @@ def test_what_cannot_be_answered_is_said_and_stays_in_the_box(browser, chat_serv
     for text, message in [
         (" ", "the message is empty"),
         ("x<|im_end|>", "holds the special token <|im_end|>"),
-        ("a" * 300, "reads 256: write less"),
+        ("a" * 300, "reads 128: write less"),
     ]:
         visitor.ask(text)
         visitor.wait_for(lambda m=message: m in visitor.page.inner_text("body"))
@@ -451,9 +451,10 @@ def test_what_is_typed_while_a_model_answers_stays_and_a_new_conversation_is_emp
     stop = visitor.page.get_by_role("button", name="Stop")
     visitor.ask("Why?")
     stop.wait_for()
-    visitor.ask("And then?")  # not sent: an answer is being written
-    visitor.answered(2)
-    assert visitor.box.input_value() == "And then?" and visitor.said() == ["Why?"] * 2
+    visitor.ask("And then?")  # not sent if an answer is still being written
+    visitor.wait_for(lambda: len(visitor.said("bot")) in (2, 4) and visitor.done(), seconds=90)
+    assert ("And then?" in visitor.said()) != (visitor.box.input_value() == "And then?")
+    visitor.box.fill("")
     for pause in (0, 300, 900):
         visitor.ask("How?")
         visitor.page.wait_for_timeout(pause)

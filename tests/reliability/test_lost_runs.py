@@ -157,6 +157,42 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, t
     report("SIGKILL before each change on the disk of a diverging run's save", tried, tried, "none")
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["before", "within"])
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
+    step, within, data_dir, tmp_path, monkeypatch
+):
+    """Also that of the last update: a run without it is not finished."""
+    settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
+    expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    evaluate_due, reduce = train_module.evaluate_due, train_module.reduce_step_stats
+
+    def interrupted(run_of, _):
+        return evaluate_due(run_of, lambda: run_of.state.step == step)
+
+    count = iter(range(1, 9))
+
+    def reduced(*values):
+        loss, norm, _ = reduce(*values)
+        return loss, norm, next(count) == step
+
+    config = tiny_config(data_dir, tmp_path / "stopped", **settings)
+    with monkeypatch.context() as patch:
+        if within:
+            patch.setattr(train_module, "evaluate_due", interrupted)
+        else:
+            patch.setattr(train_module, "reduce_step_stats", reduced)
+        lines = run(config)
+    assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
+    assert status(config.output_dir)["state"] == "stopped"
+    assert losses(run(config)) == losses(expected)
+    resumed = metrics(config.output_dir)
+    assert [(x["step"], x.get("val/loss")) for x in resumed] == [
+        (x["step"], x.get("val/loss")) for x in expected
+    ]
+    assert status(config.output_dir)["state"] == "finished"
+
+
 def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
     """Update 9 has a finite loss and destroys the weights, which its checkpoint holds."""
     settings = {"keep_last": 1, "warmup_steps": 0}
