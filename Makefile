@@ -10,7 +10,7 @@ quickstart: .venv/installed  ## train a small model on the Python standard libra
 
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 7 minutes
+chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 13 minutes of CPU time
 	$(LAUNCH) recipes/quickstart.py --config recipes/chat_base.yaml
 	$(BIN)/python recipes/python_conversations.py --output data/python_questions
 	$(BIN)/python recipes/prepare_data.py chat data/python_questions/train.jsonl --model runs/chat_base \

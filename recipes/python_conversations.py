@@ -130,7 +130,7 @@ def signature(name: str, function: object) -> str | None:
 def invented_names(known: dict[str, object], count: int, draw: random.Random) -> list[str]:
     """Returns names of functions that do not exist: real modules, and parts of the names of real functions."""
     parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
-    if count > len(MODULES) * len(parts) ** 2:  # of which few exist
+    if count > len(MODULES) * len(parts) ** 2:  # more names than modules times pairs of words
         raise ValueError(
             f"{len(known)} functions have too few words for {count:,} names: raise --functions"
         )

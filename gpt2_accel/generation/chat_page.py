@@ -231,7 +231,7 @@ def build_chat_page(
 
 
 def buttons(running: bool) -> list[gr.Button]:
-    """Returns the buttons Send and Stop, of which one is shown."""
+    """Returns the buttons Send and Stop. Only Stop is visible while a model answers, only Send otherwise."""
     return [gr.Button(visible=not running), gr.Button(visible=running)]
 
 
