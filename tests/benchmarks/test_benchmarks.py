@@ -49,7 +49,7 @@ def spread(value):
 
 
 def test_training_measures_all_contestants(tmp_path):
-    flags = ["--size", "tiny", "--rounds", "2", "--results", str(tmp_path)]
+    flags = ["--size", "tiny", "--rounds", "1", "--results", str(tmp_path)]
     # A process inherits the peak memory of its parent, so this command is a new process.
     done = subprocess.run(
         [sys.executable, "benchmarks/training.py", *flags],
@@ -65,7 +65,7 @@ def test_training_measures_all_contestants(tmp_path):
     others = {"HF Trainer, Qwen3", "gpt2_accel, four micro-batches"}
     assert found["contestants"].keys() == CONTESTANTS | qwen3 | others
     assert found["speed"].keys() == {"HF Trainer", "plain loop", "gpt2_accel"} | others
-    assert all(len(own["seconds"]) == 2 for own in found["contestants"].values())
+    assert all(len(own["seconds"]) == 1 for own in found["contestants"].values())
     assert all(own["tokens_per_second"]["low"] > 0 for own in found["contestants"].values())
     assert all(own["memory"] > 2**26 for own in found["contestants"].values())
     assert 0 < found["mfu"]["median"] < 1

@@ -18,6 +18,7 @@ print(rows(torch.linspace(-3, 3, 24 * 33).view(24, 33)).norm().item())
 """
 
 
+@long
 def test_cached_code_for_another_instruction_set_is_not_used(tmp_path):
     def norm(**capability):
         env = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}

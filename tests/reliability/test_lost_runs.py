@@ -321,7 +321,7 @@ def test_a_signal_acts_between_micro_batches(processes, how, data_dir, tmp_path,
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long)])
 def test_a_resume_after_a_dropped_update_is_exact(processes, data_dir, tmp_path, times):
     rng = random.Random(processes)
-    settings = {"micro_batch_size": 1, "total_batch_size": 128 * 32, "max_steps": times(8, 60)}
+    settings = {"micro_batch_size": 1, "total_batch_size": 128 * 32, "max_steps": times(5, 60)}
     settings |= {"dropout": 0.1, "save_every": 3, "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     stops = 0

@@ -1,10 +1,12 @@
 """FSDP2 in bf16 is as exact as DDP in bf16."""
 
 import pytest
-from conftest import as_flags, losses, metrics, tiny_config
+from conftest import as_flags, long, losses, metrics, tiny_config
 from launching import launch
 from safetensors.torch import load_file
 
+DDP = ("8xa100", "tests/train_script.py")
+FSDP = ("8xa100_fsdp2", "tests/fsdp_script.py")
 CHUNKS = {"LOGITS_AT_ONCE": str(10 * 384)}  # 10 of the 32 rows of a micro-batch
 EAGER = ("--dynamo_backend", "no")
 BY_BLOCK = ("--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation")
@@ -36,18 +38,22 @@ def error(gradient, exact):
 
 
 def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
-    ddp, fsdp = ("8xa100", "tests/train_script.py"), ("8xa100_fsdp2", "tests/fsdp_script.py")
-    _, exact = trained("exact", *ddp, "--mixed_precision", "no", *EAGER)
-    lines, gradient = trained("ddp", *ddp, *EAGER)
-    sharded, sharded_gradient = trained("fsdp", *fsdp, *EAGER)
+    _, exact = trained("exact", *DDP, "--mixed_precision", "no", *EAGER)
+    lines, gradient = trained("ddp", *DDP, *EAGER)
+    sharded, sharded_gradient = trained("fsdp", *FSDP, *EAGER)
     assert losses(sharded) == pytest.approx(losses(lines), abs=2e-3)
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
     # With weights gathered in fp32 only the order of sums differs.
-    wide, wide_gradient = trained("wide", *fsdp, *EAGER, gather_fp32=True)
+    wide, wide_gradient = trained("wide", *FSDP, *EAGER, gather_fp32=True)
     assert losses(wide) == pytest.approx(losses(lines), abs=2e-5)
     assert error(wide_gradient, gradient) < 1e-3
-    for name, how in (("by_block", fsdp), ("ddp_by_block", ddp)):
-        by_block, _ = trained(name, *how, *BY_BLOCK)
-        assert losses(by_block) == pytest.approx(losses(lines), abs=2e-3)
+
+
+@long
+def test_compiled_blocks_give_the_losses_of_eager_ones(trained):
+    for name, how in (("fsdp", FSDP), ("ddp", DDP)):
+        eager, _ = trained(f"{name}_eager", *how, *EAGER)
+        by_block, _ = trained(f"{name}_by_block", *how, *BY_BLOCK)
+        assert losses(by_block) == pytest.approx(losses(eager), abs=2e-3)
