@@ -246,21 +246,28 @@ class Comparison:
             if not all(map(math.isfinite, [goal, *own])):
                 return None
             shares.append(tokens_to(goal, [t[seed] for t in tokens], own) / base[seed])
-        mean, half = interval(shares)
         least, most = tokens[0][0] / base[0], tokens[-1][0] / base[0]
+        if not all(map(math.isfinite, shares)):  # a seed reaches it in no budget
+            return most, math.inf, ">"
+        mean, half = interval(shares)
         if mean < least:
             return least, half, "<"
         return (most, half, ">") if mean > most else (mean, half, "")
 
 
 def tokens_to(goal: float, tokens: Sequence[int], losses: Sequence[float]) -> float:
-    """Returns the tokens at which a loss that is linear in the logarithm of the tokens between two budgets is `goal`;
-    outside of all budgets the line of the nearest two goes on."""
-    last = len(tokens) - 2
-    place = next((i for i in range(last + 1) if losses[i + 1] <= goal), last)
+    """Returns the tokens at which a loss that is linear in the logarithm of the tokens between two budgets is first `goal`.
+
+    Below the smallest budget the line of the first two goes on if it falls, else the smallest is returned. A loss that no
+    budget reaches gives infinity.
+    """
+    if losses[0] <= goal:
+        if losses[1] >= losses[0]:
+            return tokens[0]
+        place = 0
+    elif (place := next((i for i, loss in enumerate(losses) if loss <= goal), 0) - 1) < 0:
+        return math.inf
     (x1, x2), (y1, y2) = map(math.log, tokens[place : place + 2]), losses[place : place + 2]
-    if y1 == y2:
-        return tokens[place]
     return math.exp(x1 + (goal - y1) * (x2 - x1) / (y2 - y1))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.study.compare import tokens_to
 from gpt2_accel.study.engine import Trial
 from gpt2_accel.study.table import Result
 from gpt2_accel.study.tune import Descent
@@ -79,3 +80,18 @@ def test_the_rate_follows_the_batch_by_the_square_root():
 def test_a_value_out_of_its_range_is_refused():
     with pytest.raises(ValueError, match="weight_decay must not be negative"):
         start().changed(weight_decay=-1.0)
+
+
+@pytest.mark.parametrize(
+    "losses, expected",
+    [
+        ((5.0, 4.6, 4.4), 282.84),  # between two budgets
+        ((5.0, 4.4, 4.6), 178.18),  # the first time
+        ((4.4, 4.3, 4.2), 50.0),  # the line of the first two goes on
+        ((4.4, 4.4, 4.4), 100.0),
+        ((5.0, 5.1, 5.0), math.inf),  # in no budget
+        ((5.0, 5.0, 5.0), math.inf),
+    ],
+)
+def test_tokens_with_which_a_loss_is_reached(losses, expected):
+    assert tokens_to(4.5, [100, 200, 400], losses) == pytest.approx(expected, rel=1e-3)
