@@ -4,6 +4,7 @@ A plan is a generator that yields the runs it needs next and receives their resu
 tuning of several variants, share the slots.
 """
 
+import glob
 import shutil
 import signal
 import sys
@@ -158,7 +159,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.results: dict[str, Result] = {}
-        for path in sorted({self.table, *self.table.parent.glob(f"{self.table.stem}*.csv")}):
+        parts = self.table.parent.glob(f"{glob.escape(self.table.stem)}-*-of-*.csv")
+        for path in (*sorted(parts), self.table):
             self.results |= read_table(path)
         self.failed: dict[str, str] = {}
         self._running: list[Running] = []
