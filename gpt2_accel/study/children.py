@@ -121,9 +121,11 @@ def ask(function: Callable[[], Any]) -> Any:
     """Returns the JSON value that `function` returns in a fork of this process. Raises `ValueError` with its message if it
     raises one of a user error, and `RuntimeError` for another."""
     read, write = os.pipe()
+    parent = os.getpid()
 
     def answer() -> int:
         os.close(read)
+        watch(parent, lambda: False)
         try:
             found = {"value": function()}
         except (ValueError, OSError, ImportError) as error:
