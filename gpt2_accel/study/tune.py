@@ -59,7 +59,8 @@ class Descent:
         return self.budget is not None and len(self.losses) >= self.budget
 
     def _walk(self, name: str, values: Sequence[Any], stride: int) -> Plan[None]:
-        """Tries the neighbours of the current value, or all other values if they have no order. Continues in a direction as long as the loss falls."""
+        """Tries the neighbours of the current value, and goes on in the better direction as long as the loss falls. Tries all
+        other values if they have no order."""
         at = self._at(name, values)
         steps = (
             [-stride, stride]
