@@ -221,13 +221,19 @@ def build_chat_page(
                 answer, [turn, system, *settings], outputs, trigger_mode="multiple"
             )
             # A message that cannot be answered goes back into its box, unless there is another.
-            answered.then(lambda text, box: box or text, [refused, message], message, queue=False)
+            answered.then(put_back, [refused, message], message, queue=False)
         stop.click(stopped, None, [send, stop], queue=False)
         for cleared in (clear.click, *(bot.clear for bot in bots)):
             # The second time for what was on its way.
             cleared(emptied, None, outputs, queue=False).then(emptied, None, outputs, queue=False)
         page.load(None, js=COPY_TEXT)
     return page
+
+
+def put_back(refused: str, box: str) -> str | dict:
+    """Returns what the message box shows: a refused message. Changes nothing if there is none, or if the box has a text:
+    what is typed meanwhile stays."""
+    return refused if refused and not box else gr.skip()
 
 
 def buttons(running: bool) -> list[gr.Button]:
