@@ -27,6 +27,7 @@ PATHS = (
     "hellaswag_data",
     "resume_from",
     "accelerate_config",
+    "law",
 )
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
@@ -102,8 +103,12 @@ def batch_size(text: str) -> int:
 class TrainConfig:
     """All settings of a training run. The defaults train GPT-2 124M on 10B tokens with the GPT-3 paper's settings.
 
+    `given` are the names of the settings that `parse_config` found in the YAML file or on the command line.
+
     Raises `ValueError`, naming the field, for a value out of its range.
     """
+
+    given = frozenset()
 
     data_dir: str = setting("data", "folder of token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "folder of the run: checkpoints, logs, the final model")
@@ -119,8 +124,11 @@ class TrainConfig:
         None, f"{', '.join(ARCHITECTURES)}; default that of init_from, or gpt2 without it"
     )
     depth: int | None = setting(
+        None, "this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd"
+    )
+    law: str | None = setting(
         None,
-        "this many layers, each 64 x depth wide; replaces n_layer, n_head, n_embd; not for gpt2",
+        "law.json of scaling_laws.py: tokens, batch, optimizer, rate and decay for the model's size; what you give wins",
     )
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
@@ -305,10 +313,15 @@ class TrainConfig:
             seen=seen,
         )
 
+    @staticmethod
+    def commands() -> set[str]:
+        """Returns the names of the settings that are commands."""
+        hints = get_type_hints(TrainConfig, include_extras=True)
+        return {name for name, hint in hints.items() if get_origin(hint) is Annotated}
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without those that are commands."""
-        hints = get_type_hints(TrainConfig, include_extras=True)
-        commands = {name for name, hint in hints.items() if get_origin(hint) is Annotated}
+        commands = self.commands()
         return {name: value for name, value in asdict(self).items() if name not in commands}
 
     def save(self, path: str | Path) -> None:
@@ -343,15 +356,18 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             option.type = batch_size if option.dest == "micro_batch_size" else whole_number
     explain(parser, config_class)
     hints = get_type_hints(config_class)
-    path = file_option.parse_known_args(args)[0].config
-    if path is not None:
+    own, words = file_option.parse_known_args(args)
+    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+    if (path := own.config) is not None:
         for name, value in read_yaml(path, hints, options).items():
+            given.add(name)
             parser.set_defaults(**{name: value})
             options[name].required = False
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
         names = [*hints, "config"]
         raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
+    config.given = frozenset(given)
     return config
 
 

@@ -19,7 +19,7 @@ class Progress:
     `options` are those of `tqdm.format_meter`, such as `unit`. Shows nothing if `shown` is False.
     """
 
-    def __init__(self, what: str, total: int | None, *, shown: bool = True, **options: Any):
+    def __init__(self, what: str, total: float | None, *, shown: bool = True, **options: Any):
         self._lines = shown and not sys.stderr.isatty()
         self._meter = {"total": total, "prefix": what, **options}
         self._bar = tqdm(
@@ -40,7 +40,11 @@ class Progress:
     def __exit__(self, *_) -> None:
         self._bar.close()
 
-    def advance(self, count: int = 1, note: str = "") -> None:
+    def expect(self, total: float) -> None:
+        """Sets the number of units of the task."""
+        self._bar.total = self._meter["total"] = total
+
+    def advance(self, count: float = 1, note: str = "") -> None:
         """Notes that `count` more units are done; `note` stands behind them."""
         self._done += count
         self._bar.set_postfix_str(note, refresh=False)

@@ -24,6 +24,7 @@ COMMANDS = {
     "import": "import_checkpoint",
     "speed-ladder": "speed_ladder",
     "compare": "compare",
+    "scaling-laws": "scaling_laws",
     "python-conversations": "python_conversations",
 }
 

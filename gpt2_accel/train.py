@@ -17,6 +17,7 @@ from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.device import is_sharded
 from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.law import follow_law
 from gpt2_accel.files import first_line
 from gpt2_accel.generation.sampling import Sampling, complete, whole_text
 from gpt2_accel.hf.convert import save_pretrained
@@ -51,6 +52,7 @@ def train(config: TrainConfig) -> bool:
     """
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
+    config = follow_law(config)
     if config.dry_run:  # needs no Accelerator: the planned hardware may be another machine's
         if int(os.environ.get("RANK", 0)) == 0:
             print(dry_run(config))
@@ -162,7 +164,7 @@ def run_updates(run: RunContext) -> bool:
     run.check_data()
     run.save()
     run.wait_for_checkpoint()
-    run.log.print_line(end_summary(run.log))
+    run.log.print_line(end_summary(run.log, run.metadata.prediction))
     if converged:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"

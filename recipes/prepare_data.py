@@ -17,6 +17,7 @@ The same command resumes after a kill. The shards are the same, byte for byte, w
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
 - text: files and folders of .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (one per row).
+  `--unique` leaves out files whose content an earlier one has.
 - hf: any data set that `datasets` can load.
 - chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
   ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
@@ -57,6 +58,7 @@ from gpt2_accel.data.sources import (
     text_files,
     text_source,
     tiny_shakespeare,
+    unique_files,
     with_retries,
 )
 from gpt2_accel.data.tokenizing import worker_context
@@ -150,6 +152,9 @@ def parse_options() -> argparse.Namespace:
     text = commands.add_parser("text", parents=[corpus, tokens])
     text.add_argument("sources", nargs="+", metavar="PATH")
     text.add_argument("--pattern", help="pattern of a folder's files, such as '*.py'")
+    text.add_argument(
+        "--unique", action="store_true", help="leave out files whose content an earlier one has"
+    )
     for name in ("hf", *DATASETS):
         command = commands.add_parser(name, parents=[corpus, tokens])
         command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
@@ -207,8 +212,11 @@ def pieces_of(
             path: path.name if str(path) == source else path.relative_to(source).as_posix()
             for path, source in found
         }
-        pieces = file_pieces(names, options.column, piece_bytes)
-        return pieces, ", ".join(options.sources), None
+        source, all_files = ", ".join(options.sources), len(names)
+        if options.unique:
+            names = unique_files(names)
+            source += f" ({all_files - len(names):,} of {all_files:,} files are copies, left out)"
+        return file_pieces(names, options.column, piece_bytes), source, None
     draws = {
         "openwebtext": partial(Drawn, share=OPENWEBTEXT_VAL, seed=OPENWEBTEXT_SEED),
         "fineweb-edu": partial(Drawn, share=0, seed=0),  # no row, since a whole shard is held out

@@ -31,7 +31,7 @@ from gpt2_accel.data.documents import (
     split_document,
     split_of,
 )
-from gpt2_accel.files import first_line, parse_json
+from gpt2_accel.files import digest, first_line, parse_json
 
 # Files with one document per row.
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -98,6 +98,14 @@ def text_files(source: str | Path, pattern: str | None = None) -> list[Path]:
         wanted = pattern or ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise FileNotFoundError(f"{source} holds no file that matches {wanted}")
     return files
+
+
+def unique_files(files: dict[Path, str]) -> dict[Path, str]:
+    """Returns the files without those whose content is that of an earlier one."""
+    first: dict[str, Path] = {}
+    for path in files:
+        first.setdefault(digest(path), path)
+    return {path: files[path] for path in first.values()}
 
 
 def read_text(path: str | Path) -> str:
@@ -535,8 +543,8 @@ def split_text(text: str) -> dict[str, list[str]]:
 
 def text_source(text: str, path: str | Path | None = None) -> str:
     """Returns the manifest's source of a text from `tiny_shakespeare(path)`: its file or name, and its SHA-256."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{path or 'tiny Shakespeare'}, SHA-256 {digest}"
+    found = hashlib.sha256(text.encode()).hexdigest()
+    return f"{path or 'tiny Shakespeare'}, SHA-256 {found}"
 
 
 @dataclass(frozen=True)

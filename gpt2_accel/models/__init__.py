@@ -90,6 +90,14 @@ class ModelConfig:
         raise NotImplementedError
 
 
+def layers_heads_width(settings: object) -> tuple[int, int, int]:
+    """Returns layers, heads and width of a `TrainConfig`. `depth` N means N layers of width 64·N with heads of 64 channels,
+    as in nanochat."""
+    if settings.depth:
+        return settings.depth, settings.depth, 64 * settings.depth
+    return settings.n_layer, settings.n_head, settings.n_embd
+
+
 class LanguageModel(nn.Module):
     """A language model. A subclass has the modules, `hidden`, `final_norm` and `head_weight`.
 

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from gpt2_accel.models import ModelConfig
+from gpt2_accel.models import ModelConfig, layers_heads_width
 
 
 def config_class(name: str | None) -> type[ModelConfig]:
@@ -18,14 +18,14 @@ def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
 
 def check_loaded(settings: object, shape: ModelConfig) -> None:
     """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
-    depth = settings.depth
     if settings.architecture not in (None, shape.architecture):
         raise ValueError(
             f"{settings.init_from} is no {settings.architecture}: leave out --architecture, or choose another "
             "--init_from"
         )
-    if depth and (shape.n_layer, shape.n_embd) != (depth, 64 * depth):
+    n_layer, _, n_embd = layers_heads_width(settings)
+    if settings.depth and (shape.n_layer, shape.n_embd) != (n_layer, n_embd):
         raise ValueError(
-            f"--depth {depth} is for a new model, and {settings.init_from} has {shape.n_layer} layers of width "
+            f"--depth {settings.depth} is for a new model, and {settings.init_from} has {shape.n_layer} layers of width "
             f"{shape.n_embd}: leave out --depth or --init_from"
         )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, gelu
 from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
+from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, attend, sequence_positions
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
@@ -71,13 +71,14 @@ class GPTConfig(ModelConfig):
 
     @classmethod
     def from_settings(cls, settings: object, vocab_size: int) -> "GPTConfig":
-        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for a `depth`."""
-        if settings.depth:
-            raise ValueError(
-                "gpt2 has no --depth: give --n_layer, --n_head, --n_embd, or another --architecture"
-            )
-        names = ("n_positions", "n_layer", "n_head", "n_embd", "bias", "dropout")
-        return cls(vocab_size, **{name: getattr(settings, name) for name in names})
+        """Returns the shape that a `TrainConfig` describes."""
+        return cls(
+            vocab_size,
+            settings.n_positions,
+            *layers_heads_width(settings),
+            bias=settings.bias,
+            dropout=settings.dropout,
+        )
 
     @classmethod
     def from_name(cls, name: str, **overrides) -> "GPTConfig":

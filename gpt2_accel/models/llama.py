@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.kernels.rotary import rotary_angles
-from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig
+from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
     Mask,
@@ -77,8 +77,7 @@ class LlamaConfig(ModelConfig):
     def from_settings(cls, settings: object, vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
-        `depth` N means N layers of width 64·N with heads of 64 channels, as in nanochat. Otherwise
-        layers, heads and width are the settings'. `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
+        Layers, heads and width are those of `layers_heads_width`; `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
         2021, arXiv:2104.09864), for contexts of a few thousand tokens; the larger ones of published models are for
         longer contexts.
 
@@ -86,9 +85,7 @@ class LlamaConfig(ModelConfig):
         have.
         """
         cls.check_dropout(settings.dropout)
-        n_layer, n_head, n_embd = settings.n_layer, settings.n_head, settings.n_embd
-        if settings.depth:
-            n_layer, n_head, n_embd = settings.depth, settings.depth, 64 * settings.depth
+        n_layer, n_head, n_embd = layers_heads_width(settings)
         if n_embd % n_head:
             raise ValueError(
                 f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "

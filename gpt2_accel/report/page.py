@@ -3,7 +3,7 @@
 import html
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -141,6 +141,18 @@ def table(heads: list[str], rows: dict[str, list[str | None]]) -> str:
         for title, cells in rows.items()
     )
     return f'<div class="wide"><table><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def markdown(heads: Sequence[str], rows: dict[str, list[str]]) -> str:
+    """Returns a Markdown table from heads, the first of the titles, and rows of a title and cells."""
+    lines = [list(heads), *([title, *cells] for title, cells in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    found = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    found.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(found)
 
 
 def table_of_evaluations(runs: list[Run]) -> str:

@@ -11,6 +11,7 @@ from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import device_name, is_sharded, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
+from gpt2_accel.estimate.law import Prediction, prediction
 from gpt2_accel.estimate.memory import memory_by_part
 from gpt2_accel.files import readable_size
 from gpt2_accel.hf.model_card import Training, installed_versions
@@ -26,7 +27,7 @@ class RunMetadata:
     `flops` and `tokens` are the totals of the run's `updates` updates. `batch` describes how the tokens of a full
     update are divided; `micro_batch_size` and `sequence_length` are those that the settings lead to. `tokenizer` is the fingerprint of the data's tokenizer. `expected_gb` is the memory per device
     in GB, without torch itself. `git_commit` is the working directory's commit, with `-dirty` after changes, None
-    outside a repository.
+    outside a repository. `prediction` is that of `law`, None without one.
     """
 
     run_id: str
@@ -46,6 +47,7 @@ class RunMetadata:
     expected_gb: float
     git_commit: str | None
     versions: dict[str, str]
+    prediction: Prediction | None
 
 
 def describe_run(
@@ -85,6 +87,7 @@ def describe_run(
         expected_gb=round(sum(memory.values()) / 1e9, 3),
         git_commit=git_commit() if main else None,
         versions=installed_versions() if main else {},
+        prediction=prediction(config, shape) if main else None,
     )
 
 
@@ -155,10 +158,11 @@ def start_summary(
         f"updates {step:,} to {metadata.updates:,}: {metadata.tokens:,} tokens, {metadata.epochs:.3g} epochs, "
         f"{metadata.flops:.2g} FLOPs, into {config.output_dir}\n"
         f"about {readable_size(metadata.expected_gb * 1e9)} per device, beside torch itself"
+        + (f"\nthe law predicts {metadata.prediction}" if metadata.prediction else "")
     )
 
 
-def end_summary(log: RunLog) -> str:
+def end_summary(log: RunLog, prediction: Prediction | None) -> str:
     """Returns the summary that the terminal shows after the last update."""
     clock = log.clock
     tokens = clock.tokens_at(clock.step)
@@ -171,4 +175,5 @@ def end_summary(log: RunLog) -> str:
         f"trained on {tokens:,} tokens ({tokens * clock.flops_per_token:.2g} FLOPs) in "
         f"{duration(clock.seconds)}, {tokens / max(clock.seconds, 1e-9):,.0f} tokens/s, "
         f"{memory_gb(clock.device_type):.2g} GB of memory at the end{results}"
+        + (f"; the law predicted {prediction}" if prediction else "")
     )

@@ -4,10 +4,10 @@ The parent has imported what recipes import, so a child starts in a tenth of a s
 a GPU: a fork of a process that has would fail or hang.
 """
 
+import functools
 import gc
 import json
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -80,6 +81,7 @@ class Child:
         self.slot, self.begun = slot, time.monotonic()
         self.code: int | None = None
         self._killed_at: float | None = None
+        recipe_source(recipe)  # before the fork
 
         def run() -> int:
             redirect(output)
@@ -205,11 +207,19 @@ def watch(parent: int, superseded: Callable[[], bool]) -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
+@functools.cache
+def recipe_source(recipe: Path) -> bytes:
+    """Returns the text of a recipe, read once: runs of one study have one recipe, also if its file changes meanwhile."""
+    return recipe.read_bytes()
+
+
 def run_recipe(recipe: Path, arguments: Sequence[str]) -> None:
     """Runs a recipe as `python RECIPE ARGUMENTS` would. Raises `SystemExit` as it does."""
     sys.argv = [str(recipe), *arguments]
     sys.path[0] = str(recipe.parent)
-    runpy.run_path(str(recipe), run_name="__main__")
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = str(recipe)
+    exec(compile(recipe_source(recipe), recipe, "exec"), vars(main))
 
 
 def exit_code(recipe: Path, arguments: Sequence[str]) -> int:
@@ -234,6 +244,8 @@ def settings_of(recipe: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
     Raises `ValueError` with the recipe's message if it refuses them, or if it never calls `train`.
     """
+
+    recipe_source(recipe)  # before the fork
 
     def capture(config: Any) -> NoReturn:
         raise Captured(config.settings())

@@ -17,46 +17,30 @@ A study is a YAML file:
 Settings may have `warmup_share` in place of `warmup_steps`: a share of the updates, whose number follows from the budget.
 """
 
-import json
 import math
-import time
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from gpt2_accel.config import TrainConfig, load_yaml
-from gpt2_accel.files import read_json_lines, write_json
+from gpt2_accel.config import TrainConfig, load_yaml, parse_config
 from gpt2_accel.options import suggestion
-from gpt2_accel.study.children import Child, settings_of
-from gpt2_accel.study.claims import claim
-from gpt2_accel.study.engine import LOG, Engine, Trial, grid, last_line
+from gpt2_accel.study.children import settings_of
+from gpt2_accel.study.engine import INERT, WARMUP, Engine, Trial, as_words, grid
 from gpt2_accel.study.intervals import Verdict, interval, judge
+from gpt2_accel.study.speed import speed
 from gpt2_accel.study.table import Result
-from gpt2_accel.study.tune import Axes, Descent, Tuned
+from gpt2_accel.study.tune import Axes, Descent, Tuned, ordered
 
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 BUDGETS = ("tokens", "flops", "minutes")
+NAME = re.compile(r"[\w.+=,:()%/-][\w.+=,:()%/ -]*")  # of a variant, in tables and pictures
 PARTS = ("recipe", "settings", "variants", "baseline", "budget", "seeds", "metric", "tune")
-WARMUP = "warmup_share"
-OWN = ("output_dir", "resume_from", "seed", "max_steps")  # which the study sets
+OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
+ENDING = ("max_hours", "patience", *TrainConfig.commands())  # which end a run before its budget
 TUNING_SEED = 0
-PROBE = 60  # updates that measure the speed of training, without an evaluation
-# Settings that do not change the speed.
-SPEEDLESS = {
-    *(
-        "learning_rate",
-        "lr_schedule",
-        "decay_share",
-        "warmup_steps",
-        WARMUP,
-        "min_lr_ratio",
-        "seed",
-    ),
-    *("weight_decay", "beta1", "beta2", "max_grad_norm", "max_steps"),
-}
 
 
 @dataclass(frozen=True)
@@ -108,13 +92,27 @@ def read_study(path: str | Path, recipes: Path) -> StudyFile:
     if not recipe.is_file():
         raise FileNotFoundError(f"{path}: there is no recipe {recipe}")
     settings, variants = part("settings", dict, {}), part("variants", dict, None)
-    variants = {str(name): own or {} for name, own in variants.items()}
+    variants = {name: {} if own is None else own for name, own in variants.items()}
     for where, own in (("settings", settings), *variants.items()):
+        if not isinstance(where, str) or not NAME.fullmatch(where) or where.startswith("_"):
+            raise wrong(
+                f"{where!r} cannot be a variant's name: quote a text of letters, digits, spaces and .+=,:()%/-"
+            )
         if not isinstance(own, dict):
             raise wrong(f"{where} is {own!r}, expected {describe[dict]}")
-        for name in OWN:
-            if name in own:
+        for name, value in own.items():
+            if name in OWN:
                 raise wrong(f"{where} sets {name}, which the study sets: leave it out")
+            if name in ENDING and value:
+                raise wrong(
+                    f"{where} sets {name}, which ends a run before its budget: leave it out"
+                )
+            if value is None:
+                raise wrong(f"{where} has no value for {name}: give one, or leave {name} out")
+        if {"warmup_steps", WARMUP} <= own.keys():
+            raise wrong(f"{where} sets warmup_steps and {WARMUP}: leave one out")
+        if not 0 <= as_number(own.get(WARMUP, 0)) <= 1:
+            raise wrong(f"{where} sets {WARMUP} to {own[WARMUP]!r}: give a number from 0 to 1")
     if not variants:
         raise wrong("variants is empty: name at least one, such as `as_it_is: {}`")
     baseline = str(values.get("baseline", next(iter(variants))))
@@ -123,12 +121,13 @@ def read_study(path: str | Path, recipes: Path) -> StudyFile:
     budget = part("budget", dict, {})
     if len(budget) > 1 or not budget.keys() <= set(BUDGETS):
         raise wrong(f"budget has {', '.join(map(str, budget))}: give one of {', '.join(BUDGETS)}")
-    [(unit, amounts)] = budget.items() or [(None, [])]
-    budgets = [
-        as_number(amount) for amount in (amounts if isinstance(amounts, list) else [amounts])
-    ]
-    if not all(amount > 0 for amount in budgets):
+    [(unit, amounts)] = budget.items() or [(None, None)]
+    amounts = amounts if isinstance(amounts, list) else [amounts]
+    budgets = sorted(as_number(amount) for amount in amounts) if unit else []
+    if (unit and not budgets) or not all(0 < amount < math.inf for amount in budgets):
         raise wrong(f"budget is {amounts!r}: give numbers above 0")
+    if len(set(budgets)) < len(budgets):
+        raise wrong(f"budget is {amounts!r}: give each number once")
     seeds, metric = part("seeds", int, 3), part("metric", str, "loss")
     if seeds < 1:
         raise wrong(f"seeds must be at least 1, got {seeds}")
@@ -142,7 +141,7 @@ def read_study(path: str | Path, recipes: Path) -> StudyFile:
         variants,
         baseline,
         unit,
-        sorted(budgets),
+        budgets,
         seeds,
         metric,
         tuning,
@@ -158,29 +157,40 @@ def read_tuning(values: Mapping[str, Any], wrong: Any) -> Tuning:
         raise wrong("tune has axes (values by setting), and trials or until_no_step_helps")
     if (type(trials) is int and trials > 1) == (until is True):
         raise wrong("tune has either trials, at least 2, or until_no_step_helps: true")
+    fields = {*TrainConfig.__dataclass_fields__, WARMUP} - {*OWN, *ENDING}
     for name, own in axes.items():
-        fields = {*TrainConfig.__dataclass_fields__, WARMUP} - {*OWN}
         if name not in fields:
             raise wrong(f"tune: unknown setting {name!r}{suggestion(str(name), fields, '')}")
+        if name in INERT:
+            raise wrong(f"tune: {name} does not change a run's loss: leave it out")
         if not isinstance(own, list) or len(own) < 2:
             raise wrong(f"tune: {name} needs a list of at least two values")
-    return Tuning({name: [as_value(v) for v in own] for name, own in axes.items()}, trials)
+        try:
+            own[:] = [typed(name, value) for value in own]
+        except ValueError as error:
+            raise wrong(f"tune: {error}") from error
+        if len(set(own)) < len(own) or (ordered(own) and own != sorted(own)):
+            raise wrong(f"tune: the values of {name} have to be different, and numbers to rise")
+    return Tuning(axes, trials)
 
 
-def as_value(value: Any) -> Any:
-    """Returns a YAML value; one such as 6e-4, which YAML reads as a text, as a number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+def typed(name: str, value: Any) -> Any:
+    """Returns a YAML value of a setting in the type that a run has it in. Raises `ValueError` for one that is out of range."""
+    if name == WARMUP:
+        if not 0 <= as_number(value) <= 1:
+            raise ValueError(f"{WARMUP} is {value!r}: give numbers from 0 to 1")
+        return as_number(value)
+    if isinstance(value, list):
+        raise ValueError(f"{name} cannot be {value!r}")
+    return getattr(parse_config(TrainConfig, [f"--{name}", *as_words(name, value)]), name)
 
 
 def as_number(value: Any) -> float:
-    """Returns a YAML value as a number, NaN if it is none."""
-    value = as_value(value)
-    return (
-        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    )
+    """Returns a YAML value as a number, NaN if it is none. YAML reads 6e-4 as a text."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 @dataclass
@@ -218,15 +228,15 @@ class Comparison:
     def verdict(self, variant: Variant, budget: float | None) -> Verdict | None:
         """Returns the verdict on a variant; None for the baseline, or if no pair of runs is there.
 
-        A variant is worse if more of its runs diverged, and better if fewer did.
+        If more or fewer of its runs diverged than of the baseline's, the verdict says that, not better or worse.
         """
         values, base = self.values(variant, budget), self.values(self.baseline, budget)
         pairs = [(a, b) for a, b in zip(values, base, strict=True) if not math.isnan(a + b)]
         if variant is self.baseline or not pairs:
             return None
-        more = sum(map(math.isinf, values)) - sum(map(math.isinf, base))
+        more = sum(math.isinf(a) - math.isinf(b) for a, b in pairs)
         if more:
-            return Verdict(math.inf, math.inf, "worse" if more > 0 else "better")
+            return Verdict(math.inf, math.inf, f"diverged {'more' if more > 0 else 'less'} often")
         differences = [a - b for a, b in pairs if math.isfinite(a - b)]
         return judge(differences) if differences else None
 
@@ -273,24 +283,26 @@ def tokens_to(goal: float, tokens: Sequence[int], losses: Sequence[float]) -> fl
 
 def compare(study: StudyFile, engine: Engine) -> Comparison:
     """Trains what a study needs and returns its outcome. Raises `ValueError` for settings that a recipe refuses."""
+    if engine.part != (0, 1) and (study.tuning or study.unit == "minutes"):
+        raise ValueError(
+            "--part divides a grid of known runs: leave out --part, or the part tune and a budget in minutes, whose speed "
+            "each machine would measure itself"
+        )
     variants = [Variant(name, first_trial(study, name)) for name in study.variants]
+    for variant in variants:
+        check_on_axes(study, variant)
+    check_different(study, engine, variants)
     budgets = list(study.budgets) or [None]
     if study.tuning is not None:
-        if engine.part != (0, 1):
-            raise ValueError(
-                "--part divides a grid, and tuning goes step by step: leave out --part"
-            )
         descents = []
         for variant in variants:
-            check_on_axes(variant, study.tuning.axes)
             budgeted = partial(with_budget, study, engine, amount=budgets[-1])
             start = variant.trial.changed(seed=TUNING_SEED)
             metric = partial(Result.metric, name=study.metric)
             descents.append(
                 Descent(start, study.tuning.axes, study.tuning.trials, budgeted, metric).plan()
             )
-        total = study.tuning.trials and study.tuning.trials * len(variants)
-        for variant, tuned in zip(variants, engine.run(descents, total), strict=True):
+        for variant, tuned in zip(variants, engine.run(descents), strict=True):
             variant.tuned, variant.trial = tuned, tuned.trial
     seeds = range(1, study.seeds + 1)
     cells = [(variant, budget) for budget in budgets for variant in variants]
@@ -299,7 +311,7 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
         for v, b in cells
     ]
     trials = [own[i] for i in range(study.seeds) for own in wanted]  # all variants of a seed first
-    [found] = engine.run([grid(trials)], engine.missing(trials))
+    [found] = engine.run([grid(trials)])
     by_trial = dict(zip(map(engine.identify, trials), found, strict=True))
     for (variant, budget), own in zip(cells, wanted, strict=True):
         variant.results[budget] = [by_trial[engine.identify(trial)] for trial in own]
@@ -307,89 +319,77 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
 
 
 def first_trial(study: StudyFile, name: str) -> Trial:
-    """Returns a variant's trial, with the settings that its recipe trains with."""
-    changes = {n: as_value(v) for n, v in {**study.settings, **study.variants[name]}.items()}
+    """Returns a variant's trial, with the settings that its recipe trains with. Raises `ValueError`, with the variant's name,
+    for settings that the recipe refuses, or with which a run cannot be compared."""
+    own = study.variants[name]
+    changes = {**study.settings, **own}
+    if "warmup_steps" in own:
+        changes.pop(WARMUP, None)
     share = changes.pop(WARMUP, None)
-    empty = Trial(study.recipe, changes, {})
     try:
+        empty = Trial(study.recipe, changes, {})
         resolved = settings_of(study.recipe, empty.arguments(Path("runs/study")))
+        changes = {n: resolved.get(n, v) for n, v in changes.items()}
+        trial = Trial(study.recipe, changes, resolved)
+        if share is not None:
+            trial = trial.changed(**{WARMUP: as_number(share)})
+        check_trial(trial)
     except ValueError as error:
         raise ValueError(f"{study.path}, variant {name}: {error}") from error
-    trial = Trial(study.recipe, changes, resolved)
-    return trial if share is None else trial.changed(**{WARMUP: share})
+    return trial
 
 
-def check_on_axes(variant: Variant, axes: Axes) -> None:
-    """Raises `ValueError` if a variant's value of a tuned setting is not on its axis, or a value is out of its range."""
-    for name, values in axes.items():
+def check_trial(trial: Trial) -> None:
+    """Raises `ValueError` if a trial's model is not possible, or its run would have no loss or end before its budget."""
+    assert trial.flops_per_token
+    trial.config.batch_schedule(processes=1)
+    if not trial.config.eval_every:
+        raise ValueError("eval_every is 0, so a run has no val/loss: set it above 0")
+    for name in ENDING:
+        if trial.resolved.get(name):
+            raise ValueError(
+                f"the recipe sets {name}, which ends a run before its budget: set it to 0"
+            )
+
+
+def check_on_axes(study: StudyFile, variant: Variant) -> None:
+    """Raises `ValueError` if a variant's value of a tuned setting is not on its axis, or a value on it is not possible."""
+    for name, values in study.tuning.axes.items() if study.tuning else ():
+        where = f"{study.path}, tune: {name} of the variant {variant.name}"
         value = variant.trial.resolved.get(name)
         if value not in values:
             raise ValueError(
-                f"tune: {name} of the variant {variant.name} is {value}, which is not on its axis: add it, or set {name} to "
-                "one of its values"
+                f"{where} is {value}, which is not on its axis: add it, or set {name} to one of its values"
             )
         for other in values:
-            variant.trial.changed(**{name: other})
+            try:
+                check_trial(variant.trial.changed(**{name: other}))
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be {other}: {error}") from error
+
+
+def check_different(study: StudyFile, engine: Engine, variants: Sequence[Variant]) -> None:
+    """Raises `ValueError` if two variants have the same runs, or a variant the same run for two budgets."""
+    seen: dict[str, str] = {}
+    for variant in variants:
+        for amount in list(study.budgets) or [None]:
+            id = engine.identify(with_budget(study, engine, variant.trial, amount=amount))
+            if (other := seen.get(id)) is not None:
+                raise ValueError(
+                    f"{study.path}: the variant {variant.name} has the same settings as {other}: change what changes numbers"
+                    if other != variant.name
+                    else f"{study.path}: two budgets are the same number of updates of the variant {other}: leave one out"
+                )
+            seen[id] = variant.name
 
 
 def with_budget(study: StudyFile, engine: Engine, trial: Trial, *, amount: float | None) -> Trial:
     """Returns the trial with the updates that an amount of `study.unit` pays for, at least one."""
-    config, changes, resolved = trial.config, dict(trial.changes), dict(trial.resolved)
-    updates = config.max_steps
-    if amount is not None:
-        tokens = amount
-        if study.unit == "flops":
-            tokens = amount / trial.flops_per_token
-        elif study.unit == "minutes":
-            tokens = amount * 60 * speed(engine, trial)
-        updates = max(1, round(tokens / config.total_batch_size))
-        changes["max_steps"] = resolved["max_steps"] = updates
-    if WARMUP in resolved:
-        changes.pop(WARMUP, None)
-        changes["warmup_steps"] = resolved["warmup_steps"] = round(resolved.pop(WARMUP) * updates)
-    return Trial(trial.recipe, changes, resolved)
-
-
-def speed(engine: Engine, trial: Trial) -> float:
-    """Returns the tokens per second of training a trial, measured once with a run in each slot at the same time, and stored
-    beside the table of runs. Of several processes one measures, and the others wait.
-
-    Raises `ValueError` if the measurement fails."""
-    path = engine.table.with_name(f"{engine.table.stem}-speeds.json")
-    plain = {name: v for name, v in trial.resolved.items() if name not in SPEEDLESS}
-    id = Trial(trial.recipe, {}, plain).id(engine.precision)
-    folder = engine.folder / "probes" / id
-    while id not in (known := read_speeds(path)):
-        if (own := claim(folder)) is None:
-            time.sleep(1)
-            continue
-        try:
-            write_json(path, known | {id: measure(engine, trial, folder)})
-        finally:
-            own.release()
-    return known[id]
-
-
-def read_speeds(path: Path) -> dict[str, float]:
-    """Returns the measured speeds by the id of what was measured."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def measure(engine: Engine, trial: Trial, folder: Path) -> float:
-    """Returns the median of the tokens per second in the second half of `PROBE` updates, over a run in each slot."""
-    changes = {name: value for name, value in trial.changes.items() if name != WARMUP}
-    off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "patience": 0, "keep_best": False}
-    probe = Trial(trial.recipe, {**changes, **off, "log_every": 5, "max_steps": PROBE}, {})
-    folders = [folder / str(number) for number in range(len(engine.slots))]
-    children = [
-        Child(trial.recipe, probe.arguments(place), slot, engine.env, place / LOG)
-        for place, slot in zip(folders, engine.slots, strict=True)
-    ]
-    found = []
-    for child, place in zip(children, folders, strict=True):
-        if child.wait():
-            raise ValueError(f"the speed was not measured: {last_line(place / LOG)}")
-        lines = read_json_lines(place / "metrics.jsonl")
-        speeds = [v for line in lines if (v := line.get("train/tokens_per_second"))]
-        found += speeds[len(speeds) // 2 :]
-    return median(found)
+    if amount is None:
+        return trial.lasting(trial.config.max_steps)
+    tokens = amount
+    if study.unit == "flops":
+        tokens = amount / trial.flops_per_token
+    elif study.unit == "minutes":
+        tokens = amount * 60 * speed(engine, trial)
+    return trial.lasting(max(1, round(tokens / trial.config.total_batch_size)))

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpt2_accel.checkpoint.find import read_status
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import TrainConfig, load_yaml, plain_text
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.estimate.flops import flops_per_token
@@ -38,6 +38,7 @@ from gpt2_accel.study.table import (
 PAUSE = 0.1  # seconds between looks at the children
 LOOK = 5.0  # seconds between looks at what other processes recorded
 LOG = "log.txt"  # in a run's folder: its terminal output
+WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 # Settings that do not change a run's numbers.
 INERT = [
     "data_dir",  # its fingerprint counts
@@ -79,6 +80,16 @@ class Trial:
         assert trial.config
         return trial
 
+    def lasting(self, updates: int) -> "Trial":
+        """Returns the trial with this number of updates, and the warmup steps of its `WARMUP`, if it has one."""
+        changes: dict[str, Any] = {"max_steps": updates}
+        if (share := self.resolved.get(WARMUP)) is not None:
+            changes["warmup_steps"] = round(share * updates)
+        kept = [
+            {n: v for n, v in own.items() if n != WARMUP} for own in (self.changes, self.resolved)
+        ]
+        return Trial(self.recipe, {**kept[0], **changes}, {**kept[1], **changes})
+
     @cached_property
     def config(self) -> TrainConfig:
         """The settings, without those that only the recipe has."""
@@ -93,18 +104,21 @@ class Trial:
             model_shape(self.config, vocab_size), self.config.tokens_per_sequence
         )
 
+    @cached_property
+    def key(self) -> str:
+        """What tells trials apart without a look at their data."""
+        return repr((self.recipe, sorted(self.resolved.items())))
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of the whole run."""
+        config = self.config
+        return float(config.max_steps * config.total_batch_size * self.flops_per_token)
+
     def arguments(self, output_dir: Path) -> list[str]:
         """Returns the command line of the recipe."""
-        settings = {**self.changes, "output_dir": output_dir, "resume_from": "latest"}
-        words = []
-        for name, value in settings.items():
-            if value is not None:
-                values = value if isinstance(value, list) else [value]
-                words += [
-                    f"--{name}",
-                    *(str(v).lower() if isinstance(v, bool) else str(v) for v in values),
-                ]
-        return words
+        settings = {**self.changes, "output_dir": str(output_dir), "resume_from": "latest"}
+        return [word for name, v in settings.items() for word in (f"--{name}", *as_words(name, v))]
 
     def id(self, precision: Mapping[str, str]) -> str:
         """Returns what identifies the run: its settings that differ from the defaults and change numbers, its data, its
@@ -118,6 +132,15 @@ class Trial:
         }
         data = data_fingerprint(self.config.data_dir)
         return identify(own | {"recipe": self.recipe.name}, data, precision)
+
+
+def as_words(name: str, value: Any) -> list[str]:
+    """Returns the value of a setting as words of a command line. Raises `ValueError` for what is no scalar or list of scalars."""
+    values = value if isinstance(value, list) else [value]
+    try:
+        return [plain_text(item) for item in values]
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be {value!r}") from error
 
 
 Answer = TypeVar("Answer")
@@ -170,21 +193,31 @@ class Engine:
 
     def identify(self, trial: Trial) -> str:
         """Returns the id of a trial."""
-        key = repr((trial.recipe, sorted(trial.resolved.items())))
-        if key not in self._ids:
+        if trial.key not in self._ids:
             code_fingerprint(trial.recipe)  # now, before a file changes
-            self._ids[key] = trial.id(self.precision)
-        return self._ids[key]
+            self._ids[trial.key] = trial.id(self.precision)
+        return self._ids[trial.key]
 
     def folder_of(self, id: str) -> Path:
         """Returns the folder of a run."""
         return self.folder / "runs" / id
 
-    def run(self, plans: Sequence[Plan[Answer]], total: int | None) -> list[Answer]:
+    def child(
+        self,
+        trial: Trial,
+        folder: Path,
+        slot: Slot,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Child:
+        """Starts a trial in `folder`, whatever is recorded; see `Child`."""
+        arguments = trial.arguments(folder)
+        return Child(trial.recipe, arguments, slot, self.env, folder / LOG, superseded)
+
+    def run(self, plans: Sequence[Plan[Answer]]) -> list[Answer]:
         """Trains what the plans ask for; returns their answers.
 
         A run that fails is named, and the others go on. A signal stops the children with their checkpoints and raises
-        `KeyboardInterrupt`. `total` is the number of runs that the progress bar counts to, None if it is unknown.
+        `KeyboardInterrupt`. The progress bar counts FLOPs, to those that the plans need as far as they know.
         """
         waiting = {plan: next(plan) for plan in plans}
         self._divide(trial for trials in waiting.values() for trial in trials)
@@ -192,8 +225,8 @@ class Engine:
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
             stack.callback(self._stop_children)
-            bar = stack.enter_context(Progress("runs", total, unit="run"))
-            looked = 0.0
+            bar = stack.enter_context(Progress("FLOPs", None, unit="FLOP", unit_scale=True))
+            runs, flops, looked = 0, 0.0, 0.0
             while waiting:
                 for plan, trials in list(waiting.items()):
                     if not all(self._known(trial) for trial in trials):
@@ -208,9 +241,13 @@ class Engine:
                 if time.monotonic() - looked > LOOK:
                     looked = time.monotonic()
                     self._read_records(wanted)
-                ended = self._reap()
-                if ended:
-                    bar.advance(ended)
+                left = {self.identify(t): t.flops for t in wanted if not self._known(t)}
+                bar.expect(flops + sum(left.values()))
+                if ended := self._reap():
+                    runs, flops = runs + len(ended), flops + sum(trial.flops for trial in ended)
+                    bar.advance(
+                        sum(trial.flops for trial in ended), f"{runs} run{'s' * (runs > 1)}"
+                    )
                 started = self._fill(wanted)
                 if stop.reason is not None:
                     print(f"stopped ({stop.reason}): the same command continues", flush=True)
@@ -254,21 +291,15 @@ class Engine:
             if self._record(trial, id):  # a kill came between the run's end and its record
                 own.release()
                 continue
-            child = Child(
-                trial.recipe,
-                trial.arguments(folder),
-                free.pop(0),
-                self.env,
-                folder / LOG,
-                own.superseded,
-            )
+            child = self.child(trial, folder, free.pop(0), own.superseded)
             self._running.append(Running(trial, id, child, own))
             started += 1
         return started
 
-    def _reap(self) -> int:
-        """Records runs whose children have ended; returns how many. Renews the claims of the others."""
-        ended = 0
+    def _reap(self) -> list[Trial]:
+        """Records runs whose children have ended, and returns those that finished or failed. Renews the claims of the
+        others."""
+        ended = []
         for running in list(self._running):
             child = running.child
             if not child.ended():
@@ -281,17 +312,18 @@ class Engine:
             self._running.remove(running)
             if running.claim.superseded():
                 print(f"run {running.id} was taken by {holder(self.folder_of(running.id))}")
-            elif self._record(running.trial, running.id):
-                ended += 1
             else:
-                self._fail(running)
-                ended += 1
+                if not self._record(running.trial, running.id):
+                    self._fail(running)
+                ended.append(running.trial)
             running.claim.release()
         return ended
 
     def _record(self, trial: Trial, id: str) -> bool:
-        """Records a run that has ended, and removes its weights. Returns whether it has ended."""
+        """Records a run that has ended, and removes its weights. Returns whether it has ended, with the trial's settings."""
         folder = self.folder_of(id)
+        if other_settings(trial, folder):
+            return False
         changes = {
             name: v for name, v in trial.changes.items() if name not in INERT or name == "data_dir"
         }
@@ -323,7 +355,17 @@ class Engine:
         status = read_status(folder)
         code = running.child.code or 0
         killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        reason = status.get("reason") or killed or last_line(folder / LOG) or f"exit code {code}"
+        other = ", ".join(other_settings(running.trial, folder))
+        changed = (
+            other and f"it trained with another {other}, since its recipe changed: remove {folder}"
+        )
+        reason = (
+            changed
+            or status.get("reason")
+            or killed
+            or last_line(folder / LOG)
+            or f"exit code {code}"
+        )
         self.failed[running.id] = reason
         print(f"run {running.id} failed: {reason} ({folder / LOG})", file=sys.stderr, flush=True)
 
@@ -343,6 +385,13 @@ class Engine:
         if id not in self._said:
             self._said.add(id)
             print(f"run {id} is trained by {holder(folder)}", flush=True)
+
+
+def other_settings(trial: Trial, folder: Path) -> list[str]:
+    """Returns the settings that change numbers and that the run in `folder` has other values of than the trial."""
+    path = folder / "config.yaml"
+    own = load_yaml(str(path), "config") if path.exists() else {}
+    return [n for n, v in trial.resolved.items() if n not in INERT and own.get(n, v) != v]
 
 
 def remove_weights(folder: Path) -> None:

@@ -10,6 +10,14 @@ CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
+def require_scipy() -> None:
+    """Raises `ValueError` if SciPy is not installed."""
+    try:
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise ValueError("intervals need SciPy: pip install 'scipy>=1.13'") from error
+
+
 @functools.cache
 def student(runs: int, confidence: float = CONFIDENCE) -> float:
     """Returns the two-sided quantile of Student's t with `runs` - 1 degrees of freedom."""
@@ -29,8 +37,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 class Verdict:
     """What the paired differences of a variant's metric to the baseline's say; lower is better.
 
-    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal, or "not
-    distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
+    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal, "diverged more often"
+    or "diverged less often", both without an interval, or "not distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
     None if it is above `MOST_SEEDS` or there is one pair only.
     """
 
@@ -46,7 +54,7 @@ class Verdict:
             return f"{self.word}: one seed has no spread, take at least two"
         if self.more_seeds is None:
             return f"{self.word}: even {MOST_SEEDS:,} seeds may not tell them apart"
-        return f"{self.word}: about {self.more_seeds} more seeds"
+        return f"{self.word}: about {self.more_seeds} more seed{'s' * (self.more_seeds > 1)}"
 
 
 def judge(differences: Sequence[float]) -> Verdict:

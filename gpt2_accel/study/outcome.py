@@ -16,12 +16,11 @@ from gpt2_accel.report.figures import (
     WIDE,
     finish_axes,
     new_figure,
-    require_matplotlib,
     set_title,
     settled,
     short_number,
 )
-from gpt2_accel.report.page import Page, bullets, save_page, table
+from gpt2_accel.report.page import Page, bullets, markdown, save_page, table
 from gpt2_accel.study.compare import METRICS, Comparison, Variant
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import interval
@@ -68,11 +67,12 @@ def remarks(outcome: Comparison) -> list[str]:
     study, lines = outcome.study, []
     for budget in outcome.budgets:
         values = [v for v in outcome.values(outcome.baseline, budget) if math.isfinite(v)]
+        where = f" with {short_number(budget)} {study.unit}" if budget else ""
         if len(values) > 1:
-            where = f" with {short_number(budget)} {study.unit}" if budget else ""
             lines.append(
                 f"the runs of {study.baseline}{where} have a standard deviation of {stdev(values):.4f} between seeds"
             )
+        lines += unequal_amounts(outcome, budget, where)
     for variant in outcome.variants:
         if (share := outcome.token_share(variant)) is not None:
             mean, half, beyond = share
@@ -93,7 +93,7 @@ def remarks(outcome: Comparison) -> list[str]:
     count = (len(outcome.variants) - 1) * len(outcome.budgets)
     if count > 1:
         lines.append(
-            f"of {count} comparisons of equal variants, {0.05 * count:.1g} are called better or worse by chance"
+            f"of {count} comparisons of equal variants, {round(0.05 * count, 2):g} are called better or worse by chance"
         )
     used = {r for v in outcome.variants for own in v.results.values() for r in own if r}
     other = sum(result.code != code_fingerprint(study.recipe) for result in used)
@@ -105,20 +105,32 @@ def remarks(outcome: Comparison) -> list[str]:
     return lines
 
 
+def unequal_amounts(outcome: Comparison, budget: float | None, where: str) -> list[str]:
+    """Returns a remark for each variant whose runs differ by over 1% from the baseline's in tokens, or in FLOPs if they are the
+    budget: without a budget, or because a run is a whole number of updates. Returns none for minutes."""
+    unit = "flops" if outcome.study.unit == "flops" else "tokens"
+    amounts = {
+        v.name: getattr(found, unit)
+        for v in outcome.variants
+        if (found := next(filter(None, v.results[budget]), None))
+    }
+    base = amounts.get(outcome.baseline.name)
+    if base is None or outcome.study.unit == "minutes":
+        return []
+    return [
+        f"{name}{where} has {abs(amount / base - 1):.1%} {'more' if amount > base else 'fewer'} {unit} than "
+        f"{outcome.baseline.name}: part of the difference is due to them"
+        for name, amount in amounts.items()
+        if abs(amount / base - 1) > 0.01
+    ]
+
+
 def as_text(outcome: Comparison) -> str:
     """Returns the outcome as Markdown tables, one per budget, and lines of remarks."""
     parts = []
     for budget in outcome.budgets:
-        body = [[name, *cells] for name, cells in rows_of(outcome, budget).items()]
-        rows = [["variant", *heads(outcome)], *body]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-            for row in rows
-        ]
-        lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
         title = f"{outcome.study.unit}: {short_number(budget)}\n\n" if budget else ""
-        parts.append(title + "\n".join(lines))
+        parts.append(title + markdown(["variant", *heads(outcome)], rows_of(outcome, budget)))
     parts.append("\n".join(f"- {line}" for line in remarks(outcome)))
     return "\n\n".join(filter(None, parts))
 
@@ -156,8 +168,7 @@ def agent_lines(outcome: Comparison, engine: Engine, seconds: float) -> str:
 
 
 def write_page(outcome: Comparison, engine: Engine) -> Path:
-    """Writes `study.html` into the study's folder; returns its path. Raises `ValueError` without matplotlib."""
-    require_matplotlib()
+    """Writes `study.html` into the study's folder; returns its path. Needs matplotlib."""
     page, study = Page(), outcome.study
     title = study.path.stem
     for budget in outcome.budgets:

@@ -15,6 +15,7 @@ import gpt2_accel
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.files import read_json_lines, write_file, write_json
 from gpt2_accel.runtime.guard import Diverged
+from gpt2_accel.study.children import recipe_source
 
 RESULT = "result.json"  # in the folder of a run
 NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
@@ -65,15 +66,15 @@ def code_fingerprint(recipe: Path) -> str:
     sources = [
         p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_TRAINED
     ]
-    content = b"\0".join(path.read_bytes() for path in [recipe, *sorted(sources)])
+    content = b"\0".join([recipe_source(recipe), *(path.read_bytes() for path in sorted(sources))])
     return hashlib.sha256(content).hexdigest()[:12]
 
 
 def read_result(folder: Path) -> Result | None:
-    """Returns the record in a run's folder, None if there is none."""
+    """Returns the record in a run's folder, None if there is none, or if it is damaged: its metrics make it again."""
     try:
         return Result(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
@@ -122,8 +123,10 @@ def read_table(path: Path) -> dict[str, Result]:
 
 
 def parse(row: Mapping[str, str]) -> Result:
-    """Returns the result in a row of the CSV file."""
+    """Returns the result in a row of the CSV file. Raises `ValueError` for a loss that is no number."""
     bits = row["bits_per_byte"]
+    if math.isnan(float(row["loss"])):
+        raise ValueError(f"run {row['id']} has the loss {row['loss']}")
     return Result(
         row["id"],
         row["settings"],

@@ -28,9 +28,10 @@ class Tuned:
 class Descent:
     """Tunes `start` over `axes`. `budgeted` gives a trial its number of updates, `metric` the number to lower.
 
-    Values that are no numbers have no order: all others are tried. It ends after `budget` trials; without a budget when a pass of single steps changes nothing. When `total_batch_size`
-    changes, `learning_rate` changes by the square root of its ratio, to the nearest value of its axis, if it has one
-    (Malladi et al., 2022, arXiv:2205.10287). A run that failed or diverged has an infinite loss.
+    Values that are no numbers have no order: all others are tried. It ends after `budget` trials; without a budget when a
+    pass of single steps changes nothing. When `total_batch_size` changes, `learning_rate` changes by the square root of its
+    ratio, to the nearest value of its axis, if it has one (Malladi et al., 2022, arXiv:2205.10287). A run that failed or
+    diverged has an infinite loss.
     """
 
     start: Trial
@@ -59,8 +60,8 @@ class Descent:
         return self.budget is not None and len(self.losses) >= self.budget
 
     def _walk(self, name: str, values: Sequence[Any], stride: int) -> Plan[None]:
-        """Tries the neighbours of the current value, and goes on in the better direction as long as the loss falls. Tries all
-        other values if they have no order."""
+        """Tries both neighbours of the current value and continues in the better direction while the loss falls. If the values
+        have no order, it tries all of them."""
         at = self._at(name, values)
         steps = (
             [-stride, stride]
@@ -107,10 +108,10 @@ class Descent:
     def _changed(self, name: str, value: Any) -> Trial:
         """Returns the best trial with another value, and a learning rate that fits another batch."""
         changes = {name: value}
-        rates = self.axes.get("learning_rate")
-        if name == "total_batch_size" and rates:
-            ratio = value / self.best.resolved[name]
-            rate = self.best.resolved["learning_rate"] * math.sqrt(ratio)
+        rates = [rate for rate in self.axes.get("learning_rate", []) if rate > 0]
+        rate = self.best.resolved["learning_rate"]
+        if name == "total_batch_size" and rates and rate > 0:
+            rate *= math.sqrt(value / self.best.resolved[name])
             changes["learning_rate"] = min(rates, key=lambda other: abs(math.log(other / rate)))
         return self.best.changed(**changes)
 

@@ -402,6 +402,23 @@ def test_few_texts_hold_out_their_last_parts(tmp_path, words):
         assert any(path.read_text().endswith(document) for path in tmp_path.glob("*.txt"))
 
 
+def test_unique_leaves_out_copies_and_says_so(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, seed in (("a.txt", 1), ("b.txt", 2), ("c.txt", 1)):
+        (folder / name).write_text(make_text(300, seed))
+    command = (ROOT / "recipes/prepare_data.py", "text", folder, "--tokenizer", "bytes")
+    counts = {}
+    for flags in ([], ["--unique"]):
+        data_dir = tmp_path / f"data{len(flags)}"
+        done = python(*command, *flags, "--workers", 1, "--data_dir", data_dir)
+        assert done.returncode == 0, done.stderr
+        manifest = read_manifest(data_dir)
+        counts[len(flags)] = manifest["splits"]["train"]["documents"]
+        assert ("1 of 3 files are copies" in manifest["source"]) == bool(flags)
+    assert counts == {0: 3, 1: 2}
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_few_rows_hold_out_their_last_parts(tmp_path, name):
     texts = [make_text(100, seed) for seed in range(3)]

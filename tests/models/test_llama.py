@@ -227,6 +227,7 @@ def test_shape_of_a_depth_and_of_single_settings(kind, of_two_heads, of_depth_12
     shape = kind.from_settings(settings, 100)
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim) == (12, 12, 768, 64)
     assert (shape.n_kv_head, shape.n_inner) == of_depth_12
+    assert GPTConfig.from_settings(settings, 50257) == GPTConfig(50257, 128, 12, 12, 768)
 
 
 @pytest.mark.parametrize("width, heads", [(576, 9), (960, 15)])
@@ -260,9 +261,6 @@ def test_settings_that_an_architecture_does_not_have_are_refused(kind):
     settings.dropout = 0.1
     with pytest.raises(ValueError, match=f"{kind.architecture} has no dropout: give --dropout 0"):
         kind.from_settings(settings, 100)
-    settings.depth = 4
-    with pytest.raises(ValueError, match="gpt2 has no --depth: give --n_layer, --n_head, --n_embd"):
-        GPTConfig.from_settings(settings, 100)
     with pytest.raises(ValueError, match="n_head .3. is not a multiple of n_kv_head"):
         tiny(kind, n_head=3)
     with pytest.raises(ValueError, match="head_dim .7. is odd"):

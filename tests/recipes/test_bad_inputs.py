@@ -476,6 +476,19 @@ def chat() -> Iterator[Row]:
         ("--output_dir d", "the following arguments are required: --study"),
     ):
         yield Row("compare", arguments, words, study)
+    budget = "--data_dir {data} --budgets 1e12"
+    for arguments, words in (
+        ("--budgets 1e12", "the following arguments are required: --data_dir"),
+        ("--data_dir {data}", "the following arguments are required: --budgets"),
+        ("--data_dir {data} --budgets 0", "budgets must be above 0"),
+        ("--data_dir nowhere --budgets 1e12", "nowhere"),
+        (budget + " --architecture bert", "architecture must be one of"),
+        (budget, "times: prepare more text, lower --budgets, or allow it by --max_epochs"),
+        (budget + " --max_epochs 1e9 --dry_run true --device H900", "device must be one of"),
+        (budget + " --target_flops 1e13 --target_hours 1", "say the same: give one"),
+    ):
+        yield Row("scaling_laws", arguments, words)
+    yield Row("quickstart", "--data_dir {data} --law none.json", "none.json: there is no such file")
     yield Row("prepare_data", f"chat {{text}} {usual} --data_dir d", "holds no conversations")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 import re
 import signal
@@ -17,12 +18,14 @@ from launching import ROOT, Started, python
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.study.children import slots
 from gpt2_accel.study.compare import (
+    Comparison,
     Variant,
     check_on_axes,
     first_trial,
     read_study,
     with_budget,
 )
+from gpt2_accel.study.table import Result
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
@@ -197,6 +200,12 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+def test_a_part_measures_no_speed_of_its_own(data_dir, tmp_path):
+    path = study_file(tmp_path, data_dir, budget={"minutes": 0.01})
+    done = compare(path, tmp_path / "out", "--part", "0/2")
+    assert done.returncode == 1 and "whose speed each machine would" in done.stderr
+
+
 def test_parts_divide_a_study_without_a_shared_disk(studied, data_dir, tmp_path):
     _, folder = studied
     path = study_file(tmp_path, data_dir)
@@ -235,7 +244,7 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(data_dir, tmp_path
     assert "1 diverged, 1 missing" in done.stdout
     found = rows(tmp_path / "out")
     assert sorted(row["loss"] == "inf" for row in found) == [False, True]
-    assert re.search(r"^\| wild +\| worse ", done.stdout, re.MULTILINE)
+    assert re.search(r"^\| wild +\| diverged more often ", done.stdout, re.MULTILINE)
 
 
 def test_tuning_and_several_budgets(data_dir, tmp_path):
@@ -297,16 +306,131 @@ def test_minutes_are_measured_once_and_stored(data_dir, tmp_path):
             "beta1 must be at least 0 and below 1",
         ),
         (f"recipe: {ROOT}/recipes/sample.py\nvariants: {{a: {{}}}}", "variant a: "),
+        ("recipe: quickstart\nvariants: {0.10: {}, 0.1: {}}", "0.1 cannot be a variant's name"),
+        ("recipe: quickstart\nvariants: {_c: {}}", "'_c' cannot be a variant's name"),
+        ("recipe: quickstart\nvariants: {'a|b': {}}", "cannot be a variant's name"),
+        ("recipe: quickstart\nvariants: {'$x$': {}}", "cannot be a variant's name"),
+        ("recipe: quickstart\nvariants: {a: 0}", "a is 0, expected `name: value` lines"),
+        ("recipe: quickstart\nvariants: {a: {beta1: }}", "a has no value for beta1"),
+        ("recipe: quickstart\nvariants: {a: {dry_run: true}}", "dry_run, which ends a run before"),
+        ("recipe: quickstart\nvariants: {a: {patience: 2}}", "patience, which ends a run before"),
+        ("recipe: quickstart\nvariants: {a: {warmup_share: abc}}", "give a number from 0 to 1"),
+        ("recipe: quickstart\nvariants: {a: {warmup_share: 2}}", "give a number from 0 to 1"),
+        (
+            "recipe: quickstart\nvariants: {a: {warmup_share: 0.1, warmup_steps: 3}}",
+            "a sets warmup_steps and warmup_share: leave one out",
+        ),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: .inf}", "give numbers above 0"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: [9, 9]}", "each number once"),
+        (
+            f"recipe: {RECIPE}\nvariants: {{a: {{beta1: [0.8, 0.9]}}}}",
+            "variant a: .*unknown option 0.9",
+        ),
+        (f"recipe: {RECIPE}\nvariants: {{a: {{beta1: {{x: 1}}}}}}", "variant a: beta1 cannot be"),
+        (f"recipe: {RECIPE}\nvariants: {{a: {{n_head: 5}}}}", "variant a: .*n_head"),
+        (f"recipe: {RECIPE}\nvariants: {{a: {{eval_every: 0}}}}", "variant a: eval_every is 0"),
+        (
+            f"recipe: {RECIPE}\nvariants: {{a: {{}}, b: {{log_every: 5}}}}",
+            "variant b has the same settings as a",
+        ),
+        (
+            f"recipe: {RECIPE}\nvariants: {{a: {{}}}}\nbudget: {{tokens: [524288, 524289]}}",
+            "two budgets are the same number of updates of the variant a",
+        ),
+        *(
+            (f"recipe: {RECIPE}\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
+            for axes, words in (
+                ("{learning_rate: [abc, 1]}", "tune: .*learning_rate"),
+                ("{learning_rate: [[1], [2]]}", "tune: learning_rate cannot be"),
+                ("{learning_rate: [2e-3, 1e-3]}", "have to be different, and numbers to rise"),
+                ("{learning_rate: [1e-3, 0.001]}", "have to be different, and numbers to rise"),
+                ("{save_every: [1, 2]}", "save_every does not change a run's loss"),
+                ("{beta2: [0.95, 1.5]}", "tune: beta2 must be at least 0 and below 1"),
+                ("{eval_every: [0, 250]}", "eval_every of the variant a cannot be 0"),
+                ("{warmup_share: [0.1, 2]}", "give numbers from 0 to 1"),
+                ("{weight_decay: [0, 1]}", "weight_decay of the variant a is 0.1, which is not on"),
+            )
+        ),
         ("recipe: [", "not valid YAML"),
     ],
 )
 def test_bad_studies_are_refused_in_a_sentence(content, words, data_dir, tmp_path):
+    content = content.replace(RECIPE, f"{RECIPE}\nsettings: {{data_dir: {data_dir}}}")
     path = tmp_path / "study.yaml"
     path.write_text(content)
     done = compare(path, tmp_path / "out")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(words, done.stderr.splitlines()[-1]), done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_runs_recipe_and_settings_are_those_that_the_study_read(data_dir, tmp_path):
+    """A recipe that is edited meanwhile does not change the runs; what it imports may, and such a run is not recorded."""
+    script, rates = tmp_path / "recipe.py", tmp_path / "rates.py"
+    rates.write_text("RATE = 1e-3\n")
+    text = (
+        "import sys\nsys.path.append({!r})\nfrom train_script import *\nfrom rates import RATE\n\n"
+        "if __name__ == '__main__':\n"
+        "    config = parse_config(TrainConfig)\n"
+        "    config.learning_rate, config.beta2 = RATE, 0.9\n"
+        "    cli.run(lambda: train(config))\n".format(str(ROOT / "tests"))
+    )
+    script.write_text(text)
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=4)
+    out, log = tmp_path / "out", tmp_path / "log"
+    started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=log)
+    wait_until(lambda: list(out.glob("runs/*/config.yaml")))
+    script.write_text(text.replace("0.9", "0.8"))
+    wait_until(lambda: len(list(out.glob("runs/*/config.yaml"))) > 2)
+    rates.write_text("RATE = 1e-4\nNAME = 'another'\n")
+    assert started.wait() == 1
+    assert "trained with another learning_rate, since its recipe changed" in log.read_text()
+    found = {row["id"] for row in rows(out)}
+    assert 2 <= len(found) < 4
+    for folder in out.glob("runs/*"):
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+        assert settings["beta2"] == 0.9
+        assert (settings["learning_rate"] == 1e-3) == (folder.name in found)
+
+
+def test_a_variants_warmup_steps_replace_the_share_of_all(data_dir, tmp_path):
+    variants = {"share": {}, "steps": {"warmup_steps": 7}}
+    study = read_study(study_file(tmp_path, data_dir, variants=variants), ROOT / "recipes")
+    trials = {name: first_trial(study, name) for name in study.variants}
+    steps = {
+        name: with_budget(study, None, trial, amount=12 * 128).config.warmup_steps
+        for name, trial in trials.items()
+    }
+    assert steps == {"share": 1, "steps": 7}
+
+
+@pytest.mark.parametrize(
+    "own, base, word",
+    [
+        ([math.inf, 1.0, 1.1], [2.0, 2.0, 2.1], "diverged more often"),
+        ([1.0, 1.0, 1.1], [2.0, math.inf, 2.1], "diverged less often"),
+        ([math.inf, 1.0, 1.1], [None, 2.0, 2.05], "better"),  # of the first pair one run is missing
+        ([math.inf, 1.0, 1.1, 1.0], [2.0, 2.0, 2.05, math.inf], "better"),
+    ],
+)
+def test_a_verdict_counts_divergence_within_pairs(own, base, word, data_dir, tmp_path):
+    study = read_study(study_file(tmp_path, data_dir), ROOT / "recipes")
+
+    def variant(name, losses):
+        found = [loss and Result(str(i), "", 1, 1, 1, 1.0, loss) for i, loss in enumerate(losses)]
+        return Variant(name, None, None, {1536.0: found})
+
+    outcome = Comparison(study, [variant("full", base), variant("half", own)], {})
+    assert outcome.verdict(outcome.variants[1], 1536.0).word == word
+
+
+def test_unequal_tokens_are_said(data_dir, tmp_path):
+    variants = {"one": {}, "double": {"total_batch_size": 256}}
+    path = study_file(tmp_path, data_dir, variants=variants, seeds=1, budget={"tokens": 3 * 128})
+    done = compare(path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "one with 384 tokens has 25.0% fewer tokens than double" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -317,7 +441,7 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir):
     study = replace(study, settings={**study.settings, "data_dir": str(data_dir)})
     for name in study.variants:
         variant = Variant(name, first_trial(study, name))
-        check_on_axes(variant, study.tuning.axes if study.tuning else {})
+        check_on_axes(study, variant)
         trial = with_budget(study, None, variant.trial, amount=study.budgets[-1])
         assert trial.config.max_steps > 100
 

@@ -95,3 +95,10 @@ def test_a_value_out_of_its_range_is_refused():
 )
 def test_tokens_with_which_a_loss_is_reached(losses, expected):
     assert tokens_to(4.5, [100, 200, 400], losses) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_rate_of_zero_does_not_scale_with_the_batch():
+    rates = {**AXES, "learning_rate": [0.0, *RATES]}
+    tuned, _ = descend(lambda s: s["learning_rate"] + s["total_batch_size"] / 1024, rates)
+    assert tuned.trial.resolved["learning_rate"] == 0.0
+    assert tuned.trial.resolved["total_batch_size"] == 1024

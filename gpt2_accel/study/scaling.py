@@ -1,0 +1,302 @@
+"""Scaling laws: trains sizes with equal FLOPs (Hoffmann et al., 2022, arXiv:2203.15556, approach 2), and fits a law to all runs.
+
+The grid of a budget grows until at least two sizes lie on each side of the one with the lowest loss.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.device import GPUS
+from gpt2_accel.estimate.dry_run import model_shape
+from gpt2_accel.estimate.flops import TYPICAL_MFU
+from gpt2_accel.estimate.law import (
+    FEWEST_UPDATES,
+    MAX_EPOCHS,
+    FittedLaw,
+    Rules,
+    ScalingLaw,
+    bootstrap_interval,
+    parameters,
+    sizes,
+)
+from gpt2_accel.estimate.memory import Launch, memory_by_part
+from gpt2_accel.models import ModelConfig
+from gpt2_accel.study.children import settings_of
+from gpt2_accel.study.engine import Engine, Plan, Trial
+from gpt2_accel.study.law_fit import bootstrap, fit_law
+from gpt2_accel.study.speed import speed
+from gpt2_accel.study.table import Result
+
+RATIO = 1.4  # of the parameters of neighbouring sizes, about
+SIDE = 2  # sizes on each side of the lowest loss
+TOKENS_PER_PARAMETER = 20  # of the middle one of a budget's first sizes
+FEWEST_RUNS, FEWEST_SIZES, FEWEST_BUDGETS = 8, 3, 2  # for a fit
+
+
+class Run(NamedTuple):
+    """A run of the grid: its trial, its budget in FLOPs, and its result, None if it failed."""
+
+    trial: Trial
+    budget: float
+    result: Result | None
+
+    @property
+    def loss(self) -> float:
+        """The loss in nats per token, infinite if the run failed or diverged."""
+        return math.inf if self.result is None else self.result.loss
+
+    @property
+    def tokens(self) -> int:
+        return self.trial.config.max_steps * self.trial.config.total_batch_size
+
+    @property
+    def shape(self) -> ModelConfig:
+        vocab_size = read_manifest(self.trial.config.data_dir)["tokenizer"]["vocab_size"]
+        return model_shape(self.trial.config, vocab_size)
+
+    def parameters(self, embeddings: bool = True) -> int:
+        """Returns N, with or without `embeddings`."""
+        return parameters(self.shape, embeddings)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs of a scaling study: for each of `budgets`, in FLOPs, sizes that differ by about `RATIO`.
+
+    `base` is the trial that all runs share; `rules` give each its settings. A run that would read the data more than
+    `max_epochs` times is refused.
+    """
+
+    base: Trial
+    budgets: Sequence[float]
+    rules: Rules = field(default_factory=Rules)
+    max_epochs: float = MAX_EPOCHS
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return read_manifest(self.base.config.data_dir)
+
+    @cached_property
+    def ladder(self) -> list[Trial]:
+        """A trial of each size, without tokens, from the smallest."""
+        trials = [self.base.changed(**size) for size in sizes()]
+        counts = [Run(trial, 0, None).parameters() for trial in trials]
+        chosen = [0]
+        while RATIO * counts[chosen[-1]] < counts[-1]:
+            goal, rest = RATIO * counts[chosen[-1]], range(chosen[-1] + 1, len(counts))
+            chosen.append(min(rest, key=lambda i: abs(math.log(counts[i] / goal))))
+        return [trials[i] for i in chosen]
+
+    def run(self, place: int, budget: float) -> Run:
+        """Returns the run of a size of the ladder with a budget."""
+        return with_budget(self.ladder[place], budget, self.rules)
+
+    def epochs(self, run: Run) -> float:
+        """Returns how often a run reads the training data."""
+        return run.tokens / self.manifest["splits"]["train"]["tokens"]
+
+    def first(self, budget: float) -> range:
+        """Returns the places on the ladder of a budget's first sizes.
+
+        Raises `ValueError` if one would read the data more than `max_epochs` times, or have too few updates."""
+
+        def distance(place: int) -> float:
+            run = self.run(place, budget)
+            return abs(math.log(run.tokens / (TOKENS_PER_PARAMETER * run.parameters())))
+
+        middle = max(SIDE, min(range(len(self.ladder)), key=distance))
+        last = min(middle + SIDE, len(self.ladder) - 1)
+        if (updates := self.run(last, budget).trial.config.max_steps) < FEWEST_UPDATES:
+            raise ValueError(
+                f"{budget:.3g} FLOPs are {updates} updates of a model of width {self.ladder[last].config.n_embd}, and a run needs "
+                f"{FEWEST_UPDATES}: raise --budgets"
+            )
+        epochs = self.epochs(self.run(middle - SIDE, budget))
+        if epochs > self.max_epochs:
+            raise ValueError(
+                f"the smallest model with {budget:.3g} FLOPs would read the data {epochs:.2g} times: prepare more text, lower "
+                f"--budgets, or allow it by --max_epochs {math.ceil(epochs)}"
+            )
+        return range(middle - SIDE, last + 1)
+
+    def plan(self, budget: float) -> Plan[list[Run]]:
+        """The plan of a budget; returns its runs by size."""
+        places = self.first(budget)
+        while True:
+            runs = [self.run(place, budget) for place in places]
+            results = yield [run.trial for run in runs]
+            runs = [run._replace(result=r) for run, r in zip(runs, results, strict=True)]
+            best = places[lowest(runs)]
+            low, high = best - SIDE, best + SIDE + 1
+            while low < places[0] and not self.allowed(low, budget):
+                low += 1
+            while high > places[-1] + 1 and not self.allowed(high - 1, budget):
+                high -= 1
+            wider = range(min(low, places[0]), max(places[-1] + 1, high))
+            if wider == places:
+                return runs
+            places = wider
+
+    def allowed(self, place: int, budget: float) -> bool:
+        """Whether there is such a size, and it neither reads the data too often nor has too few updates."""
+        if not 0 <= place < len(self.ladder):
+            return False
+        run = self.run(place, budget)
+        return self.epochs(run) <= self.max_epochs and run.trial.config.max_steps >= FEWEST_UPDATES
+
+
+def lowest(runs: Sequence[Run]) -> int:
+    """Returns the place of the lowest loss."""
+    return min(range(len(runs)), key=lambda place: runs[place].loss)
+
+
+def with_budget(size: Trial, budget: float, rules: Rules) -> Run:
+    """Returns the run of a size with the tokens that a budget in FLOPs pays for, in whole updates."""
+    tokens, config = budget / size.flops_per_token, size.config
+    settings = rules.settings(config.n_embd, tokens, config.tokens_per_sequence)
+    return Run(size.changed(**settings), budget, None)
+
+
+@dataclass
+class Scaling:
+    """The outcome of a scaling study: its runs by budget, and the law, None if there are too few runs. `by_count` is the spread of
+    the residuals with embeddings in N (True) and without. `unused` counts the recorded runs of other grids."""
+
+    grid: Grid
+    runs: dict[float, list[Run]]
+    failed: dict[str, str]
+    law: FittedLaw | None = None
+    by_count: dict[bool, float] = field(default_factory=dict)
+    unused: int = 0
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs with a loss."""
+        return [run for runs in self.runs.values() for run in runs if math.isfinite(run.loss)]
+
+    def best(self, budget: float) -> int:
+        """Returns the place of the lowest loss among the runs of a budget."""
+        return lowest(self.runs[budget])
+
+    @property
+    def edges(self) -> list[float]:
+        """The budgets whose lowest loss has fewer than `SIDE` sizes on a side."""
+        return [
+            budget
+            for budget, runs in self.runs.items()
+            if math.isfinite(runs[self.best(budget)].loss)
+            and not SIDE <= self.best(budget) < len(runs) - SIDE
+        ]
+
+
+def train_grid(grid: Grid, engine: Engine) -> Scaling:
+    """Trains a grid and fits a law to its runs. Raises `ValueError` for a grid that repeats the data too often."""
+    found = engine.run([grid.plan(budget) for budget in grid.budgets])
+    outcome = Scaling(grid, dict(zip(grid.budgets, found, strict=True)), engine.failed)
+    outcome.law, outcome.by_count = fit_runs(outcome)
+    used = {run.result.id for runs in found for run in runs if run.result}
+    outcome.unused = len(engine.results.keys() - used)
+    return outcome
+
+
+def fit_runs(outcome: Scaling) -> tuple[FittedLaw | None, dict[bool, float]]:
+    """Fits a law with N counted both ways; returns the one with the smaller residuals, and the spread of both.
+
+    Returns None and no spreads for too few runs."""
+    runs, grid = outcome.finished, outcome.grid
+    D = np.array([float(run.tokens) for run in runs])
+    losses, budgets = (np.array([getattr(run, n) for run in runs]) for n in ("loss", "budget"))
+    widths = np.array([run.trial.config.n_embd for run in runs])
+
+    def enough(own: np.ndarray) -> bool:
+        kinds = len(set(widths[own])) >= FEWEST_SIZES and len(set(budgets[own])) >= FEWEST_BUDGETS
+        return kinds and own.sum() >= FEWEST_RUNS
+
+    if not enough(budgets > 0):
+        return None, {}
+    counts = {
+        embeddings: np.array([float(run.parameters(embeddings)) for run in runs])
+        for embeddings in (True, False)
+    }
+    fits = {embeddings: fit_law(N, D, losses) for embeddings, N in counts.items()}
+    spreads = {embeddings: spread for embeddings, (_, spread) in fits.items()}
+    embeddings = min(spreads, key=spreads.get)
+    (law, spread), N = fits[embeddings], counts[embeddings]
+    samples = bootstrap(N, D, losses, budgets, law)
+    held_out, smaller = None, budgets < max(budgets)
+    if enough(smaller):
+        without, _ = fit_law(N[smaller], D[smaller], losses[smaller])
+        missed = losses - ScalingLaw(*without).loss(N, D)
+        held_out = round(float(missed[~smaller].mean()), 4)
+    config, tokenizer = grid.base.config, grid.manifest["tokenizer"]
+    flops = [run.tokens * run.trial.flops_per_token for run in runs]
+    fitted = FittedLaw(
+        law.tolist(),
+        [[float(f"{value:.6g}") for value in sample] for sample in samples],
+        spread,
+        embeddings,
+        config.architecture or "gpt2",
+        tokenizer["vocab_size"],
+        config.tokens_per_sequence,
+        tokenizer["fingerprint"],
+        data_fingerprint(config.data_dir),
+        *([float(min(values)), float(max(values))] for values in (N, D, flops)),
+        asdict(grid.rules),
+        held_out,
+    )
+    return fitted, spreads
+
+
+class Best(NamedTuple):
+    """The best size with a number of FLOPs: N and D with their 95% intervals."""
+
+    N: float
+    D: float
+    N_interval: tuple[float, float]
+    D_interval: tuple[float, float]
+
+
+def best_size(law: FittedLaw, flops: float) -> Best:
+    """Returns the size and the tokens of the lowest loss with `flops` FLOPs."""
+    N, D = law.point.best(flops, law.sizes)
+    many_N, many_D = law.drawn.best(flops, law.sizes)
+    return Best(float(N), float(D), bootstrap_interval(many_N), bootstrap_interval(many_D))
+
+
+def flops_per_second(grid: Grid, engine: Engine, device: str | None) -> float:
+    """Returns the FLOP/s of training: of a GPU in `GPUS` at the typical share of its peak, or of this machine with a run in
+    each slot, measured with a middle size of the largest budget.
+
+    Raises `ValueError` if the measurement fails."""
+    if device is not None:
+        return GPUS[device].peak_flops * TYPICAL_MFU
+    budget = max(grid.budgets)
+    trial = grid.run(grid.first(budget)[SIDE], budget).trial
+    return speed(engine, trial) * trial.flops_per_token * len(engine.slots)
+
+
+def memory(run: Run) -> int:
+    """Returns the estimated bytes that training a run takes."""
+    config = run.trial.config
+    parts = memory_by_part(config, run.shape, Launch(), config.micro_batch_size, None)
+    return sum(parts.values())
+
+
+def best_run(outcome: Scaling, flops: float) -> Run:
+    """Returns the run of the lowest predicted loss with `flops` FLOPs among all sizes that can be trained."""
+    law, grid = outcome.law, outcome.grid
+    place = int(np.argmin(law.point.loss(law.sizes.N, flops / law.sizes.flops)))
+    return with_budget(grid.base.changed(**sizes()[place]), flops, grid.rules)
+
+
+def base_trial(recipe: Path, settings: dict[str, Any]) -> Trial:
+    """Returns the trial that a grid's runs share. Raises `ValueError` if the recipe refuses the settings."""
+    empty = Trial(recipe, settings, {})
+    return Trial(recipe, settings, settings_of(recipe, empty.arguments(Path("runs/study"))))
