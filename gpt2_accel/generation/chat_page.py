@@ -37,6 +37,8 @@ COPY_TEXT = """() => {
   const write = clipboard.writeText.bind(clipboard);
   clipboard.writeText = shown => write(shown.replace(/([<&])\u2060/g, "$1"));
 }"""
+# Replaces the first input of an event by the time.
+NOW = "(_, ...inputs) => [Date.now(), ...inputs]"
 CSS = """
 .bot .message .md { white-space: pre-wrap }
 .bot .edit-textarea { width: min(32rem, 55vw) !important; min-height: 5rem !important }
@@ -68,13 +70,15 @@ class Turn:
 
 
 class Visitors:
-    """The `Chat` of each model for each of the last visitors, and the number of the turn that each of them waits for. A
-    conversation itself is on the visitor's page."""
+    """The `Chat` of each model for each of the last visitors, the number of the turn that each of them waits for, and the
+    time at which each began a new conversation. A conversation itself is on the visitor's page. Times are those of the
+    visitor's clock, since requests may arrive in another order than they were sent."""
 
     def __init__(self, models: Sequence[ChatModel], compile: bool):
         self.models, self.compile = models, compile
         self._chats: OrderedDict[str | None, list[Chat]] = OrderedDict()
         self._waits: dict[str | None, int] = {}
+        self._cleared: dict[str | None, float] = {}
         self._numbers = count(1)
 
     def chats(self, visitor: str | None) -> list[Chat]:
@@ -88,10 +92,11 @@ class Visitors:
             self._chats.popitem(last=False)
         return self._chats[visitor]
 
-    def begin(self, visitor: str | None) -> int | None:
-        """Returns the number of a new turn, None if the visitor waits for one."""
-        if visitor in self._waits:
+    def begin(self, visitor: str | None, sent: float) -> int | None:
+        """Returns the number of a new turn, None if the visitor waits for one or has begun a new conversation since `sent`."""
+        if self.is_waiting(visitor) or sent < self._cleared.get(visitor, 0):
             return None
+        self._cleared.pop(visitor, None)
         self._waits[visitor] = next(self._numbers)
         return self._waits[visitor]
 
@@ -102,6 +107,19 @@ class Visitors:
     def end(self, visitor: str | None) -> None:
         """Notes that the visitor waits for nothing."""
         self._waits.pop(visitor, None)
+
+    def clear(self, visitor: str | None, sent: float) -> None:
+        """Notes that the visitor begins a new conversation."""
+        self.end(visitor)
+        self._cleared[visitor] = sent
+
+    def is_waiting(self, visitor: str | None) -> bool:
+        """Whether the visitor waits for a turn."""
+        return visitor in self._waits
+
+    def is_clear(self, visitor: str | None) -> bool:
+        """Whether the visitor's new conversation has no turn yet."""
+        return visitor in self._cleared
 
 
 def build_chat_page(
@@ -148,27 +166,32 @@ def build_chat_page(
                 settings = setting_inputs(length=200)
         turn = gr.State(None)  # the last one that has begun; None if the visitor waited for another
         refused = gr.State("")  # its message, if it cannot be answered
+        sent = gr.Number(0, visible=False)  # when the visitor sent an event; `NOW` sets it
 
-        def begin(visitor: str | None, asked: str, said: list, before: list, attempt: int = 0):
-            number = visitors.begin(visitor)
+        def begin(
+            visitor: str | None, sent: float, asked: str, said: list, before: list, attempt: int = 0
+        ) -> list:
+            number = visitors.begin(visitor, sent)
             if number is None:
                 return [None, *(gr.skip() for _ in begun[1:])]
             return [Turn(number, asked, said, before, attempt), *buttons(running=True), "", *said]
 
-        def say(request: gr.Request, text: str | None, *histories: History) -> list:
+        def say(request: gr.Request, sent: float, text: str | None, *histories: History) -> list:
             asked = shown_message("user", text or "")
             said = [[*history, asked] for history in histories]
-            return begin(request.session_hash, text or "", said, list(histories))
+            return begin(request.session_hash, sent, text or "", said, list(histories))
 
-        def retry(request: gr.Request, last: Turn | None, *histories: History) -> list:
+        def retry(request: gr.Request, sent: float, last: Turn | None, *histories: History) -> list:
             said = [up_to_the_last_question(history) for history in histories]
             if not all(said):
                 return [None, *(gr.skip() for _ in begun[1:])]
             same = last is not None and said == list(last.said)
             attempt = last.attempt + 1 if same else 1
-            return begin(request.session_hash, "", said, list(histories), attempt)
+            return begin(request.session_hash, sent, "", said, list(histories), attempt)
 
-        def edited(change: gr.EditData, request: gr.Request, *histories: History) -> list:
+        def edited(
+            change: gr.EditData, request: gr.Request, sent: float, *histories: History
+        ) -> list:
             place = change.index if isinstance(change.index, int) else change.index[0]
             old, new = (
                 shown_message("user", text_of({"content": text}))
@@ -177,15 +200,15 @@ def build_chat_page(
             said = [[*history[:place], new] for history in histories]
             # Gradio has put the new text into one of them.
             before = [[*history[:place], old, *history[place + 1 :]] for history in histories]
-            return begin(request.session_hash, "", said, before)
+            return begin(request.session_hash, sent, "", said, before)
 
         def answer(
             request: gr.Request, asked: Turn | None, system: str, *values: float | None
         ) -> Iterator[list]:
             """Yields the outputs while the models answer, until the visitor no longer waits for it."""
-            visitor, same = request.session_hash, [gr.skip()] * len([*bots, *notes])
+            visitor = request.session_hash
             if asked is None or not visitors.waits(visitor, asked.number):
-                yield [gr.skip(), gr.skip(), "", *same]
+                yield [gr.skip() for _ in outputs]
                 return
             try:
                 sampling = read_settings(values)
@@ -193,8 +216,7 @@ def build_chat_page(
                 for shown in answers(visitors.chats(visitor), models, system, asked.said, sampling):
                     if not visitors.waits(visitor, asked.number):
                         return
-                    yield [gr.skip(), gr.skip(), "", *shown]
-                yield [*buttons(running=False), "", *same]
+                    yield [*buttons(running=True), "", *shown]
             except ValueError as error:
                 gr.Warning(str(error))
                 skipped = [gr.skip() for _ in notes]
@@ -203,36 +225,47 @@ def build_chat_page(
                 if visitors.waits(visitor, asked.number):
                     visitors.end(visitor)
 
+        def settle(request: gr.Request, refused: str, box: str) -> list:
+            return [put_back(refused, box), *shown_now(request.session_hash)]
+
         def stopped(request: gr.Request) -> list[gr.Button]:
             visitors.end(request.session_hash)
             return buttons(running=False)
 
-        def emptied(request: gr.Request) -> list:
-            return [*stopped(request), "", *([] for _ in bots), *("" for _ in notes)]
+        def emptied(request: gr.Request, sent: float) -> list:
+            visitors.clear(request.session_hash, sent)
+            return shown_now(request.session_hash)
+
+        def shown_now(visitor: str | None) -> list:
+            """Returns what `outputs` should be. It follows each answer, since the page may show what was written before it
+            stopped or was emptied only later."""
+            if visitors.is_clear(visitor):
+                shown = [*([] for _ in bots), *("" for _ in notes)]
+            else:
+                shown = [gr.skip() for _ in [*bots, *notes]]
+            return [*buttons(running=visitors.is_waiting(visitor)), "", *shown]
 
         begun = [turn, send, stop, message, *bots]
         outputs = [send, stop, refused, *bots, *notes]
         for events, first, inputs in (
-            ([send.click, message.submit], say, [message, *bots]),
-            ([again.click, *(bot.retry for bot in bots)], retry, [turn, *bots]),
-            ([bot.edit for bot in bots], edited, bots),
+            ([send.click, message.submit], say, [sent, message, *bots]),
+            ([again.click, *(bot.retry for bot in bots)], retry, [sent, turn, *bots]),
+            ([bot.edit for bot in bots], edited, [sent, *bots]),
         ):
-            answered = gr.on(events, first, inputs, begun, queue=False).then(
+            answered = gr.on(events, first, inputs, begun, queue=False, js=NOW).then(
                 answer, [turn, system, *settings], outputs, trigger_mode="multiple"
             )
-            # A message that cannot be answered goes back into its box, unless there is another.
-            answered.then(put_back, [refused, message], message, queue=False)
+            answered.then(settle, [refused, message], [message, *outputs], queue=False)
         stop.click(stopped, None, [send, stop], queue=False)
-        for cleared in (clear.click, *(bot.clear for bot in bots)):
-            # The second time for what was on its way.
-            cleared(emptied, None, outputs, queue=False).then(emptied, None, outputs, queue=False)
+        cleared = [clear.click, *(bot.clear for bot in bots)]
+        gr.on(cleared, emptied, sent, outputs, queue=False, js=NOW)
         page.load(None, js=COPY_TEXT)
     return page
 
 
 def put_back(refused: str, box: str) -> str | dict:
-    """Returns what the message box shows: a refused message. Changes nothing if there is none, or if the box has a text:
-    what is typed meanwhile stays."""
+    """Returns what the message box shows: a message that cannot be answered. Changes nothing if there is none, or if the
+    box has a text: what is typed meanwhile stays."""
     return refused if refused and not box else gr.skip()
 
 
