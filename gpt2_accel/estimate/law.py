@@ -171,9 +171,7 @@ class Prediction:
     def __str__(self) -> str:
         far = f", {self.extrapolated:.3g} times the FLOPs of the law's largest run"
         if self.held_out is not None:
-            far += (
-                f", whose budget lay {self.held_out:+.3f} from the prediction of the smaller ones"
-            )
+            far += f", whose budget lies {off(self.held_out)} what a law of the smaller budgets predicts"
         other = f"; the law's runs have another {', '.join(self.other)}" if self.other else ""
         return (
             f"val/loss {self.loss:.4f}, 95% interval {self.low:.4f} to {self.high:.4f}{far}{other}"
@@ -235,6 +233,11 @@ class FittedLaw:
     def save(self, path: Path) -> None:
         """Writes the file."""
         write_json(path, asdict(self))
+
+
+def off(error: float) -> str:
+    """Describes a measured less a predicted loss: 0.086 nats below."""
+    return f"{abs(error):.3f} nats {'below' if error < 0 else 'above'}"
 
 
 def bootstrap_interval(samples: Sequence[float]) -> tuple[float, float]:

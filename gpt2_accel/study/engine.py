@@ -229,7 +229,7 @@ class Engine:
             runs, flops, looked = 0, 0.0, 0.0
             while waiting:
                 for plan, trials in list(waiting.items()):
-                    if not all(self._known(trial) for trial in trials):
+                    if not all(self.knows(trial) for trial in trials):
                         continue
                     try:
                         found = [self.results.get(self.identify(trial)) for trial in trials]
@@ -241,7 +241,7 @@ class Engine:
                 if time.monotonic() - looked > LOOK:
                     looked = time.monotonic()
                     self._read_records(wanted)
-                left = {self.identify(t): t.flops for t in wanted if not self._known(t)}
+                left = {self.identify(t): t.flops for t in wanted if not self.knows(t)}
                 bar.expect(flops + sum(left.values()))
                 if ended := self._reap():
                     runs, flops = runs + len(ended), flops + sum(trial.flops for trial in ended)
@@ -257,11 +257,7 @@ class Engine:
         self._write()
         return [answers[plan] for plan in plans]
 
-    def missing(self, trials: Iterable[Trial]) -> int:
-        """Returns the number of trials that this process may have to train."""
-        return len({self.identify(trial) for trial in trials if not self._known(trial)})
-
-    def _known(self, trial: Trial) -> bool:
+    def knows(self, trial: Trial) -> bool:
         """Whether a trial is recorded, has failed, or is another part's."""
         id = self.identify(trial)
         return id in self.results or id in self.failed or id in self._others
@@ -281,7 +277,7 @@ class Engine:
             id = self.identify(trial)
             if not free:
                 break
-            if self._known(trial) or any(running.id == id for running in self._running):
+            if self.knows(trial) or any(running.id == id for running in self._running):
                 continue
             folder = self.folder_of(id)
             own = claim(folder)

@@ -11,7 +11,7 @@ import yaml
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.estimate.law import bootstrap_interval
+from gpt2_accel.estimate.law import bootstrap_interval, off
 from gpt2_accel.files import readable_size, write_file
 from gpt2_accel.report.figures import (
     COLOURS,
@@ -82,11 +82,12 @@ def grid_as_text(grid: Grid, engine: Engine, speed: float) -> str:
             readable_size(memory(run)),
         ]
     heads = ["run", "layers", *RUN_HEADS[1:], "batch", "rate", "updates", "epochs", "memory"]
-    seconds = sum(run.budget for run in runs) / speed
+    missing = [run for run in runs if not engine.knows(run.trial)]
+    seconds = sum(run.budget for run in missing) / speed
     lines = [
-        f"{len(runs)} runs, {engine.missing(run.trial for run in runs)} of them not recorded; a budget grows until {SIDE} sizes "
-        "lie on each side of the lowest loss",
-        f"{duration(seconds)} for all of them at {scientific(speed)} FLOP/s, without the start of each and its evaluation; "
+        f"{len(runs)} runs, {len(missing)} of them not recorded; a budget grows until {SIDE} sizes lie on each side of the lowest "
+        "loss",
+        f"{duration(seconds)} for those not recorded at {scientific(speed)} FLOP/s, without the start of each and its evaluation; "
         "small models may be slower",
         f"a run reads the data at most {max(map(grid.epochs, runs)):.2g} times; {grid.max_epochs:g} are allowed",
     ]
@@ -145,8 +146,8 @@ def remarks(outcome: Scaling, target: float | None) -> list[str]:
         ]
         if law.held_out is not None:
             lines.append(
-                f"a law of the smaller budgets misses the runs of {scientific(max(grid.budgets))} FLOPs by {law.held_out:+.3f} nats "
-                "on average: expect an error of this kind beside the interval of a prediction"
+                f"the runs of {scientific(max(grid.budgets))} FLOPs lie {off(law.held_out)} what a law of the smaller budgets predicts, "
+                "on average: expect such an error beside the interval of a prediction"
             )
         if target:
             run = best_run(outcome, target)

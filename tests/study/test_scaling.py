@@ -140,8 +140,9 @@ def test_what_a_law_of_smaller_budgets_misses_is_said(shift, data_dir):
     outcome.law, outcome.by_count = fit_runs(outcome)
     assert outcome.law.held_out == pytest.approx(shift, abs=1e-3)
     predicted = outcome.law.predict(runs[1e13][0].shape, 1e9)
-    assert f"whose budget lay {shift:+.3f} from" in str(predicted).replace("-0.000", "+0.000")
-    assert "misses the runs of 1e13 FLOPs by" in as_text(outcome, None)
+    side = f"{abs(shift):.3f} nats {'below' if outcome.law.held_out < 0 else 'above'}"
+    assert f"whose budget lies {side} what a law of the smaller" in str(predicted)
+    assert f"the runs of 1e13 FLOPs lie {side} what a law of the smaller" in as_text(outcome, None)
 
 
 def test_repeated_data_is_refused_unless_asked_for(data_dir):
