@@ -61,8 +61,16 @@ def wandb_history(path: Path) -> list[dict]:
     return rows
 
 
-def wandb_folders(run_dir: Path) -> list[list[dict]]:
-    return [wandb_history(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
+def wandb_folders(run_dir: Path, last: int = 0) -> list[list[dict]]:
+    """Returns the rows of each folder. Waits until the last one has the step `last`: wandb's service closes it soon after
+    `finish` has returned."""
+    deadline = time.monotonic() + 30
+    while True:
+        paths = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+        found = [wandb_history(path) for path in paths]
+        if len(found[-1]) >= last or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def tensorboard_steps(folder: Path, tag: str) -> list[int]:
@@ -118,7 +126,7 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     assert [entry["step"] for entry in metrics] == steps
 
     # wandb: a second folder with all steps of the same run.
-    _, after = wandb_folders(tmp_path / "run")
+    _, after = wandb_folders(tmp_path / "run", last=160)
     assert [row["_step"] for row in after] == steps
     assert [row["tokens"] for row in after] == tokens
     assert [row["train/loss"] for row in after] == losses(metrics)
