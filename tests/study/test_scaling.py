@@ -280,24 +280,25 @@ def test_a_law_of_something_else_is_refused(data_dir, tmp_path):
         follow_law(replace(config, init_from="mine"))
 
 
-def test_the_recipe_is_killed_and_goes_on_to_the_same_table(data_dir, tmp_path):
-    options = f"--data_dir {data_dir} --budgets 1e10 2e10 --n_positions 32 --max_epochs 99".split()
-    options += ["--eval_tokens", "1024", "--target_flops", "1e11"]
+def test_the_recipe_is_killed_and_goes_on_to_the_same_losses(data_dir, tmp_path):
+    options = f"--data_dir {data_dir} --n_positions 32 --max_epochs 99 --eval_tokens 1024".split()
+    both = (*options, "--budgets", "1e10", "2e10", "--target_flops", "1e11")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    planned = python(RECIPE, *options, "--dry_run", "true", "--device", "A100")
+    planned = python(RECIPE, *both, "--dry_run", "true", "--device", "A100")
     assert "10 runs, 10 of them not recorded" in planned.stdout, planned.stderr
-    done = python(RECIPE, *options, "--output_dir", whole)
+    done = python(RECIPE, *both, "--output_dir", whole)
     assert done.returncode == 0, done.stderr
-    started = Started(RECIPE, *options, "--output_dir", killed, log=tmp_path / "log")
+    one = (*options, "--budgets", "1e10", "--output_dir", killed)
+    started = Started(RECIPE, *one, log=tmp_path / "log")
     while not (killed / "runs.csv").exists() and started.poll() is None:
         time.sleep(0.1)
     started.send_signal(signal.SIGKILL)
     started.wait()
-    assert (killed / "runs.csv").read_bytes() != (whole / "runs.csv").read_bytes()
-    again = python(RECIPE, *options, "--output_dir", killed)
+    recorded = len((killed / "runs.csv").read_text().splitlines())
+    again = python(RECIPE, *one)
     assert again.returncode == 0, again.stderr
-    assert (killed / "runs.csv").read_bytes() == (whole / "runs.csv").read_bytes()
-    assert (killed / "law.json").read_bytes() == (whole / "law.json").read_bytes()
+    rows = (killed / "runs.csv").read_text().splitlines()
+    assert recorded < len(rows) and set(rows) < {*(whole / "runs.csv").read_text().splitlines()}
     page, best = (whole / "scaling.html").read_text(), (whole / "best.yaml").read_text()
     assert page.count('class="narrow"') == 3 and "best tokens" in done.stdout
     assert best.startswith("# 1e11 FLOPs: ") and "predicted val/loss" in best
