@@ -10,30 +10,27 @@
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py --verify --stats --data_dir data/mine
 
-The same command resumes after a kill. The shards are the same, byte for byte, with any number of workers.
+The same command, started again after a kill, does what is missing.
 
-- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: shards of 100M tokens, the first for validation.
+- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first `--shard_tokens` tokens for validation.
 - openwebtext: as in nanoGPT, 0.05% of the documents for validation, drawn with seed 2357.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
-- text: files and folders of .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst and .parquet (one per row).
-  `--unique` leaves out files whose content an earlier one has.
+- text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
+  .parquet files. `--unique` leaves out files whose content an earlier one has.
 - hf: any data set that `datasets` can load.
 - chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
   ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
 
-One document in 20 is held out for validation, by a hash of its name. If there are too few documents, the last 5% of
-each is held out. `--executor slurm` and `ray` run on a cluster through datatrove; they are not tested. `--executor
-datatrove`, its local executor, is tested.
+One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its text. If that is less
+than 1% or more than 15% of the text, the last 5% of each document is held out instead.
 """
 
 import argparse
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +43,23 @@ from gpt2_accel.data.conversations import (
     plural,
     prepare_conversations,
 )
-from gpt2_accel.data.documents import LARGEST_PIECE, Drawn, Piece
-from gpt2_accel.data.hub import hub_pieces
-from gpt2_accel.data.plan import SHARD_TOKENS, Plan
-from gpt2_accel.data.prepare import plan_hash, run_plan
+from gpt2_accel.data.corpus import file_parts, rule_for
+from gpt2_accel.data.documents import Drawn, NoRow
+from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
+from gpt2_accel.data.rows import Column
 from gpt2_accel.data.shards import verify_data, write_mixture
 from gpt2_accel.data.sources import (
+    Joined,
+    Source,
     Texts,
-    file_pieces,
     split_text,
     text_files,
     text_source,
     tiny_shakespeare,
     unique_files,
-    with_retries,
 )
-from gpt2_accel.data.tokenizing import worker_context
+from gpt2_accel.data.streams import hub_parts
+from gpt2_accel.data.workers import plan_of, run_parts, worker_context
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -76,18 +74,14 @@ BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of 
 # nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
 OPENWEBTEXT_VAL, OPENWEBTEXT_SEED = 0.0005, 2357
 DATASETS: dict[str, dict[str, Any]] = {
-    "fineweb-edu": {
-        "dataset": "HuggingFaceFW/fineweb-edu",
-        "config": "sample-10BT",
-    },
+    "fineweb-edu": {"dataset": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
     "openwebtext": {
         "dataset": "Skylion007/openwebtext",
         "revision": "refs/convert/parquet",
         "data_files": "plain_text/*/*.parquet",
     },
 }
-
-
+TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
 CHAT = (
     "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
     "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
@@ -125,44 +119,42 @@ def parse_options() -> argparse.Namespace:
         parents=[common],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    corpus = argparse.ArgumentParser(add_help=False, parents=[common])
-    corpus.add_argument("--workers", type=positive, default=usable_cpus())
-    corpus.add_argument(
-        "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
+    work = argparse.ArgumentParser(add_help=False, parents=[common])
+    work.add_argument(
+        "--workers", type=positive, default=usable_cpus(), help="processes, all cores if not given"
     )
-    corpus.add_argument("--executor", choices=EXECUTORS, help="datatrove executor")
-    corpus.add_argument("--slurm_partition", help="for --executor slurm")
-    corpus.add_argument("--slurm_time", default="20:00:00", help="for --executor slurm")
-    tokens = argparse.ArgumentParser(add_help=False)
-    tokens.add_argument(
-        "--tokenizer",
-        default="gpt2",
-        help="gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id",
-    )
-    tokens.add_argument(
-        "--vocab_size",
+    work.add_argument(
+        "--shard_tokens",
         type=positive,
-        help=f"vocabulary size of a trained bpe, {BPE_SIZE} if not given",
+        default=SHARD_TOKENS,
+        help="tokens per shard, about; 100 million if not given",
+    )
+    data_set = argparse.ArgumentParser(add_help=False)
+    data_set.add_argument("--config", help="configuration of the data set")
+    data_set.add_argument("--split", help="split of the data set, train if not given")
+    data_set.add_argument("--revision", help="a branch, tag or commit")
+    data_set.add_argument("--data_files", help="pattern of the data set's files")
+    tokens = argparse.ArgumentParser(add_help=False)
+    tokens.add_argument("--tokenizer", default="gpt2", help=TOKENIZERS)
+    tokens.add_argument(
+        "--vocab_size", type=positive, help=f"of a trained bpe, {BPE_SIZE} if not given"
     )
     tokens.add_argument("--column", default="text", help="the column or field that holds the text")
+
     commands = parser.add_subparsers(dest="command")
     for name in ("shakespeare", "shakespeare-char"):
-        command = commands.add_parser(name, parents=[corpus])
+        command = commands.add_parser(name, parents=[common])
         command.add_argument("--input", help="text file; downloaded if not given")
-    text = commands.add_parser("text", parents=[corpus, tokens])
+    text = commands.add_parser("text", parents=[work, tokens])
     text.add_argument("sources", nargs="+", metavar="PATH")
     text.add_argument("--pattern", help="pattern of a folder's files, such as '*.py'")
     text.add_argument(
         "--unique", action="store_true", help="leave out files whose content an earlier one has"
     )
     for name in ("hf", *DATASETS):
-        command = commands.add_parser(name, parents=[corpus, tokens])
+        command = commands.add_parser(name, parents=[work, tokens, data_set])
         command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
-        command.add_argument("--config", help="configuration of the data set")
-        command.add_argument("--split", default="train", help="split of the data set")
-        command.add_argument("--revision", help="a branch, tag or commit")
-        command.add_argument("--data_files", help="pattern of the data set's files")
-    chat = commands.add_parser("chat", parents=[common], description=CHAT)
+    chat = commands.add_parser("chat", parents=[work, data_set], description=CHAT)
     chat.add_argument(
         "dataset", metavar="FILE_OR_HUB_ID", help="a file, a folder of files, or a data set's id"
     )
@@ -181,14 +173,6 @@ def parse_options() -> argparse.Namespace:
         action="store_true",
         help="cut conversations that are longer than a window; else they are left out",
     )
-    chat.add_argument("--workers", type=positive, default=usable_cpus(), help="processes")
-    chat.add_argument(
-        "--shard_tokens", type=positive, default=SHARD_TOKENS, help="tokens per shard"
-    )
-    chat.add_argument("--config", help="configuration of the data set")
-    chat.add_argument("--split", help="split of the data set, train if not given")
-    chat.add_argument("--revision", help="a branch, tag or commit")
-    chat.add_argument("--data_files", help="pattern of the data set's files")
     mix = commands.add_parser("mix", parents=[common])
     mix.add_argument("parts", nargs="+", type=weighted, metavar="DATA_DIR=WEIGHT")
     options = parser.parse_args()
@@ -199,72 +183,77 @@ def parse_options() -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, **DATASETS.get(options.command, {}), **given})
 
 
-EXECUTORS = ("datatrove", "slurm", "ray")
+def hub_options(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the options that choose a part of a data set, those that are given."""
+    names = ("config", "split", "revision", "data_files")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def pieces_of(
-    options: argparse.Namespace, piece_bytes: int | None = None
-) -> tuple[list[Piece], str, str | None]:
-    """Returns the pieces of the corpus, its source for the manifest, and its revision."""
+def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
+    """Returns the parts of the corpus, its source for the manifest, and its revision."""
+    tokens, column = options.shard_tokens, options.column
     if options.command == "text":
-        found = [(path, s) for s in options.sources for path in text_files(s, options.pattern)]
-        names = {
-            path: path.name if str(path) == source else path.relative_to(source).as_posix()
-            for path, source in found
-        }
-        source, all_files = ", ".join(options.sources), len(names)
+        files, lines = text_files(options.sources, options.pattern)
+        print(*lines, sep="\n", file=sys.stderr)
+        source, found = ", ".join(options.sources), len(files)
         if options.unique:
-            names = unique_files(names)
-            source += f" ({all_files - len(names):,} of {all_files:,} files are copies, left out)"
-        return file_pieces(names, options.column, piece_bytes), source, None
-    draws = {
-        "openwebtext": partial(Drawn, share=OPENWEBTEXT_VAL, seed=OPENWEBTEXT_SEED),
-        "fineweb-edu": partial(Drawn, share=0, seed=0),  # no row, since a whole shard is held out
-    }
-    names = ("config", "split", "column", "revision", "data_files")
-    pieces, revision = hub_pieces(
+            files = unique_files(files)
+            source += f" ({found - len(files):,} of {found:,} files are copies, left out)"
+        return file_parts(files, column, tokens), source, None
+    numbered = options.command == "openwebtext"
+    rows, revision = hub_parts(
         options.dataset,
-        **{name: getattr(options, name) for name in names},
-        hold_out=draws.get(options.command),
-        piece_bytes=piece_bytes,
+        shard_tokens=tokens,
+        column=column,
+        numbered=numbered,
+        **hub_options(options),
     )
-    return pieces, options.dataset, revision
+    if numbered:
+        rule = Drawn(rows[0].total_rows, OPENWEBTEXT_VAL, OPENWEBTEXT_SEED)
+    else:
+        rule = NoRow() if options.command == "fineweb-edu" else rule_for(rows, column)
+    return [Column(part, column, rule) for part in rows], options.dataset, revision
 
 
-def build_tokenizer(name: str, vocab_size: int | None, pieces: list[Piece]):
+def build_tokenizer(name: str, vocab_size: int | None, parts: Sequence[Source]):
     """Loads, builds or trains the tokenizer of `--tokenizer`."""
     if vocab_size is not None and name != "bpe":
         raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
-    if name == "gpt2":
-        return gpt2_tokenizer()
-    if name == "bytes":
-        return byte_tokenizer()
     if name == "bpe":
-        size = vocab_size or BPE_SIZE
-        return with_retries(
-            lambda: train_bpe(itertools.islice(training_texts(pieces), BPE_DOCUMENTS), size)
-        )
-    return load_tokenizer(name)
+        documents = (document for part in parts for document in part.documents())
+        texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)
+        return train_bpe(itertools.islice(texts, BPE_DOCUMENTS), vocab_size or BPE_SIZE)
+    try:
+        built = {"gpt2": gpt2_tokenizer, "bytes": byte_tokenizer}.get(name)
+        return built() if built else load_tokenizer(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}: choose another --tokenizer, {TOKENIZERS}") from error
 
 
-def training_texts(pieces: list[Piece]) -> Iterator[str]:
-    """Yields the chunks of the training documents."""
-    documents = (document for piece in pieces for document in piece.documents())
-    return (chunk for d in documents if d.split == "train" for chunk in d.chunks)
-
-
-def prepare_corpus(options: argparse.Namespace) -> dict | None:
-    """Writes the shards; returns the manifest, None after submitting Slurm jobs."""
-    if options.workers > 1 and not options.executor:
-        worker_context()  # starts while the tokenizer is built
-    plan = plan_of(options)
-    plan.command = shlex.join(["prepare_data.py", *sys.argv[1:]])
-    if not options.executor:
-        return run_plan(plan, options.workers)
-    from gpt2_accel.data.cluster import run_on
-
-    slurm = {"partition": options.slurm_partition, "time": options.slurm_time}
-    return run_on(options.executor, plan, options.workers, slurm)
+def prepare_corpus(options: argparse.Namespace) -> dict:
+    """Writes the shards of text; returns the manifest."""
+    if options.command.startswith("shakespeare"):
+        text = tiny_shakespeare(options.input)
+        parts = [Joined(tuple(Texts(split, found) for split, found in split_text(text).items()))]
+        tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
+        source, revision, workers, validation = text_source(text, options.input), None, 1, 0
+    else:
+        if (workers := options.workers) > 1:
+            worker_context()  # starts while the corpus is read
+        parts, source, revision = corpus_parts(options)
+        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
+        validation = options.shard_tokens if options.command == "fineweb-edu" else 0
+    return run_parts(
+        parts,
+        TextWriter(tokenizer, source, validation_tokens=validation),
+        tokenizer,
+        options.data_dir,
+        source=source,
+        plan=plan_of(parts, tokenizer, validation),
+        revision=revision,
+        command=shlex.join(["prepare_data.py", *sys.argv[1:]]),
+        workers=workers,
+    )
 
 
 def prepare_chat(options: argparse.Namespace) -> dict:
@@ -281,8 +270,7 @@ def prepare_chat(options: argparse.Namespace) -> dict:
             f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
         )
     revision, source = None, Path(options.dataset)
-    names = ("config", "split", "revision", "data_files")
-    hub = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    hub = hub_options(options)
     if hub and source.is_file():
         raise ValueError(
             f"--{next(iter(hub))} is for a data set of several files: leave it out with {source}"
@@ -292,7 +280,7 @@ def prepare_chat(options: argparse.Namespace) -> dict:
     elif source.name.endswith(SUFFIXES):
         raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")
     else:
-        rows, revision = hub_pieces(options.dataset, column="", **hub)
+        rows, revision = hub_parts(options.dataset, shard_tokens=options.shard_tokens, **hub)
     return prepare_conversations(
         rows,
         tokenizer,
@@ -308,37 +296,6 @@ def prepare_chat(options: argparse.Namespace) -> dict:
     )
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """Builds the plan of the command line."""
-    data_dir = Path(options.data_dir)
-    if options.command.startswith("shakespeare"):
-        text = tiny_shakespeare(options.input)
-        return Plan(
-            [Texts(split, texts) for split, texts in split_text(text).items()],
-            char_tokenizer(text) if "char" in options.command else gpt2_tokenizer(),
-            data_dir,
-            source=text_source(text, options.input),
-            shard_tokens=options.shard_tokens,
-        )
-    pieces, source, revision = pieces_of(options)
-    plan = Plan(
-        pieces,
-        build_tokenizer(options.tokenizer, options.vocab_size, pieces),
-        data_dir,
-        source,
-        revision,
-        shard_tokens=options.shard_tokens,
-        validation_shard=options.command == "fineweb-edu",
-    )
-    begun = {plan_hash(data_dir), plan_hash(plan.work)}
-    if begun <= {None, plan.hash}:
-        return plan
-    # Release 0.2 had larger pieces: continue its work, recognize its data.
-    pieces, *_ = pieces_of(options, min(LARGEST_PIECE, 4 * options.shard_tokens))
-    former = replace(plan, pieces=pieces)
-    return former if former.hash in begun else plan
-
-
 def summarize(manifest: dict) -> None:
     """Prints the counts of a manifest."""
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
@@ -347,21 +304,18 @@ def summarize(manifest: dict) -> None:
         if entry["shards"]:  # a mixture has none of its own
             line = (
                 f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens ({entry['tokens'] / total:.1%}), "
-                f"{entry['bytes']:,} bytes, {len(entry['shards'])} shards"
+                f"{entry['bytes']:,} bytes, {plural(len(entry['shards']), 'shard')}"
             )
         print(line)
-    counts = manifest.get("counts", {})
+    counts, first = manifest.get("counts", {}), manifest.get("first_not_utf8")
     labels = {
         "empty": "documents without text, left out",
-        "not_utf8": "documents with bytes that are not UTF-8, replaced by U+FFFD",
-        "literal_separator": "documents that hold <|endoftext|>, encoded as text",
+        "not_utf8": f"bytes that are not UTF-8, replaced by U+FFFD, the first in {first}",
+        "literal_separator": "times the text holds <|endoftext|>, encoded as text",
     }
     for name, label in labels.items():
         if counts.get(name):
-            first = manifest.get("first_not_utf8") if name == "not_utf8" else None
-            print(f"{counts[name]:,} {label}" + (f", the first: {first}" if first else ""))
-    if counts:
-        print(f"the longest document has {counts['longest']:,} bytes")
+            print(f"{counts[name]:,} {label}")
 
 
 def summarize_chat(manifest: dict) -> None:
@@ -387,11 +341,7 @@ def main() -> None:
     elif options.command == "chat":
         summarize_chat(prepare_chat(options))
     elif options.command:
-        manifest = prepare_corpus(options)
-        if manifest is None:
-            print(f"Slurm has the jobs; {options.data_dir} is there when they have ended")
-            return
-        summarize(manifest)
+        summarize(prepare_corpus(options))
     if options.verify:
         print(f"all {verify_data(options.data_dir)} shards are intact")
     if options.stats or not (options.command or options.verify):

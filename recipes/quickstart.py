@@ -23,7 +23,7 @@ from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.data.sources import read_text, text_files
+from gpt2_accel.data.sources import read_text
 from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.recipe_command import program, recipe_command
 from gpt2_accel.runtime.processes import main_process_first, processes
@@ -81,7 +81,7 @@ def prepare_corpus(config: Quickstart) -> None:
     """The standard library's source as token shards."""
     library = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, list[str]] = {"train": [], "val": []}
-    for path in text_files(library, "*.py"):
+    for path in sorted(path for path in library.rglob("*.py") if path.is_file()):
         name = path.relative_to(library)
         if path.stat().st_size and not (TESTS | OTHERS) & set(name.parts):
             split = "val" if held_out(name.as_posix()) else "train"

@@ -1,8 +1,4 @@
-"""Documents and pieces of a corpus, the held-out split, and the places where a text may be cut.
-
-A corpus is an ordered list of pieces. A piece is the unit of work: a part of a large file or several small files,
-about `piece_size` bytes of text. The pieces depend only on the corpus, not on the number of workers.
-"""
+"""Documents, the places where a text may be cut, and the rules that hold documents out for validation."""
 
 import functools
 import hashlib
@@ -10,24 +6,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 VAL_SHARE = 0.05  # the validation split's share of a corpus
-PIECES = 256  # of a corpus, unless they were smaller or larger than these:
-SMALLEST_PIECE, LARGEST_PIECE = 2**20, 2**27  # bytes
+FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
-LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
-
-HeldOut = Callable[[str], bool]
-"""Whether the document with the given name is held out for validation."""
+WORD_END = r"\w(?=[ \n])"
 
 
 class Document(NamedTuple):
     """A text in chunks, which are tokenized separately.
 
-    `begins` is False if the text continues a document of the previous piece. `place`, as `str`, names it in messages.
+    `begins` is False if the text continues a document of the previous part. `place`, as `str`, names it in messages.
     A byte that is not UTF-8 is a lone surrogate (`surrogateescape`).
     """
 
@@ -37,78 +29,73 @@ class Document(NamedTuple):
     place: object = "a document"
 
 
-class Piece(Protocol):
-    """A part of a corpus. `size` is an estimate of its text in bytes."""
-
-    size: int
-
-    def documents(self) -> Iterator[Document]: ...
+# Held-out documents
 
 
 def name_digest(key: str) -> str:
-    """Returns the SHA-256 (hex) of a document's name."""
+    """Returns the SHA-256 (hex) of a document's name or text."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
 def held_out(key: str, one_in: int = 20) -> bool:
-    """Whether the document named `key` is held out: one in `one_in`, by the SHA-256 of its name.
+    """Whether the document with the name or text `key` is held out: one in `one_in`, by its SHA-256.
 
     A document keeps its split when others are added or removed.
     """
     return int(name_digest(key), 16) % one_in == 0
 
 
-def piece_size(corpus: int) -> int:
-    """Returns the size in bytes of the pieces of a corpus of `corpus` bytes.
-
-    It is a power of two, so that a small correction of the text rarely changes it.
-    """
-    size = 1 << (corpus // PIECES).bit_length()
-    return min(max(size, SMALLEST_PIECE), LARGEST_PIECE)
+def split_of(is_held_out: bool) -> str:
+    """Returns the name of a document's split."""
+    return "val" if is_held_out else "train"
 
 
-# The `HeldOut` rules. Their `repr` is part of a plan's hash, so it must hold everything that they depend on.
+def fitting_share(share: float) -> bool:
+    """Whether `share` of the text is enough, and not too much, for validation."""
+    return FEWEST <= share <= MOST
+
+
+Rule = Callable[[str, int], list[tuple[str, str]]]
+"""Maps the text of a row, and its number, to its parts, each with its split. The `repr` is part of a plan's digest."""
 
 
 @dataclass(frozen=True)
 class ByHash:
-    """Holds out one in 20 documents, by a hash of their names."""
+    """Holds out one row in 20 by a hash of its text, so that equal rows share a split."""
 
-    def __call__(self, name: str) -> bool:
-        return held_out(name)
-
-
-@dataclass(frozen=True)
-class LowestHashes:
-    """Holds out the documents whose names have a hash up to `limit`, a SHA-256 in hex."""
-
-    limit: str
-
-    def __call__(self, name: str) -> bool:
-        return name_digest(name) <= self.limit
+    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
+        return [(split_of(held_out(text)), text)]
 
 
 @dataclass(frozen=True)
 class LastPart:
-    """Holds out the last `VAL_SHARE` of each document (`split_document`), and no whole document."""
+    """Holds out the last `VAL_SHARE` of each row, from the end of a word on."""
 
-    def __call__(self, name: str) -> bool:
-        return False
+    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
+        cut = int(len(text) * (1 - VAL_SHARE))
+        match = re.search(WORD_END, text[cut:])
+        cut = cut + match.end() if match else len(text)
+        return [("train", text[:cut]), *([("val", text[cut:])] if text[cut:] else [])]
+
+
+@dataclass(frozen=True)
+class NoRow:
+    """Holds out no row."""
+
+    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
+        return [("train", text)]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Holds out the rows that `train_test_split` of `datasets` draws with `seed`, a `share` of `count` rows.
-
-    The rows' names are their numbers.
-    """
+    """Holds out the rows that `train_test_split` of `datasets` draws with `seed`, a `share` of `count` rows."""
 
     count: int
     share: float
     seed: int
 
-    def __call__(self, name: str) -> bool:
-        return int(name) in drawn_rows(self.count, self.share, self.seed)
+    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
+        return [(split_of(row in drawn_rows(self.count, self.share, self.seed)), text)]
 
 
 @functools.cache
@@ -118,56 +105,34 @@ def drawn_rows(count: int, share: float, seed: int) -> frozenset[int]:
     return frozenset(order[: int(np.ceil(share * count))].tolist())
 
 
-def split_of(is_held_out: bool) -> str:
-    """Returns the name of a document's split."""
-    return "val" if is_held_out else "train"
-
-
 # Cutting a text
-
-
-def split_document(text: str, name: str, is_held_out: HeldOut, place: object) -> Iterator[Document]:
-    """Yields the document in its split; with `LastPart`, its first part in `train` and the rest in `val`."""
-    cut = len(text)
-    if isinstance(is_held_out, LastPart):
-        cut = int(cut * (1 - VAL_SHARE))
-        match = re.search(r"\w(?=[ \n])", text[cut:])
-        cut = cut + match.end() if match else len(text)
-    yield Document(split_of(is_held_out(name)), chunks([text[:cut]]), place=place)
-    if text[cut:]:
-        yield Document("val", chunks([text[cut:]]), place=place)
 
 
 def chunks(parts: Iterable[str]) -> Iterator[str]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
-    there, so the tokens are the same as those of the whole text. A text without such a place in `LONGEST_WORD`
-    characters is cut elsewhere.
+    there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
-            if len(held) < CHUNK:
-                continue
-            cut = last_cut(held)
-            if cut is None and len(held) >= LONGEST_WORD:
-                cut = len(held)
-            if cut is not None:
+            if len(held) >= CHUNK:
+                cut = last_cut(held)
                 yield held[:cut]
                 held = held[cut:]
     if held:
         yield held
 
 
-def last_cut(text: str) -> int | None:
-    """Returns the last place at which `text` can be cut (see `chunks`), or None."""
+def last_cut(text: str) -> int:
+    """Returns the last place at which `text` can be cut (see `chunks`), its end if there is none."""
     for start in (max(0, len(text) - 4096), 0):
-        ends = [match.end() for match in re.finditer(r"\w(?=[ \n])", text[start:])]
+        ends = [match.end() for match in re.finditer(WORD_END, text[start:])]
         if ends:
             return start + ends[-1]
-    return None
+    return len(text)
 
 
 def next_cut(path: Path, offset: int) -> int | None:

@@ -1,28 +1,45 @@
-"""Tokenizes text into shards with several processes, and resumes after a kill.
+"""Tokenizes text into shards: from Python, or from the parts of a source (`sources.py`) by several processes (`workers.py`)."""
 
-Each piece of the corpus (`documents.py`) is tokenized into its own file with a record (`tokenizing.py`). The pieces are
-then concatenated and cut into shards of equal size (`assembly.py`). Every byte of the shards depends only on the corpus
-and the tokenizer, not on the number of workers or on a kill. The work is in `.NAME.partial` beside the output folder
-until it is complete. The same command resumes it there, also after some of the text was corrected.
-"""
-
-import json
-import os
-import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_accel.data.assembly import concatenate, finish
-from gpt2_accel.data.plan import SHARD_TOKENS, Plan
-from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.data.sources import Texts, split_text, text_source, tiny_shakespeare
-from gpt2_accel.data.tokenizing import record_path, tokenize
-from gpt2_accel.files import lock_folder, remove, remove_leftovers, write_json
-from gpt2_accel.tokenizer import save_tokenizer
+import numpy as np
+
+from gpt2_accel.data.documents import Document
+from gpt2_accel.data.shards import (
+    BLOCK,
+    MANIFEST,
+    VERSION,
+    Shard,
+    ShardWriter,
+    open_shard,
+    read_manifest,
+    token_dtype,
+)
+from gpt2_accel.data.sources import (
+    Joined,
+    Source,
+    Texts,
+    clean,
+    split_text,
+    text_source,
+    tiny_shakespeare,
+)
+from gpt2_accel.data.workers import run_parts
+from gpt2_accel.files import scratch_path, sync
+from gpt2_accel.tokenizer import END_OF_TEXT, bytes_per_token, token_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SHARD_TOKENS = 100_000_000
+SAMPLE = 2**16  # characters that are tokenized for an estimate
+# Of all documents: those without text, which are left out; bytes that are not UTF-8, replaced by U+FFFD; and literals
+# <|endoftext|>, encoded as text.
+COUNTS = ("empty", "not_utf8", "literal_separator")
 
 
 def prepare(
@@ -31,25 +48,15 @@ def prepare(
     data_dir: str | Path,
     *,
     source: str,
-    shard_tokens: int = SHARD_TOKENS,
 ) -> dict:
-    """Tokenizes the given documents of each split into `data_dir`; returns the manifest.
+    """Tokenizes the given documents of each split into `data_dir`, one shard per split; returns the manifest.
 
-    `source` is the manifest's description of the text. Raises the errors of `run_plan`. An error or an interrupt
+    `source` is the manifest's description of the text. Raises the errors of `run_parts`. An error or an interrupt
     leaves no files.
     """
-    pieces = [Texts(split, texts) for split, texts in splits.items()]
-    return run_plan(
-        Plan(
-            pieces,
-            tokenizer,
-            Path(data_dir),
-            source,
-            shard_tokens=shard_tokens,
-            splits=tuple(splits),
-            restartable=False,
-        )
-    )
+    texts = Joined(tuple(Texts(split, found) for split, found in splits.items()))
+    writer = TextWriter(tokenizer, source, tuple(splits))
+    return run_parts([texts], writer, tokenizer, data_dir, source=source)
 
 
 def prepare_text(
@@ -75,100 +82,164 @@ def prepare_text(
         )
 
 
-HINT = "choose another --data_dir"
+class TextWriter:
+    """Tokenizes documents: each is preceded by `<|endoftext|>`, if the tokenizer has it.
 
-
-def run_plan(
-    plan: Plan,
-    workers: int = 1,
-    tokenize_pieces: Callable[[Plan, int], None] = tokenize,
-    assemble: Callable[[Plan], dict] = concatenate,
-) -> dict:
-    """Writes `plan.data_dir` in the format of `shards.py` with `workers` processes; returns the manifest.
-
-    Resumes the work of a call that was killed. Leaves a complete folder unchanged. `tokenize_pieces(plan, workers)`
-    tokenizes the pieces that have no record yet, and `assemble` is passed to `finish`.
-
-    Raises `FileExistsError` if the folder was made from another plan, `ValueError` if a split would be empty or the
-    unfinished work belongs to another plan, `OSError` if the disk is too small or another process is preparing the same
-    folder.
+    `source` names the corpus in errors. `splits` must not be empty. With `validation_tokens` the first tokens of the
+    corpus are for validation, and all others for training.
     """
-    if os.path.lexists(plan.data_dir):
-        return finished_before(plan)
-    with lock_folder(plan.work, HINT):
-        try:
-            begin(plan)
-            if not (plan.work / MANIFEST).exists():
-                tokenize_pieces(plan, workers)
-            return finish(plan, assemble)
-        except BaseException:
-            if not (plan.restartable and holds_finished_work(plan.work)):
-                shutil.rmtree(plan.work, ignore_errors=True)
-            raise
 
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        source: str,
+        splits: tuple[str, ...] = ("train", "val"),
+        validation_tokens: int = 0,
+    ):
+        self.source, self.splits, self.validation_tokens = source, splits, validation_tokens
+        self.encode, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
+        self.token_bytes = bytes_per_token(tokenizer)
+        self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
 
-carry_out = run_plan  # the former name
+    def disk_per_byte(self, part: Source) -> float:
+        """Returns the bytes of tokens per byte at the beginning of the first document."""
+        document = next(part.documents(), Document("train", ()))
+        sample = clean(next(iter(document.chunks), "")[:SAMPLE])[0]
+        tokens = len(self.encode(sample)) if sample else 1
+        return self.dtype.itemsize * tokens / max(1, len(sample.encode()))
 
+    def write(self, folder: Path, number: int, part: Source) -> dict:
+        """Tokenizes a part into one shard per split; leaves no partial files after an error.
 
-def finished_before(plan: Plan) -> dict:
-    """Returns the manifest of an existing folder of this plan. Raises `FileExistsError` for another plan's folder."""
-    if plan.hash is not None and (plan.data_dir / MANIFEST).exists():
-        manifest = read_manifest(plan.data_dir)
-        if manifest.get("plan") == plan.hash:
-            return manifest
-    what = " with other data" if (plan.data_dir / MANIFEST).exists() else ""
-    raise FileExistsError(f"{plan.data_dir} exists already{what}: choose another folder")
+        Raises `ValueError` for a character that is not in the vocabulary.
+        """
+        shards: dict[str, NewShard] = {}
+        sizes, counts, first_not_utf8 = Counter(), Counter(dict.fromkeys(COUNTS, 0)), None
+        with ExitStack() as stack:
+            for document in part.documents():
+                split, invalid = document.split, counts["not_utf8"]
+                if split not in shards:
+                    path = folder / f"{split}_{number:06d}.bin"
+                    shards[split] = stack.enter_context(NewShard(path, self.dtype))
+                sizes[split] += self.write_document(document, shards[split], counts)
+                if counts["not_utf8"] > invalid:
+                    first_not_utf8 = first_not_utf8 or str(document.place)
+        splits = {
+            split: {
+                "tokens": shard.tokens,
+                "documents": shard.documents,
+                "bytes": sizes[split],
+                "shards": [shard.entry],
+            }
+            for split, shard in shards.items()
+        }
+        return {"counts": counts, "first_not_utf8": first_not_utf8, "splits": splits}
 
+    def write_document(self, document: Document, shard: "NewShard", counts: Counter) -> int:
+        """Appends a document's tokens to a shard and adds its `COUNTS`; returns the bytes of its text."""
+        size = 0
+        for chunk in document.chunks:
+            text, invalid = clean(chunk)
+            try:
+                tokens = self.encode(text)
+            except ValueError as error:
+                raise ValueError(f"{document.place}: {error}") from error
+            if document.begins and not size:
+                shard.documents += 1
+                if self.separator is not None:
+                    shard.append(np.array([self.separator]))
+            shard.append(tokens)
+            size += len(text) if text.isascii() else len(text.encode())
+            counts["not_utf8"] += invalid
+            counts["literal_separator"] += text.count(END_OF_TEXT)
+        counts["empty"] += not size
+        return size
 
-def begin(plan: Plan) -> None:
-    """Prepares the work folder and keeps an earlier call's finished pieces.
+    def assemble(self, folder: Path, records: list[dict]) -> dict:
+        """Adds up the records. Raises `ValueError` if a split would be empty."""
+        splits: dict[str, dict] = {}
+        for record in records:
+            for split, entry in record["splits"].items():
+                total = splits.setdefault(split, {**dict.fromkeys(entry, 0), "shards": []})
+                for name, value in entry.items():
+                    total[name] += value
+        if self.validation_tokens and "train" in splits:
+            splits = self.hold_out_first(folder, splits["train"])
+        for split in self.splits:
+            if not splits.get(split, {}).get("tokens"):
+                shorter = ", or lower --shard_tokens" if self.validation_tokens else ""
+                raise ValueError(
+                    f"{self.source} holds no text for the split {split!r}: add documents{shorter}"
+                )
+        first = (record["first_not_utf8"] for record in records)
+        return {
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "counts": sum((Counter(record["counts"]) for record in records), Counter()),
+            "first_not_utf8": next(filter(None, first), None),
+            "splits": splits,
+        }
 
-    Pieces of another plan are kept if this plan has them too, so that only corrected text is tokenized again. Raises
-    `ValueError` if there are finished pieces of another plan and none can be kept.
-    """
-    work, plan_file = plan.work, plan.work / "plan.json"
-    work.mkdir(parents=True, exist_ok=True)
-    if not plan.restartable or plan_hash(work) != plan.hash:
-        keep = same_pieces(plan)
-        if plan.restartable and holds_finished_work(work) and not keep:
-            raise ValueError(
-                f"{work} holds unfinished work on another text or with other settings: finish it with its own "
-                "command, or remove the folder"
+    def hold_out_first(self, folder: Path, train: dict) -> dict[str, dict]:
+        """Moves the first `validation_tokens` of the training split into a shard for validation; returns both splits.
+
+        A divided shard stays as it is until the manifest is written, so this can be done again after a kill.
+        """
+        shards, left, size = list(train["shards"]), self.validation_tokens, 0
+        val = NewShard(folder / "val_000000.bin", self.dtype)
+        with val:
+            while left and shards:
+                shard = open_shard(folder / shards[0]["file"])
+                count = min(left, len(shard))
+                left -= count
+                size += self.copy(shard, 0, count, val)
+                del shards[0]
+                if count < len(shard):
+                    with NewShard(folder / "train_rest.bin", self.dtype) as rest:
+                        self.copy(shard, count, len(shard), rest)
+                    shards.insert(0, rest.entry)
+        return {
+            split: {
+                "tokens": sum(entry["tokens"] for entry in entries),
+                "documents": sum(entry["documents"] for entry in entries),
+                "bytes": text_bytes,
+                "shards": entries,
+            }
+            for split, entries, text_bytes in (
+                ("val", [val.entry], size),
+                ("train", shards, train["bytes"] - size),
             )
-        stay = {".lock", "pieces", *keep}
-        if keep:  # with their plan they are valid at any time, also after a kill
-            stay |= {"plan.json", "tokenizer"}
-        else:
-            remove(plan_file)
-        for path in [*work.iterdir(), *(work / "pieces").glob("*")]:
-            if not {path.name, path.name.split(".")[0]} & stay:
-                remove(path)
-        (work / "pieces").mkdir(exist_ok=True)
-        save_tokenizer(plan.tokenizer, work / "tokenizer", plan.data_dir / "tokenizer")
-        write_json(plan_file, {"plan": plan.hash, "pieces": plan.piece_hashes()})
-    remove_leftovers(work / "pieces")
+        }
+
+    def copy(self, shard: Shard, start: int, end: int, into: "NewShard") -> int:
+        """Appends the tokens [start, end) of a shard to another; returns the bytes of their text."""
+        size = 0
+        for place in range(start, end, BLOCK):
+            tokens = shard.read(place, min(BLOCK, end - place))
+            into.append(tokens)
+            into.documents += np.count_nonzero(tokens == self.separator)
+            size += int(self.token_bytes[tokens].sum())
+        return size
 
 
-def plan_hash(work: Path) -> str | None:
-    """Returns the hash of the plan of a work folder or finished folder, None if it has none."""
-    if (work / MANIFEST).exists():
-        return read_manifest(work).get("plan")
-    plan_file = work / "plan.json"
-    return json.loads(plan_file.read_text())["plan"] if plan_file.exists() else None
+class NewShard(ShardWriter):
+    """A shard that gets its name when it is complete and on disk, at the end of its context.
 
+    `documents` are those that begin in it, `entry` is then its entry in the manifest.
+    """
 
-def same_pieces(plan: Plan) -> set[str]:
-    """Returns the names of another plan's finished pieces that this plan has too; none after the first shard."""
-    plan_file = plan.work / "plan.json"
-    if not plan.restartable or not plan_file.exists() or any(plan.work.glob("*.bin*")):
-        return set()
-    marks = zip(
-        json.loads(plan_file.read_text()).get("pieces", []), plan.piece_hashes(), strict=False
-    )
-    paths = (record_path(plan.work, i) for i, (before, now) in enumerate(marks) if before == now)
-    return {path.stem for path in paths if path.exists()}
+    def __init__(self, path: Path, dtype: np.dtype):
+        super().__init__(scratch_path(path), dtype)
+        self.name, self.documents, self.entry = path.name, 0, {}
 
+    def __enter__(self) -> "NewShard":
+        return self
 
-def holds_finished_work(work: Path) -> bool:
-    """Whether the work folder holds a finished piece or all shards."""
-    return (work / MANIFEST).exists() or any((work / "pieces").glob("*.json"))
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        try:
+            self.entry = {**self.close(), "file": self.name, "documents": self.documents}
+            if kind is None:
+                sync(self.path)
+                self.path.rename(self.path.with_name(self.name))
+        finally:
+            self.path.unlink(missing_ok=True)
