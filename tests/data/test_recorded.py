@@ -1,0 +1,145 @@
+"""Prepared tokens and the training order, recorded before release 0.4. If they change, a resumed run reads other text.
+
+Tokens are compared over a whole split, however it is cut into shards.
+"""
+
+import hashlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from conftest import make_text, run_recipe
+
+from gpt2_accel.data.loader import TrainLoader, open_split, shuffled
+from gpt2_accel.data.prepare import prepare, prepare_text
+from gpt2_accel.data.shards import data_fingerprint, read_manifest, write_mixture
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
+
+HELD_OUT = [25, 28, 34, 37, 52, 56]  # of 60 files, by a hash of their names
+# Position in the order, the first windows from there, the digest of 4,096; windows of a mixture are [set, window].
+ORDERS = [
+    ("1000", 0, [304, 341, 916], "1f292ce04338c93e"),
+    ("1000", 12345, [356, 646, 303], "4d97f8490d1483c0"),
+    ("200003", 0, [32980, 80282, 137307], "7c04ab71ff0012b0"),
+    ("200003", 64000, [143249, 163202, 110016], "a6b5d6de580abe1d"),  # two groups of 65,536
+    ("200003", 400010, [141744, 118589, 56131], "8bed8f234a2ca611"),  # the third epoch
+    ("mix", 0, [[0, 9], [0, 41], [0, 7]], "b3d6fcda8ffc3c64"),
+    ("mix", 5000000, [[0, 14], [0, 46], [2, 122838]], "a7ac76313378e117"),
+]
+# Rank, number of ranks, the digests of inputs and targets.
+BATCHES = [
+    (0, 1, "c4903e6e7e7e1262", "72e9fc4c4f577e95"),
+    (0, 2, "aea1899a9e38cdca", "13a3d872a92afade"),
+    (1, 2, "5f1c0dd7ea5d813c", "95cd66d2e0ed6c7d"),
+]
+
+
+def digest(numbers) -> str:
+    """Returns the start of the SHA-256 of integers."""
+    return hashlib.sha256(np.asarray(numbers, "<i8").tobytes()).hexdigest()[:16]
+
+
+def tokens_of(folder, split):
+    """Returns all tokens of a split."""
+    [(stream, _)] = open_split(folder, split)
+    return stream.read(0, stream.tokens)
+
+
+def recorded(folder) -> list[tuple]:
+    """Returns documents, tokens and the digest of all tokens, of the splits for training and validation."""
+    splits = read_manifest(folder)["splits"]
+    tokens = {split: tokens_of(folder, split) for split in ("train", "val")}
+    return [(splits[s]["documents"], len(tokens[s]), digest(tokens[s])) for s in tokens]
+
+
+def test_a_trained_bpe_and_its_tokens(tmp_path):
+    texts = {"train": [make_text(200 + 7 * i, i) for i in range(60)]}
+    texts["val"] = [make_text(150, 1000 + i) for i in range(6)]
+    tokenizer = train_bpe(texts["train"], 300)
+    tokens = tokenizer.encode("the old cat sat on a red mat.")
+    assert tokens == [257, 68, 271, 296, 273, 272, 263, 279, 278, 13]
+    prepare(texts, tokenizer, tmp_path / "data", source="made up")
+    train, val = recorded(tmp_path / "data")
+    assert (train, val) == ((60, 25821, "41f7ee9197740abc"), (6, 970, "b04fbfa7354ed519"))
+
+
+@pytest.mark.parametrize("name", ["characters", "gpt2"])
+def test_one_text(tmp_path, name, request):
+    path, data = tmp_path / "text.txt", tmp_path / "data"
+    path.write_text("".join(make_text(30, seed) for seed in range(200)))
+    if name == "characters":
+        prepare_text(path, data, char_tokenizer)
+        assert recorded(data) == [(1, 22082, "d9691e419d9d10b5"), (1, 2454, "a4f23c83306b86a1")]
+    else:
+        tokenizer = request.getfixturevalue("gpt2")
+        prepare_text(path, data, lambda text: tokenizer)
+        assert recorded(data) == [(1, 5759, "73184208c656e1ce"), (1, 643, "4f71e2172cc3c0ff")]
+
+
+def test_a_folder_of_texts_keeps_its_order_and_its_held_out_files(tmp_path):
+    folder, data = tmp_path / "texts", tmp_path / "data"
+    texts = {i: f"Document {i}. " + make_text(40 + i, i) for i in range(60)}
+    for i, text in texts.items():
+        (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
+        (folder / f"{'abc'[i % 3]}/{i:02}.txt").write_text(text)
+    run_recipe("prepare_data", "text", folder, "--tokenizer", "bytes", "--data_dir", data)
+    for split in ("train", "val"):
+        numbers = [
+            i for i in sorted(texts, key=lambda i: i % 3) if (i in HELD_OUT) == (split == "val")
+        ]
+        expected = "".join("|" + texts[i] for i in numbers)
+        assert [ord("|") if t == 256 else t for t in tokens_of(data, split)] == [*expected.encode()]
+
+
+def test_a_folder_of_shards_opens_and_keeps_its_fingerprint(tmp_path):
+    tokens = np.arange(100, dtype="<u2")
+    sha256 = hashlib.sha256(tokens.tobytes())
+    header = struct.pack("<8sIIQ32s8x", b"GPT2TOKS", 1, 2, 100, sha256.digest())
+    (tmp_path / "train_000000.bin").write_bytes(header + tokens.tobytes())
+    counts = {"tokens": 100, "documents": 3}
+    shard = {"file": "train_000000.bin", **counts, "sha256": sha256.hexdigest()}
+    tokenizer = {"name": "a", "vocab_size": 257, "fingerprint": "b", "end_of_text": 256}
+    manifest = {"format": "gpt2_accel token shards", "version": 1, "tokenizer": tokenizer}
+    manifest |= {"dtype": "uint16", "source": "made up"}
+    manifest["splits"] = {"train": {**counts, "bytes": 97, "shards": [shard]}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert tokens_of(tmp_path, "train").tolist() == list(range(100))
+    assert data_fingerprint(tmp_path).startswith("47504a84257f4647")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """Data sets of 50, 1,000 and 200,003 windows of one token, and a mixture of them."""
+    folder = tmp_path_factory.mktemp("sets")
+    for size in (50, 1000, 200_003):
+        splits = {"train": [make_text(size // 2, size)[:size]]}
+        prepare(splits, byte_tokenizer(), folder / str(size), source="made up")
+    weights = {"50": 5, "1000": 3, "200003": 2}
+    write_mixture(folder / "mix", {str(folder / name): w for name, w in weights.items()})
+    return folder
+
+
+def loader(folder, **ranks):
+    parts = open_split(folder, "train")
+    return TrainLoader(parts, sequence_length=1, micro_batch_size=4, seed=3, **ranks)
+
+
+@pytest.mark.parametrize(("name", "first", "start", "content"), ORDERS)
+def test_the_training_order(sets, name, first, start, content):
+    samples = loader(sets / name).samples(first, 4096)
+    assert samples[:3] == start and digest(samples) == content
+
+
+def test_the_order_of_one_epoch():
+    start = [2, 8, 9, 5, 12, 7, 6, 15, 19, 10, 17, 3, 13, 1, 14, 16, 0, 18, 11, 4]
+    assert shuffled(np.arange(20), 20, 0).tolist() == start
+    assert digest(shuffled(np.arange(99_000, 100_000), 100_000, 5, 2)) == "6bae592a2516b072"
+
+
+@pytest.mark.parametrize(("rank", "world_size", "inputs", "targets"), BATCHES)
+def test_the_micro_batches_of_an_update(sets, rank, world_size, inputs, targets):
+    batches = list(loader(sets / "mix", rank=rank, world_size=world_size).update(96, 16))
+    assert [batch.divisor for batch in batches] == [4 / world_size] * (4 // world_size)
+    assert digest([batch.input_ids.tolist() for batch in batches]) == inputs
+    assert digest([batch.targets.tolist() for batch in batches]) == targets
