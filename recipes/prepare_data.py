@@ -36,13 +36,6 @@ from typing import Any
 
 from gpt2_accel import cli
 from gpt2_accel.cores import usable_cpus
-from gpt2_accel.data.conversations import (
-    SUFFIXES,
-    file_rows,
-    left_out,
-    plural,
-    prepare_conversations,
-)
 from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.documents import Drawn, NoRow
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
@@ -59,7 +52,7 @@ from gpt2_accel.data.sources import (
     unique_files,
 )
 from gpt2_accel.data.streams import hub_parts
-from gpt2_accel.data.workers import plan_of, run_parts, worker_context
+from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -87,6 +80,10 @@ CHAT = (
     "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
     ".jsonl.zst or .parquet."
 )
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def positive(text: str) -> int:
@@ -238,8 +235,7 @@ def prepare_corpus(options: argparse.Namespace) -> dict:
         tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
         source, revision, workers, validation = text_source(text, options.input), None, 1, 0
     else:
-        if (workers := options.workers) > 1:
-            worker_context()  # starts while the corpus is read
+        workers = options.workers
         parts, source, revision = corpus_parts(options)
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
         validation = options.shard_tokens if options.command == "fineweb-edu" else 0

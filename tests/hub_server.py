@@ -183,15 +183,19 @@ class Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in files]
         self.answer(200, {"id": repo_id, "sha": sha, "siblings": siblings, "tags": []})
 
-    def tree(self, _body, repo_id, revision):
+    def tree(self, _body, repo_id, revision, folder=None):
+        folder = folder or ""
         _, files = self.server.revision(repo_id, revision)
-        self.answer(
-            200,
-            [
-                {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
-                for name, data in files.items()
-            ],
-        )
+        below = {n: data for n, data in files.items() if n.startswith(folder and f"{folder}/")}
+        found = [entry(name, data) for name, data in below.items()]
+        if "recursive=true" not in self.path.lower():
+            depth = folder.count("/") + bool(folder)
+            folders = {name.rsplit("/", 1)[0] for name in below if name.count("/") == depth + 1}
+            found = [item for item in found if item["path"].count("/") == depth]
+            found += [
+                {"type": "directory", "path": name, "oid": "0", "size": 0} for name in folders
+            ]
+        self.answer(200, found)
 
     def resolve(self, _body, repo_id, revision, path):
         if repo_id not in self.server.repos:
@@ -199,8 +203,26 @@ class Handler(BaseHTTPRequestHandler):
         sha, files = self.server.revision(repo_id, revision)
         if path not in files:
             return self.not_found("EntryNotFound")
-        data = files[path]
-        self.answer(200, data, [("ETag", f'"{blob_id(data)}"'), ("X-Repo-Commit", sha)])
+        data, status = files[path], 200
+        headers = [("ETag", f'"{blob_id(data)}"'), ("X-Repo-Commit", sha)]
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), int(match[2] or len(data) - 1)
+            headers.append(("Content-Range", f"bytes {start}-{end}/{len(data)}"))
+            data, status = data[start : end + 1], 206
+        self.answer(status, data, headers)
+
+    def resolve_parquet(self, body, repo_id, path):
+        self.resolve(body, repo_id, "main", path)
+
+    def paths_info(self, body, repo_id, revision):
+        wanted = json.loads(body)["paths"]
+        _, files = self.server.revision(repo_id, revision)
+        self.answer(200, [entry(name, data) for name, data in files.items() if name in wanted])
+
+
+def entry(name: str, data: bytes) -> dict:
+    """Returns the description of a file in a repository."""
+    return {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
 
 
 def blob_id(data: bytes) -> str:
@@ -218,10 +240,12 @@ ROUTES = [
     (rf"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
     (rf"/api/models/{REPO}", Handler.info),
     (rf"/api/models/{REPO}/revision/([^/]+)", Handler.info),
-    (rf"/api/models/{REPO}/tree/([^/]+)", Handler.tree),
+    (rf"/api/models/{REPO}/tree/([^/]+)(?:/(.+))?", Handler.tree),
     (rf"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
-    (
-        rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)",
-        lambda self, body, repo_id, path: self.resolve(body, repo_id, "main", path),
-    ),
+    (rf"/api/datasets/{REPO}", Handler.info),
+    (rf"/api/datasets/{REPO}/revision/([^/]+)", Handler.info),
+    (rf"/api/datasets/{REPO}/tree/([^/]+)(?:/(.+))?", Handler.tree),
+    (rf"/api/datasets/{REPO}/paths-info/([^/]+)", Handler.paths_info),
+    (rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)", Handler.resolve_parquet),
+    (rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
 ]

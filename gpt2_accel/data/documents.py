@@ -13,6 +13,7 @@ import numpy as np
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
+LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
 WORD_END = r"\w(?=[ \n])"
 
 
@@ -112,27 +113,32 @@ def chunks(parts: Iterable[str]) -> Iterator[str]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
-    there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
+    there, so the tokens are the same as those of the whole text. A text without such a place in `LONGEST_WORD`
+    characters is cut elsewhere.
     """
     held = ""
     for part in parts:
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
-            if len(held) >= CHUNK:
-                cut = last_cut(held)
+            if len(held) < CHUNK:
+                continue
+            cut = last_cut(held)
+            if cut is None and len(held) >= LONGEST_WORD:
+                cut = len(held)
+            if cut is not None:
                 yield held[:cut]
                 held = held[cut:]
     if held:
         yield held
 
 
-def last_cut(text: str) -> int:
-    """Returns the last place at which `text` can be cut (see `chunks`), its end if there is none."""
+def last_cut(text: str) -> int | None:
+    """Returns the last place at which `text` can be cut (see `chunks`), or None."""
     for start in (max(0, len(text) - 4096), 0):
         ends = [match.end() for match in re.finditer(WORD_END, text[start:])]
         if ends:
             return start + ends[-1]
-    return len(text)
+    return None
 
 
 def next_cut(path: Path, offset: int) -> int | None:

@@ -114,29 +114,28 @@ class TextWriter:
         Raises `ValueError` for a character that is not in the vocabulary.
         """
         shards: dict[str, NewShard] = {}
-        sizes, counts, first_not_utf8 = Counter(), Counter(dict.fromkeys(COUNTS, 0)), None
+        totals: dict[str, Counter] = {}
+        counts, first_not_utf8 = Counter(dict.fromkeys(COUNTS, 0)), None
         with ExitStack() as stack:
             for document in part.documents():
                 split, invalid = document.split, counts["not_utf8"]
                 if split not in shards:
                     path = folder / f"{split}_{number:06d}.bin"
                     shards[split] = stack.enter_context(NewShard(path, self.dtype))
-                sizes[split] += self.write_document(document, shards[split], counts)
+                    totals[split] = Counter(documents=0, bytes=0)
+                totals[split].update(self.write_document(document, shards[split], counts))
                 if counts["not_utf8"] > invalid:
                     first_not_utf8 = first_not_utf8 or str(document.place)
         splits = {
-            split: {
-                "tokens": shard.tokens,
-                "documents": shard.documents,
-                "bytes": sizes[split],
-                "shards": [shard.entry],
-            }
+            split: {"tokens": shard.tokens, **totals[split], "shards": [shard.entry]}
             for split, shard in shards.items()
         }
         return {"counts": counts, "first_not_utf8": first_not_utf8, "splits": splits}
 
-    def write_document(self, document: Document, shard: "NewShard", counts: Counter) -> int:
-        """Appends a document's tokens to a shard and adds its `COUNTS`; returns the bytes of its text."""
+    def write_document(
+        self, document: Document, shard: "NewShard", counts: Counter
+    ) -> dict[str, int]:
+        """Appends a document's tokens to a shard and adds its `COUNTS`; returns its documents (0 or 1) and bytes."""
         size = 0
         for chunk in document.chunks:
             text, invalid = clean(chunk)
@@ -144,16 +143,15 @@ class TextWriter:
                 tokens = self.encode(text)
             except ValueError as error:
                 raise ValueError(f"{document.place}: {error}") from error
-            if document.begins and not size:
+            if document.begins and not size and self.separator is not None:
+                shard.append(np.array([self.separator]))
                 shard.documents += 1
-                if self.separator is not None:
-                    shard.append(np.array([self.separator]))
             shard.append(tokens)
             size += len(text) if text.isascii() else len(text.encode())
             counts["not_utf8"] += invalid
             counts["literal_separator"] += text.count(END_OF_TEXT)
         counts["empty"] += not size
-        return size
+        return {"documents": int(document.begins and size > 0), "bytes": size}
 
     def assemble(self, folder: Path, records: list[dict]) -> dict:
         """Adds up the records. Raises `ValueError` if a split would be empty."""
@@ -171,11 +169,13 @@ class TextWriter:
                 raise ValueError(
                     f"{self.source} holds no text for the split {split!r}: add documents{shorter}"
                 )
-        first = (record["first_not_utf8"] for record in records)
+        counts, first = Counter(), (record["first_not_utf8"] for record in records)
+        for record in records:
+            counts.update(record["counts"])
         return {
             "version": VERSION,
             "dtype": self.dtype.name,
-            "counts": sum((Counter(record["counts"]) for record in records), Counter()),
+            "counts": counts,
             "first_not_utf8": next(filter(None, first), None),
             "splits": splits,
         }
@@ -217,7 +217,7 @@ class TextWriter:
         for place in range(start, end, BLOCK):
             tokens = shard.read(place, min(BLOCK, end - place))
             into.append(tokens)
-            into.documents += np.count_nonzero(tokens == self.separator)
+            into.documents += int(np.count_nonzero(tokens == self.separator))
             size += int(self.token_bytes[tokens].sum())
         return size
 
@@ -225,7 +225,7 @@ class TextWriter:
 class NewShard(ShardWriter):
     """A shard that gets its name when it is complete and on disk, at the end of its context.
 
-    `documents` are those that begin in it, `entry` is then its entry in the manifest.
+    `documents` are its separators, `entry` is then its entry in the manifest.
     """
 
     def __init__(self, path: Path, dtype: np.dtype):

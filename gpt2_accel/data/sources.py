@@ -35,7 +35,7 @@ from gpt2_accel.data.documents import (
 from gpt2_accel.files import digest, first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
-PARTS = 32
+PARTS, SMALLEST_PART = 32, 2**20  # of a corpus; bytes
 BYTES_PER_TOKEN = 4  # about, of English in GPT-2's BPE
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 3, ".xz": 3, ".zip": 3}  # about
 TINY_SHAKESPEARE = (
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 def part_size(size: int, shard_tokens: int) -> int:
     """Returns the size in bytes of the parts of a corpus of `size` bytes."""
-    return min(max(size // PARTS, 2**20), BYTES_PER_TOKEN * shard_tokens)
+    return min(max(size // PARTS, SMALLEST_PART), BYTES_PER_TOKEN * shard_tokens)
 
 
 def text_size(path: str | Path, size: int) -> int:

@@ -155,7 +155,7 @@ def rows_of(name: str, files: Sequence[str]) -> list[int]:
         return list(pool.map(count, files))
 
 
-def open_builder(name: str, path: str, **options: Any) -> "DatasetBuilder":
+def open_builder(name: str, path: str, /, **options: Any) -> "DatasetBuilder":
     """Returns the `datasets` builder of a data set. Raises `ValueError`, with its `name`, if it cannot be opened."""
     from datasets import load_dataset_builder
 

@@ -112,6 +112,7 @@ def locked(data_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # a process that has opened it tries again
         lock.release()
 
 
