@@ -98,6 +98,10 @@ LAUNCH = (
     ("the hardware", "config_file", "cpu", ""),
 )  # fmt: skip
 
+# Options of earlier releases, and what to do instead.
+DATATROVE = "datatrove's own pipelines tokenize on a cluster, and their output is a --data_dir (docs/data.md)"
+REMOVED = {name: DATATROVE for name in ("executor", "slurm_partition", "slurm_time")}
+
 
 def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
     """Returns the hint that ends a message about an unknown option.
@@ -108,6 +112,8 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
         option = value_of(word, names)
         return f": did you mean --{option} {word}?" if option else ": an option begins with --"
     name = word.lstrip("-").split("=")[0].split(".")[-1].replace("-", "_").lower()
+    if name in REMOVED and name not in names:
+        return f", which was taken back: {REMOVED[name]}"
     others = [option for option, known in OTHER_NAMES.items() if name in known.split()]
     found = next((option for option in (name, *others) if option in names), None)
     if found is None and (launch := from_launch(name)):

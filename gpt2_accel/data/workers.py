@@ -219,14 +219,15 @@ def made_by_workers(
                 if error := future.exception():
                     raise error  # here, so that `cli.run` prints one sentence
                 yield future.result()
-        except BrokenProcessPool as error:
-            raise OSError(
-                "a worker process was killed, perhaps for lack of memory: start again, with fewer --workers"
-            ) from error
-        finally:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - set(others):
                 worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise OSError(
+                    "a worker process was killed, perhaps for lack of memory: start again, with fewer --workers"
+                ) from error
+            raise
 
 
 worker_makes: Callable[[int, Any], int]  # set in a worker process

@@ -335,7 +335,7 @@ def preparation() -> Iterator[Row]:
         "text {text} --data_dir d --tokenizer bytes --shard_tokens 0": "shard_tokens",
         "text {text} --data_dir d --tokenizer bytes --workers 0": "workers",
         "text {text} --data_dir d --tokenizer bytes --workers x": "workers",
-        "text {text} --data_dir d --tokenizer bytes --executor cloud": "cloud",
+        "text {text} --data_dir d --executor slurm": "taken back: datatrove's own pipelines",
         "text {text} --data_dir {data} --tokenizer bytes": "{data}",
         "text {text} --data_dir {model} --tokenizer bytes": "{model}",
         "text {text} --data_dir {text} --tokenizer bytes": "{text}",
