@@ -1,10 +1,11 @@
 """Conversations: forms, problems, packing, windows, the loss over counted targets."""
 
-import gzip
+import itertools
 import json
 import random
 import shutil
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -14,17 +15,22 @@ from conftest import chat_rows, contents, losses, make_text, run, tiny_config
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
+    CHANGES,
     PROBLEMS,
     Problem,
     best_fit,
-    file_rows,
+    held_out,
+    left_out,
     prepare_conversations,
     read_messages,
 )
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
+    COUNTS,
     HEADER,
+    STARTS,
+    TOKEN_ID,
     UnreadableData,
     data_fingerprint,
     load_data_tokenizer,
@@ -33,15 +39,22 @@ from gpt2_accel.data.shards import (
     verify_data,
     write_mixture,
 )
+from gpt2_accel.data.sources import row_parts
 from gpt2_accel.data.stats import describe
-from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 
 ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+PART = {"type": "text", "text": "So."}
 FORMS = {
     "messages": {"messages": ASKED, "prompt": "Why?", "source": "made up"},
     "sharegpt": {
         "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
     },
+    "columns of both": {
+        "messages": [{**m, "from": None, "value": None, "tool_calls": None} for m in ASKED]
+    },
+    "text parts": {"messages": [ASKED[0], {"role": "assistant", "content": [PART]}]},
+    "texts in turns": {"messages": ["Why?", "So."]},  # as in LIMA
     "prompt": {"prompt": "Why?", "completion": "So."},
     "prompt of messages": {"prompt": ASKED[:1], "completion": ASKED[1:]},
     "alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "…"},
@@ -51,8 +64,7 @@ FORMS = {
 
 @pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
 def test_forms_of_the_hub(row):
-    messages, silent = read_messages(row, "here")
-    assert messages == ASKED and silent == ({0} if "completion" in row else set())
+    assert read_messages(row, "here") == (ASKED, [not row.get("completion"), True])
 
 
 def test_other_parts_of_the_forms():
@@ -60,18 +72,17 @@ def test_other_parts_of_the_forms():
     assert read_messages({"messages": system}, "here")[0] == system
     system[0]["content"] = " "  # nothing to say
     assert read_messages({"messages": system}, "here")[0] == ASKED
-    alpaca = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    assert read_messages(alpaca, "here")[0][0]["content"] == "Add.\n\n1 and 2"
-    several = {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:]}
-    assert read_messages(several, "here")[1] == {0, 1, 2}
+    for given in ({"input": "1 and 2"}, {"input": "", "context": "1 and 2"}):
+        alpaca = {"instruction": "Add.", **given, "output": "3"}
+        assert read_messages(alpaca, "here")[0][0]["content"] == "Add.\n\n1 and 2"
+    several = {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:], "system": "Be kind."}
+    assert read_messages(several, "here")[1] == [False] * 4 + [True]
     weighted = [{**message, "weight": i % 4 // 2} for i, message in enumerate(ASKED + ASKED)]
-    assert read_messages({"messages": weighted}, "here") == (ASKED + ASKED, {0, 1})
-    assert read_messages({"messages": ["Why?", "So."]}, "here")[0] == ASKED  # as in LIMA
+    expected = (ASKED + ASKED, [False, False, True, True])
+    assert read_messages({"messages": weighted}, "here") == expected
     for name in ("system", "system_prompt"):
         row = {name: "Be kind.", "conversations": ASKED}
         assert read_messages(row, "here")[0] == [{"role": "system", "content": "Be kind."}, *ASKED]
-    both = {"instruction": "Add.", "input": "", "context": "1 and 2", "output": "3"}
-    assert read_messages(both, "here")[0][0]["content"] == "Add.\n\n1 and 2"
     with pytest.raises(
         ValueError, match="here, has the fields question, answer, but a conv.* messages; or"
     ):
@@ -80,19 +91,31 @@ def test_other_parts_of_the_forms():
         read_messages(ASKED, "here")
 
 
+def answered(**changes):
+    """Returns a row whose answer has the given fields."""
+    return {"messages": [ASKED[0], {**ASKED[1], **changes}]}
+
+
 @pytest.mark.parametrize(
     "row, problem",
     [
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": ["Why?", ASKED[1]]}, "role"),
-        ({"messages": ASKED, "tools": [{"name": "x"}]}, "unsupported"),
-        ({"messages": [ASKED[0], {**ASKED[1], "tool_calls": [{}]}]}, "unsupported"),
-        ({"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "Hm."}]}, "unsupported"),
-        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "unsupported"),
         ({"messages": [{"content": "x"}]}, "role"),
-        ({"messages": [ASKED[0], {"role": "assistant", "content": None}]}, "empty"),
+        (answered(role=["assistant"]), "role"),
+        ({"messages": ASKED, "tools": [{"name": "x"}]}, "unsupported"),
+        (answered(tool_calls=[{}]), "unsupported"),
+        (answered(reasoning_content="Hm."), "unsupported"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "unsupported"),
+        (answered(weight=0.5), "unsupported"),
+        (answered(weight=["0"]), "unsupported"),
+        (answered(content=None), "empty"),
+        (answered(content=[]), "empty"),
         ({"prompt": "Why?", "completion": " \n"}, "empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "not_text"),
+        (answered(content=[PART, {"type": "image"}]), "not_text"),
+        (answered(content=[{"type": "text"}]), "not_text"),
+        (answered(content=["So."]), "not_text"),
+        (answered(content={"text": "So."}), "not_text"),
         ({"messages": "Why?"}, "not_text"),
         ({"instruction": 3, "output": "x"}, "not_text"),
     ],
@@ -103,38 +126,74 @@ def test_problems_of_a_row(row, problem):
 
 
 def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def prepared(chat_base, folder, rows=None, **options):
+def prepared(chat_base, folder, rows=None, template=None, part_bytes=2**20, **options):
     """Prepares conversations in a folder; returns the manifest."""
-    folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
     if rows or not file.exists():
         write_rows(file, rows or chat_rows(40))
     settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
     tokenizer = chat_tokenizer(chat_base)
-    return prepare_conversations(file_rows(file), tokenizer, folder / "chat", **settings)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    parts = row_parts([file], part_bytes)
+    return prepare_conversations(parts, tokenizer, folder / "chat", **settings)
+
+
+def stored(folder, split):
+    """Returns the conversations in a split's windows: the ids of each, and which count, without padding."""
+    (stream, _), *_ = open_split(folder, split)
+    padding = load_data_tokenizer(folder).pad_token_id
+    found = []
+    for window in stream.read(0, stream.tokens).reshape(-1, stream.sequence_length):
+        assert window[0] & STARTS
+        for words in np.split(window, np.flatnonzero(window & STARTS)[1:]):
+            words = words[: np.flatnonzero(words != padding)[-1] + 1]
+            found.append(((words & TOKEN_ID).tolist(), (words & COUNTS != 0).tolist()))
+    return found
+
+
+def documents(manifest):
+    return {name: entry["documents"] for name, entry in manifest["splits"].items()}
 
 
 def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
-    bad = [
-        {"messages": ASKED[:1]},
-        {"messages": [{"role": "tool", "content": "x"}, ASKED[1]]},
-        {"messages": []},
-        {"messages": [{"role": "user", "content": [1]}, ASKED[1]]},
-        {"messages": [{"role": "user", "content": "a<|im_end|>b"}, ASKED[1]]},
-        {"messages": [{"role": "user", "content": "a" * 80}, ASKED[1]]},
-    ]
-    rows = [*chat_rows(20), *bad, *bad]
-    manifest = prepared(chat_base, tmp_path, rows)
-    expected = dict.fromkeys(PROBLEMS, 2) | {"refused": 0, "cut": 0, "unsupported": 0}
-    assert manifest["counts"] == expected
-    names = ("no_answer", "role", "empty", "not_text", "special_token", "too_long")
+    bad = {
+        "no_answer": {"messages": ASKED[:1]},
+        "role": answered(role=["user"]),
+        "empty": {"messages": []},
+        "not_text": answered(content=[1]),
+        "unsupported": answered(thinking="Hm."),
+        "special_token": answered(content="a<|im_end|>b"),
+        "too_long": answered(content="a" * 80),
+    }
+    manifest = prepared(chat_base, tmp_path, [*chat_rows(20), *bad.values(), *bad.values()])
+    counts = dict.fromkeys(PROBLEMS, 2) | dict.fromkeys(["refused", *CHANGES], 0)
+    assert manifest["counts"] == counts
     file = tmp_path / "rows.jsonl"
-    assert manifest["first"] == {n: f"{file}, line {21 + i}" for i, n in enumerate(names)}
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 20
+    assert manifest["first"] == {n: f"{file}, line {21 + i}" for i, n in enumerate(bad)}
+    assert sum(documents(manifest).values()) == 20
+    assert left_out(manifest["counts"], manifest["first"])[-1] == (
+        "left out: 2 conversations of more tokens than a window, whose beginning --cut keeps, the first: "
+        f"{file}, line 27"
+    )
+
+
+def test_invalid_characters_are_replaced_and_counted(chat_base, tmp_path):
+    write_rows(
+        tmp_path / "rows.jsonl", [*chat_rows(20), answered(content="lone \ud83d"), answered()]
+    )
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"So.", b"b\xe4d"))
+    manifest = prepared(chat_base, tmp_path)
+    assert manifest["counts"]["replaced"] == 2
+    assert manifest["first"] == {"replaced": f"{file}, line 21"}
+    decode = load_data_tokenizer(tmp_path / "chat").decode
+    text = "".join(decode(ids) for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s))
+    assert "lone \ufffd<|im_end|>" in text and "b\ufffdd<|im_end|>" in text
 
 
 def test_only_bad_conversations_and_a_single_one(chat_base, tmp_path):
@@ -145,35 +204,108 @@ def test_only_bad_conversations_and_a_single_one(chat_base, tmp_path):
     with pytest.raises(ValueError, match=message):
         prepared(chat_base, tmp_path / "bad", [{"messages": ASKED[:1]}] * 2)
     with pytest.raises(ValueError, match="for the split 'train', and each split needs one: add"):
-        prepared(chat_base, tmp_path / "one", chat_rows(1))
+        prepared(chat_base, tmp_path / "one", chat_rows(1) * 9)
 
 
-def test_few_large_conversations_have_a_held_out_one(chat_base, tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2_accel.data.conversations.SMALL", 100)
-    splits = prepared(chat_base, tmp_path, chat_rows(3))["splits"]
-    assert [splits[name]["documents"] for name in ("train", "val")] == [2, 1]
+@pytest.mark.parametrize("count", [2, 3, 30])
+def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, count, tmp_path):
+    prepared(chat_base, tmp_path, 3 * chat_rows(count))
+    found = [[tuple(ids) for ids, _ in stored(tmp_path / "chat", s)] for s in ("train", "val")]
+    assert sum(map(len, found)) == 3 * count
+    train, val = map(set, found)
+    assert len(train) + len(val) == len(train | val) == count
+    assert 1 <= len(val) <= max(1, 0.15 * count)
 
 
-def test_what_a_weight_of_0_says_does_not_count(chat_base, tmp_path):
-    weighted = [ASKED[0], {**ASKED[1], "content": "BAD", "weight": 0}, ASKED[0], ASKED[1]]
-    prepared(chat_base, tmp_path, [{"messages": weighted}] * 20, sequence_length=128)
-    (stream, _), *_ = open_split(tmp_path / "chat", "train")
-    words = stream.read(0, stream.tokens)
-    text = load_data_tokenizer(tmp_path / "chat").decode((words & 2**30 - 1)[words & 2**31 != 0])
-    assert "So.<|im_end|>" in text and "BAD" not in text
+def test_one_in_20_is_held_out_whatever_comes_later():
+    keys = np.random.default_rng(0).integers(2**64, size=5000, dtype=np.uint64)
+    assert 0.04 < held_out(keys).mean() < 0.06
+    assert (held_out(keys)[:4000] == held_out(keys[:4000])).all()
+    for count in range(1, 300):
+        assert 1 <= held_out(keys[:count]).sum() <= max(1, 0.15 * count)
+
+
+TWO_BLOCKS = """\
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{- '<|im_start|>assistant\n' -}}{%- endgeneration -%}
+        {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+
+def random_row(rng):
+    """Returns a row of messages in any order, and which of them may count; the last answers."""
+    roles = [*rng.choices(("system", "user", "assistant"), k=rng.randint(1, 7)), "assistant"]
+    weights = [*rng.choices((0, 1, None), k=len(roles) - 1), None]
+    messages = [
+        {"role": role, "content": f" {role} {rng.random()} é\n", "weight": weight}
+        for role, weight in zip(roles, weights, strict=True)
+    ]
+    if rng.random() < 0.3:
+        row = {"prompt": messages[:-1], "completion": messages[-1:]}
+        return row, messages, [False] * (len(messages) - 1) + [True]
+    return {"messages": messages}, messages, [weight != 0 for weight in weights]
+
+
+@pytest.mark.parametrize("template", [None, TWO_BLOCKS])
+def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp_path):
+    """The tokens that the template marks count, without those of a prompt or of messages with a weight of 0."""
+    rng = random.Random(0)
+    rows = [random_row(rng) for _ in range(200)]
+    manifest = prepared(
+        chat_base, tmp_path, [row for row, *_ in rows], template, sequence_length=512
+    )
+    tokenizer = load_data_tokenizer(tmp_path / "chat")
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected, refused = [], 0
+    for _, messages, may_count in rows:
+        found = tokenizer.apply_chat_template(messages, **options)
+        ids, counts = found["input_ids"], list(map(bool, found["assistant_masks"]))
+        counts[0] = False  # nothing comes before it
+        ends = [
+            len(tokenizer.apply_chat_template(messages[:i])["input_ids"])
+            for i in range(1, len(messages) + 1)
+        ]
+        for start, end, counted in zip([0, *ends], ends, may_count, strict=False):
+            counts[start:end] = [counted and mark for mark in counts[start:end]]
+        roles = [message["role"] for message in messages]
+        silent = ("assistant", False) in zip(roles, may_count, strict=True)
+        if template and silent and ("assistant", "assistant") in itertools.pairwise(roles):
+            refused += 1  # one run of marked tokens holds two answers
+        else:
+            expected.append((ids, counts))
+    found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
+    assert sorted(found) == sorted(expected) and len(expected) > 100
+    assert (
+        manifest["counts"]["refused"]
+        == refused
+        == (manifest["counts"]["refused"] if template else 0)
+    )
+    assert (
+        not template
+        or "(the template does not mark each answer by itself)" in manifest["first"]["refused"]
+    )
+
+
+def test_thousands_of_messages_without_weight_take_seconds(chat_base, tmp_path):
+    long = [{**message, "weight": 0} for message in ASKED * 1500]
+    begin = time.monotonic()
+    manifest = prepared(chat_base, tmp_path, [*chat_rows(9), {"messages": long + ASKED}], cut=True)
+    assert manifest["counts"]["no_answer"] == 1 and time.monotonic() - begin < 30
 
 
 def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
-    tokenizer = chat_tokenizer(chat_base)
-    tokenizer.chat_template = (
-        "{{ 1 / (messages[0].content | length - 6) }}" + tokenizer.chat_template
+    check = (
+        "{% if messages[0].content | length == 7 %}{{ raise_exception('too short') }}{% endif %}"
     )
-    manifest = prepare_conversations(
-        *(file_rows(tmp_path / "rows.jsonl"), tokenizer, tmp_path / "chat"),
-        **{"sequence_length": 64, "source": "made up", "model": "u/n"},
-    )
+    template = check + chat_tokenizer(chat_base).chat_template
+    manifest = prepared(chat_base, tmp_path, chat_rows(20), template, model="u/n")
     assert 0 < manifest["counts"]["refused"] < 20 and manifest["model"] == "u/n"
+    assert manifest["first"]["refused"].endswith(" (too short)")
 
 
 def test_another_model_for_a_finished_folder_is_refused(chat_base, tmp_path):
@@ -184,14 +316,14 @@ def test_another_model_for_a_finished_folder_is_refused(chat_base, tmp_path):
 
 
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
-    long = {"messages": [ASKED[0], {"role": "assistant", "content": "so " * 50}]}
+    long = answered(content="so " * 50)
     late = {"messages": [{"role": "user", "content": "a" * 80}, ASKED[1]]}
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), long, late], cut=True)
     assert manifest["counts"]["cut"] == 1
     assert manifest["counts"]["no_answer"] == 1  # no token of the answer is left
-    (stream, _), *_ = open_split(tmp_path / "chat", "train")
-    text = load_data_tokenizer(tmp_path / "chat").decode(stream.read(0, stream.tokens) & 2**30 - 1)
-    assert "so so so so" in text
+    found = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
+    (ids,) = (ids for ids in found if len(ids) == 64)
+    assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
 
 
 def naive_best_fit(lengths, capacity):
@@ -224,106 +356,99 @@ def test_best_fit_of_many_is_quick():
     assert lengths.sum() / (4096 * len(windows)) > 0.99
 
 
-def test_workers_and_the_size_of_pieces_do_not_change_a_byte(chat_base, tmp_path, monkeypatch):
-    rows = chat_rows(300)
-    prepared(chat_base, tmp_path / "a", rows, shard_tokens=640)
-    expected = {p.name: b for p, b in contents(tmp_path / "a/chat").items() if p.suffix == ".bin"}
-    assert len(expected) > 4
-    monkeypatch.setattr("gpt2_accel.data.conversations.piece_size", lambda _: 2**12)
-    (tmp_path / "a/chat/manifest.json").unlink()
-    shutil.rmtree(tmp_path / "a/chat")
-    for workers in (1, 3):
-        prepared(chat_base, tmp_path / "a", rows, workers=workers, shard_tokens=640)
-        found = {p.name: b for p, b in contents(tmp_path / "a/chat").items() if p.suffix == ".bin"}
-        assert found == expected
-        shutil.rmtree(tmp_path / "a/chat")
+def test_workers_and_the_size_of_parts_do_not_change_a_byte(chat_base, tmp_path):
+    rows, found = chat_rows(300), []
+    for workers, part_bytes in ((1, 2**20), (1, 2**12), (3, 2**12)):
+        options = {"workers": workers, "part_bytes": part_bytes, "shard_tokens": 640}
+        prepared(chat_base, tmp_path, rows, **options)
+        files = contents(tmp_path / "chat").items()
+        found.append({path.name: data for path, data in files if path.suffix == ".bin"})
+        shutil.rmtree(tmp_path / "chat")
+    assert len(found[0]) > 4 and found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json", ".parquet", "lines.json"])
+@pytest.mark.parametrize("suffix", [".json", ".parquet"])
 def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, tmp_path):
-    rows = chat_rows(30)
-    expected = prepared(chat_base, tmp_path, rows)
-    (tmp_path / "other").mkdir()
-    path = tmp_path / f"other/rows{suffix}"
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if suffix == ".jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
-    elif suffix == ".parquet":
+    rows = [*chat_rows(30), answered(content="é")]
+    prepared(chat_base, tmp_path, rows)
+    path = tmp_path / f"other{suffix}"
+    if suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text(lines if suffix == "lines.json" else json.dumps(rows))
-    tokenizer, options = chat_tokenizer(chat_base), {"sequence_length": 64, "source": "made up"}
-    for source, name in ((path, "chat"), (tmp_path / "other", "again")):
-        found = prepare_conversations(
-            file_rows(source), tokenizer, tmp_path / "other" / name, model="base", **options
-        )
-        total = [sum(s["documents"] for s in m["splits"].values()) for m in (expected, found)]
-        assert total == [30, 30]
-        shutil.rmtree(tmp_path / "other" / name)
-
-
-def test_files_without_conversations(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    for source in (tmp_path, tmp_path / "a.txt"):
-        with pytest.raises(
-            FileNotFoundError, match="holds no conversations: give a file that ends in .json"
-        ):
-            file_rows(source)
-    for name in (".hidden.jsonl", "dataset_infos.json"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(FileNotFoundError, match="holds no conversations"):
-        file_rows(tmp_path)
-    assert "2 files of another kind left out, the first: a.txt" in capsys.readouterr().err
-    (tmp_path / "b.json").write_text('[{"messages": ')
-    (piece,) = file_rows(tmp_path / "b.json")
-    with pytest.raises(ValueError, match="b.json is not valid JSON"):
-        next(piece.rows())
+        path.write_text("\n  " + json.dumps(rows, indent=1))
+    options = {"sequence_length": 64, "source": "made up", "model": "base"}
+    parts, tokenizer = row_parts([path], 2**20), chat_tokenizer(chat_base)
+    prepare_conversations(parts, tokenizer, tmp_path / "other", **options)
+    for split in ("train", "val"):
+        assert stored(tmp_path / "other", split) == stored(tmp_path / "chat", split)
 
 
 # Windows
 
 
-def test_windows_hold_whole_conversations_and_count_the_answers(chat_base, tmp_path):
-    rows = chat_rows(40)
-    manifest = prepared(chat_base, tmp_path, rows)
-    tokenizer = load_data_tokenizer(tmp_path / "chat")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    found, counted = [], 0
-    for split in ("train", "val"):
-        loader = EvalLoader(
-            open_split(tmp_path / "chat", split), sequence_length=64, batch_size=1, max_tokens=2**20
+def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
+    """Packed windows have the loss and the gradient norm of TRL's `SFTTrainer` on the same conversations."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gpt2_accel import from_pretrained, save_pretrained
+
+    rng = random.Random(0)
+    texts = [
+        " ".join(f"{rng.randint(0, 999)}" for _ in range(rng.randint(1, 4))) for _ in range(100)
+    ]
+    rows = [
+        {"messages": [{**ASKED[0], "content": t}, ASKED[1]] * (1 + i % 2)}
+        for i, t in enumerate(texts)
+    ]
+    tokenizer, model = chat_tokenizer(chat_base), from_pretrained(chat_base)
+    save_pretrained(with_rows(model, 257, 259), tmp_path / "model", tokenizer)
+    prepared(chat_base, tmp_path, rows, sequence_length=128)
+    kept = {tuple(ids) for ids, _ in stored(tmp_path / "chat", "train")}
+    rows = [
+        r for r in rows if tuple(tokenizer.apply_chat_template(r["messages"])["input_ids"]) in kept
+    ]
+    assert len(kept) == len(rows) > 60
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        assistant_only_loss=True,
+        per_device_train_batch_size=len(rows),
+        max_length=128,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        dataset_num_proc=None,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    trainer = trl.SFTTrainer(
+        theirs,
+        settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
+    expected = trainer.compute_loss(theirs, next(iter(trainer.get_train_dataloader())))
+    expected.backward()
+    ours, part = (
+        from_pretrained(tmp_path / "model").eval(),
+        loader(tmp_path / "chat", sequence_length=128),
+    )
+    loss = torch.zeros(())
+    for batch in part.update(0, part.windows):
+        loss = (
+            loss + ours(batch.input_ids, batch.targets, documents=batch.documents) / batch.divisor
         )
-        for input_ids, targets, documents, _ in loader:
-            assert documents[0, 0] == 1 and (documents.diff() >= 0).all()
-            for number in range(1, int(documents.max()) + 1):
-                mine = documents[0] == number
-                ids = input_ids[0, mine].tolist()
-                while ids[-1] == tokenizer.pad_token_id:
-                    ids.pop()
-                found.append(tokenizer.decode(ids))
-                answer = targets[0, mine][: len(ids)]
-                answer = answer[answer != -100].tolist()
-                assert answer[-1] == end and answer.count(end) == 1
-                assert f"assistant\n{tokenizer.decode(answer)}\n" in found[-1]
-                counted += len(answer)
-        assert loader.bytes_per_token is None
-    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
-    expected = [template.format(*(m["content"] for m in row["messages"])) for row in rows]
-    assert sorted(found) == sorted(expected)
-    assert counted == sum(split["counted"] for split in manifest["splits"].values())
-
-
-def test_a_completion_counts_and_not_what_was_answered_before(chat_base, tmp_path):
-    rows = [{"prompt": [*ASKED, ASKED[0]], "completion": f"number {i}"} for i in range(20)]
-    prepared(chat_base, tmp_path, rows)
-    (stream, _), *_ = open_split(tmp_path / "chat", "train")
-    tokenizer = load_data_tokenizer(tmp_path / "chat")
-    words = stream.read(0, stream.tokens)
-    text = tokenizer.decode((words & 2**30 - 1)[words & 2**31 != 0])
-    assert "number 3<|im_end|>" in text and "So." not in text
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-7)
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None]).item()
+        for m in (ours, theirs)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 def test_version_2_is_in_header_and_manifest_and_its_bits_are_covered(chat_base, tmp_path):
