@@ -1,32 +1,28 @@
-"""Conversations: rows of a data set become messages, tokens in the chat template, and windows of whole conversations.
+"""Conversations: messages become tokens in the chat template, and windows of whole conversations.
 
-| form                       | fields of a row                                                                    |
-|----------------------------|------------------------------------------------------------------------------------|
-| messages                   | `messages`: a list of `role` and `content`, or of texts in turns                   |
-| ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
-| prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
-| Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
-
-A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message. The tokens
-that the template marks as the assistant's count in the loss. Windows are packed by best fit over ordered lengths
-(best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided.
+The tokens that the template marks as the assistant's count in the loss. Windows are packed by best fit over ordered
+lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided.
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
+import sys
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.data.prepare import run_parts
+from gpt2_accel.data.corpus import row_parts
+from gpt2_accel.data.documents import fitting_share, name_digest
+from gpt2_accel.data.messages import Problem, read_messages
+from gpt2_accel.data.prepare import SAMPLE, SHARD_TOKENS
+from gpt2_accel.data.rows import Row, Rows
 from gpt2_accel.data.shards import (
     COUNTS,
     PACKED_VERSION,
@@ -36,14 +32,16 @@ from gpt2_accel.data.shards import (
     template_digest,
     token_dtype,
 )
-from gpt2_accel.data.sources import Row, Rows, clean, name_digest
+from gpt2_accel.data.sources import ROW_SUFFIXES, clean, part_size, text_size
+from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.files import atomic_file, first_line
 from gpt2_accel.progress import progress
-from gpt2_accel.tokenizer import conversation_tokens, fingerprint, special_tokens
+from gpt2_accel.tokenizer import conversation_tokens, encode, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SUFFIXES = (".json", *ROW_SUFFIXES)
 # Why a conversation is left out.
 PROBLEMS = {
     "no_answer": "without a message of the assistant that counts, or with none before the cut",
@@ -60,22 +58,29 @@ CHANGES = {
     "cut": "to the length of a window",
     "replaced": "with bytes or characters that are not Unicode, replaced by U+FFFD",
 }
-ROLES = {name: name for name in ("system", "user", "assistant")}
-ROLES |= {"human": "user", "gpt": "assistant"}
-FORMS = (
-    "messages",
-    "conversations",
-    "prompt and completion",
-    "instruction and output or response",
-)
-# Fields of a row or a message that would change a conversation if they are not empty.
-UNSUPPORTED = (
-    *("tools", "functions", "history", "tool_calls", "function_call"),
-    *("reasoning_content", "reasoning", "thinking"),
-)
 HELD_OUT = 20  # one conversation in 20 is for validation
-FEWEST, MOST = 0.01, 0.15  # or the 20th part, if their share is not within these bounds
 DTYPE = token_dtype(2**32)
+
+
+def file_rows(source: Path) -> list[Rows]:
+    """Divides a file, or the files below a folder that are not hidden, into parts of rows.
+
+    Prints how many files are of another kind. Raises `FileNotFoundError` if none ends in one of `SUFFIXES`.
+    """
+    files, others = [source] if source.is_file() else [], []
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        if not any(part.startswith(".") for part in path.relative_to(source).parts):
+            has_rows = path.name.endswith(SUFFIXES) and path.name != "dataset_infos.json"
+            (files if has_rows else others).append(path)
+    if not files or not files[0].name.endswith(SUFFIXES):
+        raise FileNotFoundError(
+            f"{source} holds no conversations: give a file that ends in {', '.join(SUFFIXES)}, or a folder of them"
+        )
+    if others:
+        what = plural(len(others), "file")
+        print(f"{what} of another kind left out, the first: {others[0]}", file=sys.stderr)
+    size = sum(text_size(path, path.stat().st_size) for path in files)
+    return row_parts(files, part_size(size, SHARD_TOKENS))
 
 
 def prepare_conversations(
@@ -90,7 +95,7 @@ def prepare_conversations(
     workers: int = 1,
     revision: str | None = None,
     command: str | None = None,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> dict:
     """Writes the conversations in `rows` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
@@ -101,97 +106,11 @@ def prepare_conversations(
     """
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
-    writer = ConversationWriter(tokenizer, sequence_length, cut, model, shard_tokens)
-    settings = (sequence_length, cut, model, shard_tokens, template_digest(tokenizer))
-    content = [fingerprint(tokenizer), *map(repr, settings), *map(repr, rows)]
-    plan = hashlib.sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()
+    writer = ConversationWriter(tokenizer, sequence_length, cut, model, source, shard_tokens)
+    template = template_digest(tokenizer)
+    plan = plan_of(rows, tokenizer, template, sequence_length, cut, model, shard_tokens)
     about = {"source": source, "plan": plan, "revision": revision, "command": command}
-    return run_parts(rows, writer, tokenizer, Path(data_dir), workers=workers, **about)
-
-
-class Problem(Exception):
-    """A conversation cannot be trained on; the first argument is one of `PROBLEMS`, the second may be a detail."""
-
-
-# Reading a row
-
-
-def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[bool]]:
-    """Returns the messages of a row, each with `role` and `content`, and which of them may count in the loss.
-
-    Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without text are dropped. Raises
-    `ValueError` for a row in none of the forms, `Problem` for a conversation that cannot be trained on.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{place}, holds a value of type {type(row).__name__}, not an object: write "
-            '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
-        )
-    fields = {name: value for name, value in row.items() if value is not None}
-    if any(fields.get(name) for name in UNSUPPORTED):
-        raise Problem("unsupported")
-    found, given = raw_messages(fields, place)
-    system = fields.get("system", fields.get("system_prompt"))
-    if isinstance(system, str) and not (found and role_of(found[0]) == "system"):
-        found, given = [{"role": "system", "content": system}, *found], given + 1
-    messages, counts = [], []
-    for number, message in enumerate(found):
-        if (role := role_of(message)) is None:
-            raise Problem("role")
-        weight = message.get("weight")
-        if weight not in (None, 0, 1) or any(message.get(name) for name in UNSUPPORTED):
-            raise Problem("unsupported")
-        content = text_of(message.get("content") or message.get("value") or "")
-        if content.strip():
-            messages.append({"role": role, "content": content})
-            counts.append(number >= given and weight != 0)
-        elif role != "system":
-            raise Problem("empty")
-    return messages, counts
-
-
-def raw_messages(fields: dict, place: object) -> tuple[list, int]:
-    """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
-    answer = fields.get("output", fields.get("response"))
-    if "messages" in fields or "conversations" in fields:
-        found = fields.get("messages", fields.get("conversations"))
-        if not isinstance(found, list):
-            raise Problem("not_text")
-        if found and all(isinstance(message, str) for message in found):  # as in LIMA
-            roles = ("user", "assistant") * len(found)
-            found = [{"role": roles[i], "content": text} for i, text in enumerate(found)]
-        return found, 0
-    if "prompt" in fields and "completion" in fields:
-        given = as_messages(fields["prompt"], "user")
-        return given + as_messages(fields["completion"], "assistant"), len(given)
-    if "instruction" in fields and answer is not None:
-        parts = [fields["instruction"], fields.get("input") or fields.get("context") or ""]
-        asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
-        return as_messages(asked, "user") + as_messages(answer, "assistant"), 0
-    raise ValueError(
-        f"{place}, has the fields {', '.join(map(str, fields)) or 'none'}, but a conversation has {'; or '.join(FORMS)}: "
-        "rename them"
-    )
-
-
-def as_messages(value: Any, role: str) -> list:
-    """Returns a list of messages unchanged; anything else becomes one message of `role`."""
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def role_of(message: Any) -> str | None:
-    """Returns the role of a message, one of `ROLES`' values, None if it has another."""
-    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
-    return ROLES.get(role) if isinstance(role, str) else None
-
-
-def text_of(content: Any) -> str:
-    """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise Problem("not_text")
-    return "".join(texts)
+    return run_parts(rows, writer, tokenizer, data_dir, workers=workers, **about)
 
 
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
@@ -213,17 +132,23 @@ class ConversationWriter:
     sequence_length: int
     cut: bool
     model: str
+    source: str
     shard_tokens: int
 
     @functools.cached_property
     def specials(self) -> re.Pattern:
         return re.compile("|".join(map(re.escape, special_tokens(self.tokenizer))))
 
+    def disk_per_byte(self, part: Rows) -> float:
+        """Returns the bytes of tokens, which are written twice, per byte of the first row as JSON."""
+        text = json.dumps(next(part.rows(), Row("", "")).value, default=str)[:SAMPLE]
+        return 2 * DTYPE.itemsize * len(encode(self.tokenizer, [text])[0]) / len(text)
+
     def write(self, folder: Path, number: int, part: Rows) -> dict:
         """Writes a part's conversations into one file, uint32 with `STARTS` and `COUNTS`; returns their record.
 
-        `index` has the length of each and the hash of its messages, `counts` and `first` the number and the first place
-        of each of `PROBLEMS` and `CHANGES`.
+        Its `index` has for each the part, the byte in its file, the number of tokens and the hash of the messages;
+        `counts` and `first` have the number and the first place of each of `PROBLEMS` and `CHANGES`.
         """
         counts, first, index = Counter(), {}, []
         with atomic_file(tokens_path(folder, number)) as file:
@@ -231,8 +156,8 @@ class ConversationWriter:
                 detail = ""
                 try:
                     tokens, key, notes = self.encode(row)
+                    index.append((number, file.tell(), len(tokens), key))
                     file.write(tokens.tobytes())
-                    index.append((len(tokens), key))
                 except Problem as problem:
                     notes, detail = problem.args[:1], "".join(f" ({d})" for d in problem.args[1:])
                 for name in notes:
@@ -280,22 +205,19 @@ class ConversationWriter:
 
         Raises `ValueError` if a split would be empty.
         """
-        counts, first = Counter(dict.fromkeys(PROBLEMS | CHANGES, 0)), {}
-        found = []
-        for number, record in enumerate(records):
-            counts.update(record["counts"])
-            first = record["first"] | first
-            length, key = np.array(record["index"], np.uint64).reshape(-1, 2).T
-            part = np.full_like(length, number)
-            found.append(np.stack((part, np.cumsum(length) - length, length, key), axis=1))
-        places = np.concatenate(found)
+        counts = sum((Counter(record["counts"]) for record in records), Counter())
+        first: dict[str, str] = {}
+        for record in reversed(records):
+            first |= record["first"]
+        index = [place for record in records for place in record["index"]]
+        places = np.array(index, np.uint64).reshape(-1, 4)
         is_held_out = held_out(places[:, 3])
         splits = {"train": places[~is_held_out], "val": places[is_held_out]}
         for split, chosen in splits.items():
             if not len(chosen):
                 lines = "".join(f"; {line}" for line in left_out(counts, first))
                 raise ValueError(
-                    f"the data set holds no conversation for the split {split!r}, and each split needs one{lines}: add "
+                    f"{self.source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
                     "different conversations, or correct those that are left out"
                 )
         return {
@@ -312,7 +234,7 @@ class ConversationWriter:
     def pack(self, folder: Path, split: str, places: np.ndarray) -> dict:
         """Writes the shards of a split and the counted targets of its windows; returns its entry in the manifest.
 
-        `places` are (conversations, 4): the part, the first token in its file, the length, the key.
+        `places`, (conversations, 4) uint64, are rows of the records' `index`.
         """
         size = self.sequence_length
         windows = best_fit(places[:, 2].astype(np.int64), size)
@@ -323,9 +245,9 @@ class ConversationWriter:
             writer = ShardWriter(folder / name, DTYPE, PACKED_VERSION)
             for window in progress(group, f"packing {name}", len(group)):
                 tokens, end = np.full(size, self.tokenizer.pad_token_id, DTYPE), 0
-                for part, start, length, _ in places[window].tolist():
-                    path, offset = tokens_path(folder, part), start * DTYPE.itemsize
-                    tokens[end : end + length] = np.fromfile(path, DTYPE, length, offset=offset)
+                for part, offset, length, _ in places[window].tolist():
+                    stored = np.fromfile(tokens_path(folder, part), DTYPE, length, offset=offset)
+                    tokens[end : end + length] = stored
                     end += length
                 writer.append(tokens)
                 targets.append(np.count_nonzero(tokens & COUNTS))
@@ -352,12 +274,12 @@ def tokens_path(folder: Path, part: int) -> Path:
 def held_out(keys: np.ndarray) -> np.ndarray:
     """Returns which conversations are for validation, (n,) bool, by the hashes of their messages, (n,) uint64.
 
-    It is one in `HELD_OUT` of the different conversations. If these are less than `FEWEST` or more than `MOST` of them, it
-    is the 20th part with the lowest hashes, at least one.
+    It is one in `HELD_OUT` of the different conversations. If these are no `fitting_share` of them,
+    it is the 20th part with the lowest hashes, at least one.
     """
     keys, inverse = np.unique(keys, return_inverse=True)
     chosen = keys % np.uint64(HELD_OUT) == 0
-    if not FEWEST <= chosen.sum() / max(1, len(keys)) <= MOST:
+    if not fitting_share(chosen.sum() / max(1, len(keys))):
         chosen = np.arange(len(keys)) < max(1, round(len(keys) / HELD_OUT))
     return chosen[inverse]
 

@@ -1,0 +1,109 @@
+"""Reads the messages of a conversation from the forms in which data sets hold them.
+
+| form                       | fields of a row                                                                    |
+|----------------------------|------------------------------------------------------------------------------------|
+| messages                   | `messages`: a list of `role` and `content`, or of texts in turns                   |
+| ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
+| prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
+| Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
+
+A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message.
+"""
+
+from typing import Any
+
+ROLES = {name: name for name in ("system", "user", "assistant")}
+ROLES |= {"human": "user", "gpt": "assistant"}
+FORMS = (
+    "messages",
+    "conversations",
+    "prompt and completion",
+    "instruction and output or response",
+)
+# Fields of a row or a message that would change a conversation if they are not empty.
+UNSUPPORTED = (
+    *("tools", "functions", "history", "tool_calls", "function_call"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+
+
+class Problem(Exception):
+    """A conversation cannot be trained on; the first argument is one of `PROBLEMS`, the second may be a detail."""
+
+
+def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[bool]]:
+    """Returns the messages of a row, each with `role` and `content`, and which of them may count in the loss.
+
+    Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without text are dropped. Raises
+    `ValueError` for a row in none of the forms, `Problem` for a conversation that cannot be trained on.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place}, holds a value of type {type(row).__name__}, not an object: write "
+            '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
+        )
+    fields = {name: value for name, value in row.items() if value is not None}
+    if any(fields.get(name) for name in UNSUPPORTED):
+        raise Problem("unsupported")
+    found, given = raw_messages(fields, place)
+    system = fields.get("system", fields.get("system_prompt"))
+    if isinstance(system, str) and not (found and role_of(found[0]) == "system"):
+        found, given = [{"role": "system", "content": system}, *found], given + 1
+    messages, counts = [], []
+    for number, message in enumerate(found):
+        if (role := role_of(message)) is None:
+            raise Problem("role")
+        weight = message.get("weight")
+        if weight not in (None, 0, 1) or any(message.get(name) for name in UNSUPPORTED):
+            raise Problem("unsupported")
+        content = text_of(message.get("content") or message.get("value") or "")
+        if content.strip():
+            messages.append({"role": role, "content": content})
+            counts.append(number >= given and weight != 0)
+        elif role != "system":
+            raise Problem("empty")
+    return messages, counts
+
+
+def raw_messages(fields: dict, place: object) -> tuple[list, int]:
+    """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
+    answer = fields.get("output", fields.get("response"))
+    if "messages" in fields or "conversations" in fields:
+        found = fields.get("messages", fields.get("conversations"))
+        if not isinstance(found, list):
+            raise Problem("not_text")
+        if found and all(isinstance(message, str) for message in found):  # as in LIMA
+            roles = ("user", "assistant") * len(found)
+            found = [{"role": roles[i], "content": text} for i, text in enumerate(found)]
+        return found, 0
+    if "prompt" in fields and "completion" in fields:
+        given = as_messages(fields["prompt"], "user")
+        return given + as_messages(fields["completion"], "assistant"), len(given)
+    if "instruction" in fields and answer is not None:
+        parts = [fields["instruction"], fields.get("input") or fields.get("context") or ""]
+        asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
+        return as_messages(asked, "user") + as_messages(answer, "assistant"), 0
+    raise ValueError(
+        f"{place}, has the fields {', '.join(map(str, fields)) or 'none'}, but a conversation has {'; or '.join(FORMS)}: "
+        "rename them"
+    )
+
+
+def as_messages(value: Any, role: str) -> list:
+    """Returns a list of messages unchanged; anything else becomes one message of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def role_of(message: Any) -> str | None:
+    """Returns the role of a message, one of `ROLES`' values, None if it has another."""
+    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+    return ROLES.get(role) if isinstance(role, str) else None
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise Problem("not_text")
+    return "".join(texts)
