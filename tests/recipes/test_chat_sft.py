@@ -52,7 +52,7 @@ def settings(data, folder, **changes):
 
 
 def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
-    changes = {"max_steps": 170, "save_every": 0, "learning_rate": 4e-3, "log_every": 10}
+    changes = {"max_steps": 200, "save_every": 0, "learning_rate": 4e-3, "log_every": 10}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
     rows = chat_rows(21)
     manifest = json.loads((chat_data / "manifest.json").read_text())
