@@ -36,6 +36,13 @@ from typing import Any
 
 from gpt2_accel import cli
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.data.conversations import (
+    SUFFIXES,
+    file_rows,
+    left_out,
+    plural,
+    prepare_conversations,
+)
 from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.documents import Drawn, NoRow
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
@@ -80,10 +87,6 @@ CHAT = (
     "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
     ".jsonl.zst or .parquet."
 )
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def positive(text: str) -> int:
