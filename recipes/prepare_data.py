@@ -44,7 +44,7 @@ from gpt2_accel.data.conversations import (
     prepare_conversations,
 )
 from gpt2_accel.data.corpus import file_parts, rule_for
-from gpt2_accel.data.documents import Drawn, NoRow
+from gpt2_accel.data.documents import Drawn
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
 from gpt2_accel.data.rows import Column
 from gpt2_accel.data.shards import verify_data, write_mixture
@@ -211,7 +211,8 @@ def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | 
     if numbered:
         rule = Drawn(rows[0].total_rows, OPENWEBTEXT_VAL, OPENWEBTEXT_SEED)
     else:
-        rule = NoRow() if options.command == "fineweb-edu" else rule_for(rows, column)
+        # Of FineWeb-Edu no row is drawn: its first tokens are for validation.
+        rule = Drawn(0, 0, 0) if options.command == "fineweb-edu" else rule_for(rows, column)
     return [Column(part, column, rule) for part in rows], options.dataset, revision
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from gpt2_accel.data.corpus import row_parts
 from gpt2_accel.data.documents import fitting_share, name_digest
 from gpt2_accel.data.messages import Problem, read_messages
-from gpt2_accel.data.prepare import SAMPLE, SHARD_TOKENS
+from gpt2_accel.data.prepare import SHARD_TOKENS
 from gpt2_accel.data.rows import Row, Rows
 from gpt2_accel.data.shards import (
     COUNTS,
@@ -32,11 +32,11 @@ from gpt2_accel.data.shards import (
     template_digest,
     token_dtype,
 )
-from gpt2_accel.data.sources import ROW_SUFFIXES, clean, part_size, text_size
+from gpt2_accel.data.sources import ROW_SUFFIXES, clean
 from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.files import atomic_file, first_line
 from gpt2_accel.progress import progress
-from gpt2_accel.tokenizer import conversation_tokens, encode, special_tokens
+from gpt2_accel.tokenizer import conversation_tokens, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +79,7 @@ def file_rows(source: Path) -> list[Rows]:
     if others:
         what = plural(len(others), "file")
         print(f"{what} of another kind left out, the first: {others[0]}", file=sys.stderr)
-    size = sum(text_size(path, path.stat().st_size) for path in files)
-    return row_parts(files, part_size(size, SHARD_TOKENS))
+    return row_parts(files, SHARD_TOKENS)
 
 
 def prepare_conversations(
@@ -138,11 +137,6 @@ class ConversationWriter:
     @functools.cached_property
     def specials(self) -> re.Pattern:
         return re.compile("|".join(map(re.escape, special_tokens(self.tokenizer))))
-
-    def disk_per_byte(self, part: Rows) -> float:
-        """Returns the bytes of tokens, which are written twice, per byte of the first row as JSON."""
-        text = json.dumps(next(part.rows(), Row("", "")).value, default=str)[:SAMPLE]
-        return 2 * DTYPE.itemsize * len(encode(self.tokenizer, [text])[0]) / len(text)
 
     def write(self, folder: Path, number: int, part: Rows) -> dict:
         """Writes a part's conversations into one file, uint32 with `STARTS` and `COUNTS`; returns their record.

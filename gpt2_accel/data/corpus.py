@@ -39,7 +39,7 @@ def file_parts(files: dict[Path, str], column: str, shard_tokens: int) -> list[S
     """
     part_bytes = part_size(sum(text_size(p, p.stat().st_size) for p in files), shard_tokens)
     texts = {p: name for p, name in files.items() if not p.name.endswith(ROW_SUFFIXES)}
-    rows = row_parts([path for path in files if path not in texts], part_bytes, column)
+    rows = row_parts([path for path in files if path not in texts], shard_tokens, column)
     rule = rule_for(rows, column)
     return join(
         [*text_spans(texts, part_bytes), *(Column(part, column, rule) for part in rows)], part_bytes
@@ -56,15 +56,16 @@ def rule_for(parts: Iterable[Rows], column: str) -> Rule:
     return ByHash() if fitting_share(sizes["val"] / (sum(sizes.values()) or 1)) else LastPart()
 
 
-def row_parts(files: Sequence[Path], part_bytes: int, column: str = "") -> list[Rows]:
+def row_parts(files: Sequence[Path], shard_tokens: int, column: str = "") -> list[Rows]:
     """Divides .jsonl, .jsonl.gz, .jsonl.zst, .json (an array, or lines) and .parquet files into parts of rows, in order.
 
     A `column` of "" means whole rows. Raises `ValueError` for a Parquet file that is damaged or lacks the column.
     """
     parts: list[Rows] = []
+    part_bytes = part_size(sum(text_size(p, p.stat().st_size) for p in files), shard_tokens)
     for is_parquet, group in itertools.groupby(files, lambda path: path.suffix == ".parquet"):
         if is_parquet:
-            parts += parquet_parts([*map(str, group)], column, part_bytes)
+            parts += parquet_parts([*map(str, group)], column, shard_tokens)
             continue
         for path in group:
             info = path.stat()

@@ -80,14 +80,6 @@ class LastPart:
 
 
 @dataclass(frozen=True)
-class NoRow:
-    """Holds out no row."""
-
-    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
-        return [("train", text)]
-
-
-@dataclass(frozen=True)
 class Drawn:
     """Holds out the rows that `train_test_split` of `datasets` draws with `seed`, a `share` of `count` rows."""
 

@@ -10,10 +10,8 @@ import numpy as np
 
 from gpt2_accel.data.documents import Document
 from gpt2_accel.data.shards import (
-    BLOCK,
     MANIFEST,
     VERSION,
-    Shard,
     ShardWriter,
     open_shard,
     read_manifest,
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD_TOKENS = 100_000_000
-SAMPLE = 2**16  # characters that are tokenized for an estimate
 # Of all documents: those without text, which are left out; bytes that are not UTF-8, replaced by U+FFFD; and literals
 # <|endoftext|>, encoded as text.
 COUNTS = ("empty", "not_utf8", "literal_separator")
@@ -100,13 +97,6 @@ class TextWriter:
         self.encode, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
         self.token_bytes = bytes_per_token(tokenizer)
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-
-    def disk_per_byte(self, part: Source) -> float:
-        """Returns the bytes of tokens per byte at the beginning of the first document."""
-        document = next(part.documents(), Document("train", ()))
-        sample = clean(next(iter(document.chunks), "")[:SAMPLE])[0]
-        tokens = len(self.encode(sample)) if sample else 1
-        return self.dtype.itemsize * tokens / max(1, len(sample.encode()))
 
     def write(self, folder: Path, number: int, part: Source) -> dict:
         """Tokenizes a part into one shard per split; leaves no partial files after an error.
@@ -183,43 +173,31 @@ class TextWriter:
     def hold_out_first(self, folder: Path, train: dict) -> dict[str, dict]:
         """Moves the first `validation_tokens` of the training split into a shard for validation; returns both splits.
 
-        A divided shard stays as it is until the manifest is written, so this can be done again after a kill.
+        Their shards stay until the manifest is written, so this can be done again after a kill.
         """
-        shards, left, size = list(train["shards"]), self.validation_tokens, 0
-        val = NewShard(folder / "val_000000.bin", self.dtype)
-        with val:
-            while left and shards:
-                shard = open_shard(folder / shards[0]["file"])
-                count = min(left, len(shard))
-                left -= count
-                size += self.copy(shard, 0, count, val)
-                del shards[0]
-                if count < len(shard):
-                    with NewShard(folder / "train_rest.bin", self.dtype) as rest:
-                        self.copy(shard, count, len(shard), rest)
-                    shards.insert(0, rest.entry)
-        return {
-            split: {
-                "tokens": sum(entry["tokens"] for entry in entries),
-                "documents": sum(entry["documents"] for entry in entries),
-                "bytes": text_bytes,
-                "shards": entries,
-            }
-            for split, entries, text_bytes in (
-                ("val", [val.entry], size),
-                ("train", shards, train["bytes"] - size),
-            )
-        }
+        shards, tokens = list(train["shards"]), np.empty(0, self.dtype)
+        while shards and len(tokens) < self.validation_tokens:
+            shard = open_shard(folder / shards.pop(0)["file"])
+            tokens = np.concatenate((tokens, shard.read(0, len(shard))))
+        first, rest = np.split(tokens, [self.validation_tokens])
+        val = self.store(folder / "val_000000.bin", first)
+        if len(rest):
+            shards.insert(0, self.store(folder / "train_rest.bin", rest))
+        size = int(self.token_bytes[first].sum())
+        return {"val": split_of([val], size), "train": split_of(shards, train["bytes"] - size)}
 
-    def copy(self, shard: Shard, start: int, end: int, into: "NewShard") -> int:
-        """Appends the tokens [start, end) of a shard to another; returns the bytes of their text."""
-        size = 0
-        for place in range(start, end, BLOCK):
-            tokens = shard.read(place, min(BLOCK, end - place))
-            into.append(tokens)
-            into.documents += int(np.count_nonzero(tokens == self.separator))
-            size += int(self.token_bytes[tokens].sum())
-        return size
+    def store(self, path: Path, tokens: np.ndarray) -> dict:
+        """Writes a shard; returns its entry in the manifest."""
+        with NewShard(path, self.dtype) as shard:
+            shard.append(tokens)
+            shard.documents = int(np.count_nonzero(tokens == self.separator))
+        return shard.entry
+
+
+def split_of(shards: list[dict], text_bytes: int) -> dict:
+    """Returns the manifest's entry of a split."""
+    counts = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
+    return {**counts, "bytes": text_bytes, "shards": shards}
 
 
 class NewShard(ShardWriter):

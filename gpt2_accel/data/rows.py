@@ -42,16 +42,6 @@ class LineNumber(NamedTuple):
         return f"{self.path}, line {number:,}"
 
 
-class RowNumber(NamedTuple):
-    """A row's number in a file or data set, counted from 0. `str` of it is `NAME, row N`."""
-
-    name: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.name}, row {self.number:,}"
-
-
 @dataclass(frozen=True)
 class JsonLines:
     """The JSON lines of a file that begin in bytes [start, end); a compressed file is one part."""
@@ -123,7 +113,7 @@ class JsonArray:
                 f"{self.path} is not valid JSON ({error}): correct it, or write one object per line as .jsonl"
             ) from error
         for number, value in enumerate(values):
-            yield Row(value, RowNumber(self.path, number))
+            yield Row(value, f"{self.path}, element {number:,}")
 
 
 # Documents in rows

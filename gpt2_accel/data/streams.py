@@ -7,12 +7,12 @@ stream: row groups of Parquet, whole files of other formats.
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from gpt2_accel.data.rows import Row, RowNumber, no_column
+from gpt2_accel.data.rows import Row, no_column
 from gpt2_accel.data.sources import part_size, reading, text_size
 from gpt2_accel.files import first_line
 
@@ -41,17 +41,15 @@ class Stream:
         with reading(self.name):
             for table in self.stream.with_format("arrow").iter(batch_size=256):
                 for value in table.to_pylist():
-                    yield Row(value, RowNumber(self.name, number), number)
+                    yield Row(value, f"{self.name}, row {number:,}", number)
                     number += 1
 
 
-def parquet_parts(files: Sequence[str], column: str, part_bytes: int) -> list[Stream]:
+def parquet_parts(files: Sequence[str], column: str, shard_tokens: int) -> list[Stream]:
     """Divides local Parquet files into parts. Raises `ValueError` if one is damaged or lacks the `column`."""
     name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
     builder = open_builder(name, "parquet", data_files={"train": list(files)})
-    sizes = sizes_of(files)
-    wanted = ceil(sum(map(text_size, files, sizes)) / part_bytes)
-    return stream_parts(builder, name, "train", column, sizes, wanted)
+    return stream_parts(builder, name, "train", column, shard_tokens)
 
 
 def hub_parts(
@@ -70,89 +68,76 @@ def hub_parts(
     A `column` of "" means whole rows. With `numbered` a part is a file, and its rows are numbered over all files, which
     must be Parquet.
 
-    Raises `ValueError` if the data set, its configuration, split or column does not exist, `OSError` if the Hub cannot be
-    reached.
+    Raises `ValueError` if the data set, its configuration, split or column does not exist, `OSError` if the Hub has no such
+    data set or cannot be reached.
     """
     revision = pinned_revision(name, revision)
     options = {"name": config, "revision": revision, "data_files": data_files}
     builder = open_builder(name, name, **{key: value for key, value in options.items() if value})
+    return stream_parts(builder, name, split, column, shard_tokens, numbered), revision
+
+
+def stream_parts(
+    builder: "DatasetBuilder",
+    name: str,
+    split: str,
+    column: str,
+    shard_tokens: int,
+    numbered: bool = False,
+) -> list[Stream]:
+    """Divides a split of a data set into parts; see `hub_parts`."""
     files = (builder.config.data_files or {}).get(split)
     if not files:
         splits = ", ".join(map(str, builder.config.data_files or {})) or "none"
         raise ValueError(f"the data set {name} has no split {split!r}, only {splits}: set --split")
-    sizes = sizes_of(files)
-    if numbered:
-        parts = stream_parts(builder, name, split, column, sizes, len(files))
-        *first_rows, total = accumulate(rows_of(name, files), initial=0)
-        return [
-            replace(part, name=name, first_row=first, total_rows=total)
-            for part, first in zip(parts, first_rows, strict=True)
-        ], revision
-    total = sum(map(text_size, files, sizes))
-    wanted = ceil(total / part_size(total, shard_tokens))
-    return stream_parts(builder, name, split, column, sizes, wanted), revision
-
-
-def stream_parts(
-    builder: "DatasetBuilder", name: str, split: str, column: str, sizes: list[int], wanted: int
-) -> list[Stream]:
-    """Returns about `wanted` parts of a split, fewer if its files cannot be divided.
-
-    `sizes` are those of its files, in bytes. Raises `ValueError` if it cannot be read or lacks the `column`.
-    """
+    if numbered and not all(file.endswith(".parquet") for file in files):
+        raise ValueError(
+            f"the data set {name} is not stored as Parquet, so its rows have no numbers to draw "
+            "validation rows from: choose a Parquet --revision, such as refs/convert/parquet"
+        )
     with reading(name):
         stream = builder.as_streaming_dataset(split)
     columns = stream.column_names
     if column and columns and column not in columns:
         raise ValueError(no_column(name, column, columns))
-    if column and hasattr(builder.config, "columns"):  # Parquet reads no other column
-        builder.config.columns = [column]
-        stream = builder.as_streaming_dataset(split)
-    with reading(name):
-        if wanted > stream.num_shards:
+    with reading(name), ThreadPoolExecutor(16) as pool:
+        if column and hasattr(builder.config, "columns"):  # Parquet reads no other column
+            builder.config.columns = [column]
+            stream = builder.as_streaming_dataset(split)
+        states = list(pool.map(state_of, files))
+        size = sum(map(text_size, files, (state["size"] for state in states)))
+        count = len(files) if numbered else ceil(size / part_size(size, shard_tokens))
+        if count > stream.num_shards:
             stream = stream.reshard()
-    count = max(1, min(wanted, stream.num_shards))
-    files = builder.config.data_files[split]
-    state = repr((list(zip(files, sizes, map(modified, files), strict=True)), split, column))
-    each = sum(map(text_size, files, sizes)) // count
-    names = [f"{name}, part {i + 1} of {count}" if count > 1 else name for i in range(count)]
-    return [Stream(names[i], state, stream.shard(count, i), each) for i in range(count)]
+        count = max(1, min(count, stream.num_shards))
+        rows = pool.map(rows_of, files) if numbered else [0] * count
+        *first_rows, total_rows = accumulate(rows, initial=0)
+    names = [name] * count
+    if count > 1 and not numbered:
+        names = [f"{name}, part {number} of {count}" for number in range(1, count + 1)]
+    description = repr((files, states, split, column))
+    return [
+        Stream(names[i], description, stream.shard(count, i), size // count, first, total_rows)
+        for i, first in enumerate(first_rows)
+    ]
 
 
-def sizes_of(files: Sequence[str]) -> list[int]:
-    """Returns the sizes in bytes of local or remote files, 0 where unknown."""
+def state_of(file: str) -> dict[str, Any]:
+    """Returns the size in bytes of a local or remote file, 0 if unknown, and the modification time of a local one."""
     import fsspec
 
-    def size(file: str) -> int:
-        file_system, path = fsspec.core.url_to_fs(file.split("::")[-1])  # zip://NAME::ARCHIVE
-        return file_system.info(path)["size"] or 0
-
-    with reading(files[0]), ThreadPoolExecutor(16) as pool:
-        return list(pool.map(size, files))
+    file_system, path = fsspec.core.url_to_fs(file.split("::")[-1])  # zip://NAME::ARCHIVE
+    info = file_system.info(path)
+    return {"size": info["size"] or 0, "modified": info.get("mtime")}
 
 
-def modified(file: str) -> int:
-    """Returns the modification time of a local file in ns, 0 for a remote one, which has a revision."""
-    path = file.split("::")[-1]
-    return os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-
-
-def rows_of(name: str, files: Sequence[str]) -> list[int]:
-    """Returns the numbers of rows of Parquet files. Raises `ValueError` for files of another format."""
+def rows_of(file: str) -> int:
+    """Returns the number of rows of a local or remote Parquet file."""
     import fsspec
     import pyarrow.parquet
 
-    def count(file: str) -> int:
-        with fsspec.open(file, "rb") as opened:
-            return pyarrow.parquet.read_metadata(opened).num_rows
-
-    if not all(file.endswith(".parquet") for file in files):
-        raise ValueError(
-            f"the data set {name} is not stored as Parquet, so its rows have no numbers to draw "
-            "validation rows from: choose a Parquet --revision, such as refs/convert/parquet"
-        )
-    with reading(name), ThreadPoolExecutor(16) as pool:
-        return list(pool.map(count, files))
+    with fsspec.open(file, "rb") as opened:
+        return pyarrow.parquet.read_metadata(opened).num_rows
 
 
 def open_builder(name: str, path: str, /, **options: Any) -> "DatasetBuilder":
@@ -173,25 +158,17 @@ def open_builder(name: str, path: str, /, **options: Any) -> "DatasetBuilder":
 def pinned_revision(name: str, revision: str | None) -> str | None:
     """Resolves the `revision` of a data set to a commit; returns `revision` for a local folder or in offline mode.
 
-    One request to the Hub, so that a wrong name or a missing network is reported within seconds, where `datasets` retries.
-
-    Raises `ValueError` if the Hub has no such data set or revision that may be read, `OSError` if it cannot be reached.
+    One request, so that a wrong name or a missing network is reported within seconds, where `datasets` retries. Raises
+    `OSError` if the Hub has no such data set or revision that may be read, or cannot be reached.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     if os.path.exists(name) or constants.HF_HUB_OFFLINE:
         return revision
     try:
         return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        raise ValueError(
-            f"the Hub has no data set {name}{at} that you may read ({first_line(error)}): check the name and the revision, "
-            "or log in with `hf auth login`"
-        ) from error
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
-            f"the Hugging Face Hub cannot be reached ({first_line(error)}): connect to a network, or "
-            "set HF_HUB_OFFLINE=1 to use what was downloaded before"
+            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name, --revision and the "
+            "network, log in with `hf auth login` if it is not public, or set HF_HUB_OFFLINE=1 to use what was downloaded"
         ) from error

@@ -27,7 +27,6 @@ from filelock import FileLock, Timeout
 
 from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, read_manifest
 from gpt2_accel.files import (
-    readable_size,
     remove,
     remove_leftovers,
     sync,
@@ -49,14 +48,12 @@ class Writer(Protocol):
 
     `write` writes the files of part `number`, each under its name when it is complete, and returns the part's record,
     which JSON can hold. `assemble` returns the manifest's entries of all parts: version, dtype, counts, splits and
-    others (see `shards.py`). `disk_per_byte` estimates the bytes on disk for each byte of a part.
+    others (see `shards.py`).
     """
 
     def write(self, folder: Path, number: int, part: Any) -> dict: ...
 
     def assemble(self, folder: Path, records: list[dict]) -> dict: ...
-
-    def disk_per_byte(self, part: Any) -> float: ...
 
 
 def run_parts(
@@ -76,8 +73,8 @@ def run_parts(
     Does what an earlier call with the same `plan` left undone, nothing if that is complete. A `plan` of None is not
     restarted. `source`, `revision` and `command` are recorded in the manifest.
 
-    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, the disk is too
-    small or a worker is killed, and the errors of `writer`.
+    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it or a worker is
+    killed, and the errors of `writer`.
     """
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
@@ -154,8 +151,6 @@ def begin(
 def make_parts(parts: Sequence[Any], writer: Writer, work: Path, workers: int) -> list[dict]:
     """Makes the parts that have no record yet, in `workers` processes; returns all records."""
     todo = [i for i in range(len(parts)) if not record_path(work, i).exists()]
-    if todo:
-        check_disk(parts, todo, writer, work)
     with Progress("tokenizing", sum(parts[i].size for i in todo), unit="B", unit_scale=True) as bar:
         if min(workers, len(todo)) > 1:
             made = made_by_workers(parts, todo, writer, work, min(workers, len(todo)))
@@ -164,23 +159,6 @@ def make_parts(parts: Sequence[Any], writer: Writer, work: Path, workers: int) -
         for number in made:
             bar.advance(parts[number].size)
     return [json.loads(record_path(work, i).read_text()) for i in range(len(parts))]
-
-
-def check_disk(parts: Sequence[Any], todo: list[int], writer: Writer, work: Path) -> None:
-    """Prints the disk space that the shards need, estimated; raises `OSError` if less is free."""
-    size = sum(parts[i].size for i in todo)
-    if not size:
-        return
-    needed, free = size * writer.disk_per_byte(parts[todo[0]]), shutil.disk_usage(work).free
-    print(
-        f"about {readable_size(size)} of text, {readable_size(needed)} of disk; {readable_size(free)} are free",
-        file=sys.stderr,
-    )
-    if needed > free:
-        raise OSError(
-            f"{work.parent} has {readable_size(free)} free, the shards need about {readable_size(needed)}: make room, or "
-            "choose another --data_dir"
-        )
 
 
 def record_path(work: Path, number: int) -> Path:
