@@ -199,10 +199,10 @@ class ConversationWriter:
 
         Raises `ValueError` if a split would be empty.
         """
-        counts = sum((Counter(record["counts"]) for record in records), Counter())
-        first: dict[str, str] = {}
-        for record in reversed(records):
-            first |= record["first"]
+        counts, first = Counter(dict.fromkeys(PROBLEMS | CHANGES, 0)), {}
+        for record in records:
+            counts.update(record["counts"])
+            first = record["first"] | first
         index = [place for record in records for place in record["index"]]
         places = np.array(index, np.uint64).reshape(-1, 4)
         is_held_out = held_out(places[:, 3])

@@ -16,15 +16,17 @@ from conftest import chat_rows, contents, losses, make_text, run, tiny_config
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
+    CHANGES,
     PROBLEMS,
     ConversationWriter,
     best_fit,
+    file_rows,
     held_out,
     left_out,
     prepare_conversations,
 )
 from gpt2_accel.data.corpus import row_parts
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
@@ -171,9 +173,8 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
         "too_long": answered(content="a" * 80),
     }
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), *bad.values(), *bad.values()])
-    assert manifest["counts"] == dict.fromkeys(bad, 2) and bad.keys() == PROBLEMS.keys() - {
-        "refused"
-    }
+    expected = dict.fromkeys(bad, 2) | dict.fromkeys(["refused", "cut", "replaced"], 0)
+    assert manifest["counts"] == expected and expected.keys() == (PROBLEMS | CHANGES).keys()
     file = tmp_path / "rows.jsonl"
     assert manifest["first"] == {n: f"{file}, line {21 + i}" for i, n in enumerate(bad)}
     assert sum(documents(manifest).values()) == 20
@@ -281,7 +282,7 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
             expected.append((ids, counts))
     found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
     assert sorted(found) == sorted(expected) and len(expected) > 100
-    assert manifest["counts"].get("refused", 0) == refused and bool(refused) == bool(template)
+    assert manifest["counts"]["refused"] == refused and bool(refused) == bool(template)
     reason = "(the template does not mark each answer by itself)"
     assert not template or manifest["first"]["refused"].endswith(reason)
 
@@ -392,7 +393,46 @@ def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, t
         assert stored(tmp_path / "other", split) == stored(tmp_path / "chat", split)
 
 
+def test_files_of_a_folder(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    for source in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(
+            FileNotFoundError, match="conversations: give a file that ends in .json"
+        ):
+            file_rows(source)
+    for name in (".hidden.jsonl", "dataset_infos.json", "b.json", "c.jsonl"):
+        (tmp_path / name).write_text('[{"messages": ')
+    parts = file_rows(tmp_path)
+    assert "2 files of another kind left out, the first: " in capsys.readouterr().err
+    for part, message in zip(parts, ["b.json is not", "c.jsonl, line 1, is not"], strict=True):
+        with pytest.raises(ValueError, match=f"{message} valid JSON"):
+            next(part.rows())
+
+
 # Windows
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_the_loader_yields_the_stored_conversations(chat_base, split, tmp_path):
+    prepared(chat_base, tmp_path)
+    padding, found = load_data_tokenizer(tmp_path / "chat").pad_token_id, []
+    batches = EvalLoader(
+        open_split(tmp_path / "chat", split), sequence_length=64, batch_size=1, max_tokens=2**20
+    )
+    for input_ids, targets, documents, _ in batches:
+        assert documents[0, 0] == 1 and (documents.diff() >= 0).all()
+        for number in range(1, int(documents.max()) + 1):
+            mine = documents[0] == number
+            ids = input_ids[0, mine].tolist()
+            while ids[-1] == padding:
+                ids.pop()
+            answer = targets[0, mine].tolist()[: len(ids)]
+            assert all(
+                target in (-100, after) for target, after in zip(answer, ids[1:], strict=False)
+            )
+            found.append((ids, [False, *(target != -100 for target in answer[:-1])]))
+            assert answer[-1] == -100
+    assert found == stored(tmp_path / "chat", split) and batches.bytes_per_token is None
 
 
 def test_the_first_update_is_that_of_trl(chat_base, tmp_path):

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import chat_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, extends, with_rows
@@ -197,39 +196,3 @@ def test_the_gguf_file_carries_the_template(chat_base, tmp_path):
     assert found["tokenizer.ggml.padding_token_id"] == tokenizer.pad_token_id != end
     assert found["tokenizer.ggml.tokens"][end] == "<|im_end|>"
     assert found["tokenizer.ggml.token_type"][end] == gguf.TokenType.CONTROL
-
-
-def test_loss_equals_that_of_trl(chat_model, tmp_path):
-    """`SFTTrainer(assistant_only_loss=True)` and this package give the same loss on one batch."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    rows = chat_rows(6)
-    settings = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        assistant_only_loss=True,
-        per_device_train_batch_size=6,
-        max_length=128,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        use_cpu=True,
-        dataset_num_proc=None,
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    trainer = trl.SFTTrainer(
-        theirs, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad():
-        expected = trainer.compute_loss(theirs.eval(), batch)
-    model, nats, count = from_pretrained(chat_model).eval(), 0.0, 0
-    for row in rows:
-        ids, counts = conversation_tokens(load_tokenizer(chat_model), row["messages"])
-        ids = torch.from_numpy(ids)
-        targets = torch.where(torch.from_numpy(counts), ids, -100)
-        with torch.no_grad():
-            nats += model(ids[None, :-1], targets[None, 1:], reduction="none").sum().item()
-        count += int(counts.sum())
-    assert expected.item() == pytest.approx(nats / count, abs=1e-5)
