@@ -412,27 +412,19 @@ def test_files_of_a_folder(tmp_path, capsys):
 # Windows
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_the_loader_yields_the_stored_conversations(chat_base, split, tmp_path):
+def test_the_loader_yields_the_stored_windows(chat_base, tmp_path):
     prepared(chat_base, tmp_path)
-    padding, found = load_data_tokenizer(tmp_path / "chat").pad_token_id, []
+    (stream, share), *_ = open_split(tmp_path / "chat", "train")
+    words = stream.read(0, stream.tokens).reshape(-1, 64)
     batches = EvalLoader(
-        open_split(tmp_path / "chat", split), sequence_length=64, batch_size=1, max_tokens=2**20
+        [(stream, share)], sequence_length=64, batch_size=len(words), max_tokens=2**20
     )
-    for input_ids, targets, documents, _ in batches:
-        assert documents[0, 0] == 1 and (documents.diff() >= 0).all()
-        for number in range(1, int(documents.max()) + 1):
-            mine = documents[0] == number
-            ids = input_ids[0, mine].tolist()
-            while ids[-1] == padding:
-                ids.pop()
-            answer = targets[0, mine].tolist()[: len(ids)]
-            assert all(
-                target in (-100, after) for target, after in zip(answer, ids[1:], strict=False)
-            )
-            found.append((ids, [False, *(target != -100 for target in answer[:-1])]))
-            assert answer[-1] == -100
-    assert found == stored(tmp_path / "chat", split) and batches.bytes_per_token is None
+    ((input_ids, targets, documents, _),) = batches
+    after = np.append(words[:, 1:], np.zeros((len(words), 1), np.int64), axis=1)
+    assert (input_ids.numpy() == words & TOKEN_ID).all()
+    assert (targets.numpy() == np.where(after & COUNTS != 0, after & TOKEN_ID, -100)).all()
+    assert (documents.numpy() == np.cumsum(words & STARTS != 0, axis=1)).all()
+    assert batches.bytes_per_token is None
 
 
 def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
@@ -443,14 +435,7 @@ def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
 
     from gpt2_accel import from_pretrained, save_pretrained
 
-    rng = random.Random(0)
-    texts = [
-        " ".join(f"{rng.randint(0, 999)}" for _ in range(rng.randint(1, 4))) for _ in range(100)
-    ]
-    rows = [
-        {"messages": [{**ASKED[0], "content": t}, ASKED[1]] * (1 + i % 2)}
-        for i, t in enumerate(texts)
-    ]
+    rows = [{"messages": row["messages"] * (1 + i % 2)} for i, row in enumerate(chat_rows(99))]
     tokenizer, model = chat_tokenizer(chat_base), from_pretrained(chat_base)
     save_pretrained(with_rows(model, 257, 259), tmp_path / "model", tokenizer)
     prepared(chat_base, tmp_path, rows, sequence_length=128)
@@ -489,12 +474,12 @@ def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
             loss + ours(batch.input_ids, batch.targets, documents=batch.documents) / batch.divisor
         )
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=5e-7)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     norms = [
         torch.nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None]).item()
         for m in (ours, theirs)
     ]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=3e-6)
 
 
 def test_version_2_is_in_header_and_manifest_and_its_bits_are_covered(chat_base, tmp_path):
