@@ -8,10 +8,7 @@ import re
 from pathlib import Path
 from types import UnionType
 
-from gpt2_accel.data.rows import parse_line
-from gpt2_accel.data.sources import read_text
-
-LONGEST_LINE = 2**26
+from gpt2_accel.data.sources import LONGEST_LINE, parse_line, read_text
 from gpt2_accel.files import first_line
 from gpt2_accel.hf.benchmarks import SOURCES, Source
 
