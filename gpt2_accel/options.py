@@ -53,7 +53,7 @@ OTHER_NAMES = {
     "data_dir": "data dataset dataset_name dataset_path data_path train_data train_file train_data_dir output output_dir "
     "out out_dir o",
     "data": "file files items",
-    "tasks": "task benchmark benchmarks",
+    "tasks": "task benchmark benchmarks lm_eval",
     "limit": "max_items num_examples n max_samples",
     "dtype": "precision fp16 bf16 half torch_dtype quantization quantize quant type outtype q",
     "format": "to",

@@ -15,7 +15,7 @@ from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.sources import reading
 from gpt2_accel.device import best_device
-from gpt2_accel.evals.sources import place_of, read_items
+from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.files import JsonLines
 from gpt2_accel.generation.sampling import user_turn
 from gpt2_accel.hf.convert import local_directory
@@ -64,12 +64,13 @@ def main() -> None:
     tokenizer, shape = load_tokenizer(directory), from_pretrained(directory).config
     prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
     if config.data.endswith(".jsonl"):
-        rows = read_items("pairs", config.data)
+        items = read_items(config.data)
     else:
         with reading(config.data):
             rows = load_dataset(config.data, split="train")
+        items = [Item(f"row {number} of {config.data}", row) for number, row in enumerate(rows)]
     special, device = special_tokens(tokenizer), best_device().type
-    pairs = [as_messages(row, place_of(row, n, config.data), special) for n, row in enumerate(rows)]
+    pairs = [as_messages(item.fields, item.place, special) for item in items]
     options = {"num_train_epochs": config.epochs, "beta": config.beta, "seed": config.seed}
     options |= {"learning_rate": config.learning_rate, "lr_scheduler_type": "cosine"}
     options |= {"warmup_steps": 0.1, "max_length": shape.n_positions, "logging_steps": 1}

@@ -107,8 +107,6 @@ ON_HUB = {
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --push_to_hub "
     "USER/NAME --hub_strategy checkpoint": SMALL,
     "python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME": "",
-    "python recipes/evaluate.py --model USER/NAME --tasks hellaswag hellaswag_lm_eval lambada "
-    "wikitext2 wikitext103 ptb": "--limit 2",
     "accelerate launch recipes/evaluate.py --baselines --tasks hellaswag --data_dir "
     "data/openwebtext": "--limit 2 --eval_tokens 256",
 }
@@ -123,6 +121,12 @@ SERVERS = (
     "vllm serve runs/quickstart --port 8000",
 )
 NOT_RUN = {
+    "python recipes/evaluate.py --model USER/NAME --tasks hellaswag lambada_openai wikitext": (
+        "needs lm-eval and its data sets; tests/recipes/test_evaluate.py runs local ones"
+    ),
+    "python recipes/evaluate.py --model runs/quickstart --tasks text --data my_text.txt --stride 64": (
+        "tests/recipes/test_evaluate.py does"
+    ),
     "make quickstart": "installs, and trains for two minutes",
     "make chat": "trains for five minutes; tests/recipes/test_talking.py runs its parts",
     "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",

@@ -27,18 +27,14 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
 
 
 def perplexity(nats: Sequence[float], units: Sequence[int]) -> dict[str, float]:
-    """Returns `perplexity`, the exponential of the mean loss per unit (token, word or byte), and `perplexity_stderr` by
-    the delta method.
+    """Returns `perplexity`, the exponential of the mean loss per unit (token, word or byte); infinite if it overflows.
 
-    The perplexity is infinite if it overflows a float. Raises the error of `mean_loss`.
+    Raises the error of `mean_loss`.
     """
-    mean = mean_loss(nats, units)
     try:
-        value = math.exp(mean["loss"])
+        return {"perplexity": math.exp(mean_loss(nats, units)["loss"])}
     except OverflowError:
-        value = math.inf
-    error = {"perplexity_stderr": value * mean["loss_stderr"]} if "loss_stderr" in mean else {}
-    return {"perplexity": value, **error}
+        return {"perplexity": math.inf}
 
 
 def bits_per_byte(nats: Sequence[float], text_bytes: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The formulas of `scores.py` as metrics of the `evaluate` library, for use without the rest of this package.
+"""The formulas of `formulas.py` as metrics of the `evaluate` library, for use without the rest of this package.
 
     loss = TokenLoss()
     for batch in batches:

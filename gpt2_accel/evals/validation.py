@@ -1,17 +1,25 @@
-"""Validation loss on a fixed set of windows."""
+"""Loss on a fixed set of windows of prepared data."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.data.prefetch import Prefetch
-from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.data.shards import UnreadableData, check_tokenizer, conversation_length
+from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
-from gpt2_accel.models import evaluating
+from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
+from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.progress import progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @torch.no_grad()
@@ -57,5 +65,35 @@ def validation_loss(
     results = mean_loss(nats, tokens) | perplexity(nats, tokens)
     if loader.bytes_per_token:
         results |= bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)
-    order = ("loss", "loss_stderr", "perplexity", "bits_per_byte")
-    return {f"{prefix}/{name}": results[name] for name in order if name in results}
+    return {f"{prefix}/{name}": value for name, value in results.items()}
+
+
+def prepare_loss(
+    accelerator: Accelerator,
+    tokenizer: "PreTrainedTokenizerBase",
+    config: ModelConfig,
+    data_dir: str | Path,
+    split: str,
+    max_tokens: int,
+) -> tuple[Evaluation, str]:
+    """Returns `validation_loss` of a model of shape `config` on a split, at most `max_tokens` tokens, and a note on them.
+
+    Raises `ValueError` if the data was made with another tokenizer than the model's.
+    """
+    check_tokenizer(data_dir, tokenizer, "the model")
+    length = conversation_length(data_dir) or config.n_positions
+    tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
+    loader = EvalLoader(
+        open_split(data_dir, split),
+        sequence_length=length,
+        batch_size=max(1, tokens // length),
+        max_tokens=max_tokens,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+    )
+    note = (
+        f"{split}: the first {loader.windows * length:,} of {sum(s.tokens for s in loader.streams):,} tokens of "
+        f"{data_dir}, in windows of {length:,}"
+    )
+    return partial(validation_loss, loader=loader, prefix=split), note

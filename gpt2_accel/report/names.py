@@ -4,11 +4,6 @@ TASKS = {
     "val": "validation",
     "train": "training",
     "hellaswag": "HellaSwag",
-    "hellaswag_lm_eval": "HellaSwag with lm-eval's prompt,",
-    "lambada": "LAMBADA",
-    "wikitext2": "WikiText-2",
-    "wikitext103": "WikiText-103",
-    "ptb": "Penn Treebank",
     "text": "own text,",
 }
 METRICS = {
@@ -16,19 +11,12 @@ METRICS = {
     "acc": "accuracy",
     "acc_norm_per_token": "accuracy by likelihood per token",
     "acc_norm_per_char": "accuracy by likelihood per character",
-    "last_word_acc": "accuracy of the last word",
-    "last_word_perplexity": "perplexity of the last word",
-    "last_token_acc": "accuracy of the last token",
-    "last_token_perplexity": "perplexity of the last token",
-    "lm_eval_word_perplexity": "perplexity per word, as lm-eval counts",
-    "lm_eval_byte_perplexity": "perplexity per byte, as lm-eval counts",
-    "lm_eval_bits_per_byte": "bits per byte, as lm-eval counts",
     "grad_norm": "gradient norm before clipping",
     "mfu": "model FLOPs utilization",
     "memory_gb": "memory in GB",
 }
 # Metrics of these endings depend on the tokenizer.
-PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token", "/last_token_perplexity")
+PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 
 
 def in_words(metric: str) -> str:
@@ -42,4 +30,4 @@ def in_words(metric: str) -> str:
 
 def compares(metric: str) -> bool:
     """Whether the metric is comparable across tokenizers."""
-    return not metric.endswith(PER_TOKEN)
+    return metric.startswith("lm_eval:") or not metric.endswith(PER_TOKEN)

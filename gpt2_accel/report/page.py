@@ -156,7 +156,7 @@ def markdown(heads: Sequence[str], rows: dict[str, list[str]]) -> str:
 
 
 def table_of_evaluations(runs: list[Run]) -> str:
-    """Returns the table of `evaluation.json`'s results, one column per model, with conventions and notes."""
+    """Returns the table of `evaluation.json`'s results, one column per model, with notes."""
     found = [
         (run, colour, name, entry)
         for run, colour in zip(runs, cycle(COLOURS), strict=False)
@@ -165,19 +165,15 @@ def table_of_evaluations(runs: list[Run]) -> str:
     if not found:
         return ""
     same = figures.same_tokens(runs)
-    conventions = {n: text for *_, entry in found for n, text in entry["conventions"].items()}
     names = dict.fromkeys(n for *_, entry in found for n in entry["results"])
     names = [n for n in names if not n.endswith("_stderr") and (same or compares(n))]
     heads = [
         heading(run.name, colour, f"{name}, update {entry.get('step')}")
         for run, colour, name, entry in found
     ]
-    rows = {
-        in_words(n): [*(figure(entry["results"], n) for *_, entry in found), conventions.get(n)]
-        for n in names
-    }
+    rows = {in_words(n): [figure(entry["results"], n) for *_, entry in found] for n in names}
     notes = dict.fromkeys(f"{run.name}: {note}" for run, *_, e in found for note in e["notes"])
-    return table([*heads, "how it is computed"], rows) + bullets(list(notes))
+    return table(heads, rows) + bullets(list(notes))
 
 
 def compared_metrics(runs: list[Run]) -> list[str]:

@@ -11,7 +11,7 @@ import yaml
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory, read_status
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
-from gpt2_accel.evals.results_file import read_record
+from gpt2_accel.evals.results import read_record
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE

@@ -16,8 +16,9 @@ from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import conversation_length, load_data_tokenizer, verify_data
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
-from gpt2_accel.evals.sources import read_items
-from gpt2_accel.evals.tasks import Evaluation, prepare_task
+from gpt2_accel.evals import Evaluation
+from gpt2_accel.evals.hellaswag import HellaSwag
+from gpt2_accel.evals.items import hub_items, read_items
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
@@ -228,9 +229,12 @@ def build_evaluations(
     if val_loader is not None:
         evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
     if config.hellaswag_every:
-        with main_process_first():
-            items = read_items("hellaswag", config.hellaswag_data, "--hellaswag_data FILE")
-        prepared = prepare_task(tokenizer, shape, "hellaswag", items)
-        accelerator.print("\n".join(prepared.notes))
-        evaluations += [(config.hellaswag_every, evaluate) for evaluate in prepared.evaluations]
+        if config.hellaswag_data:
+            items = read_items(config.hellaswag_data)
+        else:
+            with main_process_first():
+                items = hub_items("hellaswag", "--hellaswag_data FILE")
+        hellaswag = HellaSwag(items, tokenizer, shape)
+        accelerator.print("\n".join(hellaswag.notes))
+        evaluations.append((config.hellaswag_every, hellaswag))
     return evaluations

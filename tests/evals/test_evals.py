@@ -1,7 +1,6 @@
 """The evaluations, compared with a plain loop over transformers' GPT-2 that scores one continuation at a time."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,17 +13,15 @@ from transformers import GPT2LMHeadModel
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.evals import formulas
-from gpt2_accel.evals.detokenize import count_words, detokenize
-from gpt2_accel.evals.hellaswag import HellaSwag, hellaswag, load_hellaswag
-from gpt2_accel.evals.lambada import lambada, load_lambada
-from gpt2_accel.evals.likelihood import BATCH_TOKENS, Score, encode_question, score
-from gpt2_accel.evals.perplexity import corpus_perplexity, load_corpus, load_pages, page_perplexity
-from gpt2_accel.evals.sources import read_items
-from gpt2_accel.evals.tasks import prepare_loss, prepare_task
-from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.evals.hellaswag import HellaSwag
+from gpt2_accel.evals.items import Item, hub_items, read_items
+from gpt2_accel.evals.likelihood import BATCH_TOKENS, Question, encode_question, log_likelihoods
+from gpt2_accel.evals.perplexity import TextPerplexity
+from gpt2_accel.evals.validation import prepare_loss, validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 POSITIONS = 64
+SHAPE = GPTConfig(257, n_positions=POSITIONS, n_layer=1, n_head=1, n_embd=8)
 
 
 @pytest.fixture
@@ -40,28 +37,36 @@ def models(trained):
     return from_pretrained(trained), hf.eval()
 
 
+def build_hellaswag(items: list[dict]) -> HellaSwag:
+    """Returns the evaluation of a byte-level model of 64 positions on these items."""
+    numbered = [Item(f"item {number}", item) for number, item in enumerate(items)]
+    return HellaSwag(numbered, byte_tokenizer(), SHAPE)
+
+
+def build_text(text: str, stride: int | None = None) -> TextPerplexity:
+    return TextPerplexity([Item("a.txt", {"text": text})], byte_tokenizer(), SHAPE, stride)
+
+
 @torch.no_grad()
-def plain_loop(hf, context: str, continuation: str) -> list[tuple[float, bool]]:
-    """Returns, for each byte of the continuation, its loss in nats and whether it is the likeliest byte."""
+def plain_loop(hf, context: str, continuation: str) -> list[float]:
+    """Returns the loss of each byte of the continuation in nats."""
     prompt, target = list(context.encode()), list(continuation.encode())
     ids = (prompt + target)[-(POSITIONS + 1) :]
     logits = hf(torch.tensor([ids[:-1]])).logits[0, -len(target) :]
-    nats = F.cross_entropy(logits, torch.tensor(target), reduction="none")
-    return list(
-        zip(nats.tolist(), (logits.argmax(-1) == torch.tensor(target)).tolist(), strict=True)
-    )
+    return F.cross_entropy(logits, torch.tensor(target), reduction="none").tolist()
 
 
 def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)
-    data = load_hellaswag(items, byte_tokenizer(), POSITIONS)
-    assert 5 < data.cut < 25
+    task = build_hellaswag(items)
+    assert 5 < sum(not question.fits(POSITIONS) for question in task.questions) < 25
     right = {"acc": [], "acc_norm_per_token": [], "acc_norm_per_char": []}
-    for item, row in zip(items, score(accelerator, model, data.questions), strict=True):
+    found = log_likelihoods(accelerator, model, task.questions)
+    for item, row in zip(items, found, strict=True):
         loop = [plain_loop(hf, item["ctx"], f" {ending}") for ending in item["endings"]]
-        nats = [sum(nats for nats, _ in tokens) for tokens in loop]
-        assert [s.nats for s in row] == pytest.approx(nats, abs=1e-4)
+        nats = list(map(sum, loop))
+        assert row == pytest.approx([-x for x in nats], abs=1e-4)
         lengths = {
             "acc": [1] * 4,
             "acc_norm_per_token": [len(tokens) for tokens in loop],
@@ -70,7 +75,7 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
         for name, by in lengths.items():
             choice = min(range(4), key=lambda i: nats[i] / by[i])
             right[name].append(choice == int(item["label"]))
-    found = hellaswag(accelerator, model, data=data)
+    found = task(accelerator, model)
     for name, hits in right.items():
         assert found[f"hellaswag/{name}"] == sum(hits) / 30
         variance = sum((hit - sum(hits) / 30) ** 2 for hit in hits) / 29
@@ -78,40 +83,24 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
-def test_each_accuracy_normalises_by_its_own_length(accelerator, monkeypatch):
-    row = [Score(nats, tokens, False, 0.0, False) for nats, tokens in ((10, 2), (12, 6), (14, 4))]
-    monkeypatch.setattr("gpt2_accel.evals.hellaswag.score", lambda *_: [row] * 4)
-    data = HellaSwag([], [[10, 10, 100]] * 4, labels=[0, 1, 2, 2], cut=0, left_out=[])
-    found = hellaswag(accelerator, None, data=data)
+def test_each_accuracy_normalises_by_its_own_length():
+    endings = [
+        "b" * 9,
+        "c" * 19,
+        "é" * 10,
+    ]  # 10, 20 and 21 tokens with the space before; 9, 19 and 10 characters
+    labels = (0, 1, 1, 2, 2, 2)
+    task = build_hellaswag([{"ctx": "a", "endings": endings, "label": n} for n in labels])
+    found = task.metrics([[-10, -15, -14]] * 6)
     names = ("acc", "acc_norm_per_token", "acc_norm_per_char")
-    assert [found[f"hellaswag/{name}"] for name in names] == [0.25, 0.25, 0.5]
-    data.labels = [0, 0, 0, 1]
-    found = hellaswag(accelerator, None, data=data)
-    assert [found[f"hellaswag/{name}"] for name in names] == [0.75, 0.25, 0.0]
-
-
-def test_lambada_equals_a_plain_loop_over_transformers(accelerator, models):
-    model, hf = models
-    passages = [make_text(n % 20 + 2, n)[:-2] for n in range(40)]
-    loop = [plain_loop(hf, p.rpartition(" ")[0], " " + p.rpartition(" ")[2]) for p in passages]
-    data = load_lambada(passages, byte_tokenizer(), POSITIONS)
-    found = lambada(accelerator, model, data=data)
-    n = len(passages)
-    assert data.cut == sum(len(p.encode()) - 1 > POSITIONS for p in passages)
-    word = sum(sum(nats for nats, _ in tokens) for tokens in loop) / n
-    token = sum(tokens[-1][0] for tokens in loop) / n
-    assert math.log(found["lambada/last_word_perplexity"]) == pytest.approx(word, abs=1e-4)
-    assert math.log(found["lambada/last_token_perplexity"]) == pytest.approx(token, abs=1e-4)
-    assert found["lambada/last_word_acc"] == sum(all(hit for _, hit in t) for t in loop) / n
-    assert 0 < found["lambada/last_token_acc"] == sum(t[-1][1] for t in loop) / n < 1
+    assert [found[f"hellaswag/{name}"] for name in names] == [1 / 6, 3 / 6, 2 / 6]
 
 
 @pytest.mark.parametrize("stride", [None, 1, 7, 64])
-def test_corpus_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
+def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
-    documents = load_corpus("text", [text], byte_tokenizer())
-    found = corpus_perplexity(accelerator, model, task="text", documents=documents, stride=stride)
+    found = build_text(text, stride)(accelerator, model)
     ids = [256, *text.removesuffix("\n").encode()]
     nats, start = [], 1
     while start < len(ids):  # each window predicts the tokens after the previous window
@@ -130,30 +119,22 @@ def test_corpus_perplexity_equals_a_plain_loop_at_each_stride(accelerator, model
     assert found["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_perplexity_of_pages_is_the_mean_over_their_words(accelerator, models):
-    model, _ = models
-    pages = [make_text(n, n) for n in (1, 40, 3)]
-    documents = load_pages(pages, byte_tokenizer())
-    found = page_perplexity(accelerator, model, task="w", documents=documents)
-    alone = [page_perplexity(accelerator, model, task="w", documents=[d]) for d in documents]
-    nats = [
-        math.log(one["w/lm_eval_word_perplexity"]) * d.words
-        for one, d in zip(alone, documents, strict=True)
-    ]
-    expected = sum(nats) / sum(len(re.split(r"\s+", page)) for page in pages)
-    assert math.log(found["w/lm_eval_word_perplexity"]) == pytest.approx(expected, abs=1e-5)
-
-
 def test_without_end_of_text_the_first_token_is_context_only(accelerator):
     text = "abcabcabc"
-    model = GPT(GPTConfig(3, n_positions=4, n_layer=1, n_head=1, n_embd=8))
-    [document] = load_corpus("text", [text], char_tokenizer(text))
-    found = corpus_perplexity(accelerator, model, task="text", documents=[document])
-    assert len(document.ids) == 9 and 0.8 < found["text/loss"] < 1.4
-    with pytest.raises(
-        ValueError, match="item 5 has no context, and the tokenizer has no token that starts a text"
-    ):
-        encode_question(char_tokenizer(text), "", ["a"], "item 5")
+    shape = GPTConfig(3, n_positions=4, n_layer=1, n_head=1, n_embd=8)
+    task = TextPerplexity([Item("a.txt", {"text": text})], char_tokenizer(text), shape)
+    assert sum(len(window.continuations[0]) for window in task.questions) == 8
+    assert 0.8 < task(accelerator, GPT(shape))["text/loss"] < 1.4
+
+
+def test_words_of_a_text_are_counted_with_its_line_ends():
+    def words(*texts):
+        items = [Item("", {"text": text}) for text in texts]
+        return TextPerplexity(items, byte_tokenizer(), SHAPE).words
+
+    assert words("one two\n") == words("one two") == 3
+    assert words("one two\n\n") == 4
+    assert words("one two\n\n", "three\n") == words("one two\n\nthree\n") == 6
 
 
 def test_validation_loss_has_a_standard_error_over_windows(accelerator, models, data_dir):
@@ -200,14 +181,9 @@ def test_the_host_waits_for_the_device_only_after_the_last_batch(
     validation_loss(accelerator, model, loader=loader)
     assert "".join(events).startswith("fffff") and events.count("f") == 5
     assert "f" not in events[5:] and events.count("w") == 1
-    data = load_hellaswag(hellaswag_items(400), byte_tokenizer(), POSITIONS)
-    documents = load_corpus("text", [make_text(2000, 1)], byte_tokenizer())
-    for evaluate in (
-        lambda: score(accelerator, model, data.questions),
-        lambda: corpus_perplexity(accelerator, model, task="text", documents=documents),
-    ):
+    for task in (build_hellaswag(hellaswag_items(400)), build_text(make_text(2000, 1))):
         events.clear()
-        evaluate()
+        task(accelerator, model)
         first = events.index("w")
         assert first > 1 and "f" not in events[first:]
 
@@ -215,55 +191,18 @@ def test_the_host_waits_for_the_device_only_after_the_last_batch(
 def test_batches_of_the_loss_stay_small_for_a_small_vocabulary(accelerator, data_dir):
     for vocab_size in (257, 10**6):
         shape = GPTConfig(vocab_size, n_positions=POSITIONS)
-        prepared = prepare_loss(accelerator, byte_tokenizer(), shape, data_dir, 10**7)
-        for evaluate in prepared.evaluations:
-            assert evaluate.keywords["loader"].batch_size * POSITIONS <= BATCH_TOKENS
+        run, _ = prepare_loss(accelerator, byte_tokenizer(), shape, data_dir, "val", 10**7)
+        assert run.keywords["loader"].batch_size * POSITIONS <= BATCH_TOKENS
 
 
 def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
     model, _ = models
     asked = []
-    data = load_hellaswag(hellaswag_items(400), byte_tokenizer(), POSITIONS)
+    task = build_hellaswag(hellaswag_items(400))
     model.train()
-    found = hellaswag(accelerator, model, lambda: asked.append(0) or len(asked) == 3, data=data)
+    found = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
     assert found == {} and model.training and len(asked) == 3
     model.eval()
-
-
-# Sentences in the format of each corpus.
-WIKITEXT = """ = Robert Boulter =
-
- Robert Boulter is an English film , television and theatre actor . He had a guest @-@ starring role
- He did n't say : " I 'm 21 @.@ 5 % ( or 1 @,@ 234 ) years [ old ] ! " ; the dogs ' owner said " No ? "
- <unk> paid $ 5 and £ 6"""
-PTB = """no it was n't black monday
-but while the new york stock exchange did n't fall apart friday as the dow jones fell N points N %
-it 's $ N billion or # N in the traders ' view <unk>"""
-
-
-def tokenized(text: str, corpus: str) -> str:
-    """Applies the tokenization rules of the corpus that the samples need."""
-    if corpus == "wikitext":
-        text = re.sub(r"(?<=\w)([-,.])(?=\w)", r" @\1@ ", text)
-        text = re.sub(r"(?<!@)([,.;:!?()\[\]\"%$£])(?!@)", r" \1 ", text)
-    text = re.sub(r"([$#%])", r" \1 ", text)
-    text = re.sub(r"(n't|'s|'m|(?<=s)')(?=\W|$)", r" \1", text)
-    return "\n".join(" ".join(line.split()) for line in text.split("\n"))
-
-
-@pytest.mark.parametrize(("corpus", "text"), [("wikitext", WIKITEXT), ("ptb", PTB)])
-def test_detokenize_is_inverted_by_tokenization(corpus, text):
-    written = detokenize(text, corpus)
-    expected = "\n".join(" ".join(line.split()) for line in text.split("\n"))
-    assert tokenized(written, corpus) == expected
-    assert not re.search(r" [,.;:!?)%]| n't| '| @|[($] ", written), written
-    assert count_words(text) == sum(len(line.split()) + 1 for line in text.split("\n"))
-
-
-def test_detokenized_wikitext_example():
-    assert detokenize(WIKITEXT, "wikitext").split("\n")[3] == (
-        'He didn\'t say: "I\'m 21.5% (or 1,234) years [old]!"; the dogs\' owner said "No?"'
-    )
 
 
 def test_formulas_of_the_metrics():
@@ -290,15 +229,15 @@ def test_formulas_of_the_metrics():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ctx": None}, "item 2 of HellaSwag has ctx = None: expected str"),
-        ({"ctx": " "}, "item 2 of HellaSwag has an empty context or ending"),
-        ({"endings": ["a", "", "b", "c"]}, "item 2 of HellaSwag has an empty context or ending"),
-        ({"endings": ["a"]}, r"item 2 of HellaSwag has endings = \['a'\]: expected two strings"),
+        ({"ctx": None}, "item 2 has ctx = None: expected str"),
+        ({"ctx": " "}, "item 2 has an empty context or continuation"),
+        ({"endings": ["a", "", "b", "c"]}, "item 2 has an empty context or continuation"),
+        ({"endings": ["a"]}, r"item 2 has endings = \['a'\]: expected two strings"),
         ({"endings": ["a", 5]}, "expected two strings or more"),
         ({"endings": "abcd"}, "has endings = 'abcd': expected list"),
         (
             {"label": 4},
-            "item 2 of HellaSwag has label = 4: expected the index of an ending, 0 to 3",
+            "item 2 has label = 4: expected the index of an ending, 0 to 3",
         ),
         ({"label": -1}, "has label = -1"),
         ({"label": ""}, "has label = ''"),
@@ -310,68 +249,79 @@ def test_bad_item_is_refused_by_number(change, message):
     items = hellaswag_items(4)
     items[2] |= change
     with pytest.raises(ValueError, match=message):
-        load_hellaswag(items, byte_tokenizer(), POSITIONS)
+        build_hellaswag(items)
     del items[2]["ctx"]
-    with pytest.raises(ValueError, match="item 2 of HellaSwag has no field 'ctx': it has 'ind', "):
-        load_hellaswag(items, byte_tokenizer(), POSITIONS)
+    with pytest.raises(ValueError, match="item 2 has no field 'ctx': it has 'ind', "):
+        build_hellaswag(items)
 
 
-def test_continuations_that_do_not_fit_are_skipped_or_refused(accelerator, models):
+def test_endings_that_do_not_fit_are_skipped_or_refused(accelerator, models):
     items = hellaswag_items(5)
     items[3]["endings"] = ["a" * 70, "b", "c", "d"]
-    prepared = prepare_task(byte_tokenizer(), models[0].config, "hellaswag", items)
-    note = "1 of 5 items are skipped, because they have an ending of more than 64 tokens: 3"
-    assert prepared.notes[-1] == f"hellaswag: {note}"
-    data = load_hellaswag(items, byte_tokenizer(), POSITIONS)
+    task = build_hellaswag(items)
+    note = "hellaswag: 1 items are skipped: an ending has more than 64 tokens"
+    assert task.notes[-1] == note
     del items[3]
-    assert data == replace(load_hellaswag(items, byte_tokenizer(), POSITIONS), left_out=[3])
-    assert len(score(accelerator, models[0], data.questions)) == 4
+    rest = build_hellaswag(items)
+    assert task.questions == rest.questions and task.labels == rest.labels
+    assert task(accelerator, models[0]) == rest(accelerator, models[0])
     for item in items:
         item["endings"] = ["a" * 70, "b", "c", "d"]
     with pytest.raises(ValueError, match="no HellaSwag item has endings that fit"):
-        load_hellaswag(items, byte_tokenizer(), POSITIONS)
-    question = encode_question(byte_tokenizer(), "a", ["b" * 65], "it")
-    with pytest.raises(ValueError, match="it has a continuation without tokens"):
-        encode_question(byte_tokenizer(), "a", ["b", ""], "it")
-    with pytest.raises(ValueError, match="question 0 has a continuation of 65 tokens, more than"):
-        score(accelerator, models[0], [question])
+        build_hellaswag(items)
+
+
+def test_questions_of_any_shape_are_scored_alike(accelerator, models):
+    """One continuation or several, in one call or each alone, cut or not: CORE's tasks have all of these."""
+    model, _ = models
+    kinds = [("the cat", [" sat", " on a mat"]), ("a", [" dog"]), ("b " * 40 + "x", [" y", " z"])]
+    questions = [encode_question(byte_tokenizer(), *kind, "") for kind in kinds]
+    questions.append(Question([256], [list(b"the cat sat on the mat " * 2)]))
+    together = log_likelihoods(accelerator, model, questions)
+    for question, found in zip(questions, together, strict=True):
+        for ids, value in zip(question.continuations, found, strict=True):
+            alone = [Question(question.context[-(POSITIONS + 1 - len(ids)) :], [ids])]
+            assert log_likelihoods(accelerator, model, alone) == [[pytest.approx(value, abs=1e-4)]]
+    for case in (("a", ["b", ""]), ("a", ["  "]), (" ", ["b"])):
+        with pytest.raises(ValueError, match="item 5 has an empty context or continuation"):
+            encode_question(byte_tokenizer(), *case, "item 5")
 
 
 def test_other_bad_input_is_refused(tmp_path):
-    tokenizer = byte_tokenizer()
-    config = GPTConfig(257, n_positions=POSITIONS, n_layer=1, n_head=1, n_embd=8)
-    with pytest.raises(ValueError, match="no HellaSwag items"):
-        load_hellaswag([], tokenizer, POSITIONS)
-    with pytest.raises(ValueError, match="item 1 of LAMBADA needs at least two words"):
-        load_lambada(["the cat", "cat"], tokenizer, POSITIONS)
-    with pytest.raises(ValueError, match="item 0 of lambada has no field 'text'"):
-        prepare_task(tokenizer, config, "lambada", [{"passage": "the cat"}])
-    with pytest.raises(ValueError, match="stride must be between 1 and n_positions"):
-        prepare_task(tokenizer, config, "ptb", [{"text": "the cat"}], stride=65)
+    for stride in (0, 65):
+        with pytest.raises(ValueError, match="stride must be between 1 and n_positions"):
+            build_text("the cat", stride)
+    with pytest.raises(ValueError, match="there is nothing to predict in the text"):
+        build_text("\n")
     with pytest.raises(ValueError, match="does not know the characters"):
-        prepare_task(char_tokenizer("abc"), config, "text", [{"text": "abcd"}])
+        TextPerplexity(
+            [Item("", {"text": "abcd"})], char_tokenizer("abc"), replace(SHAPE, vocab_size=3)
+        )
     path = tmp_path / "items.jsonl"
     for text, message in {
         "": "is empty",
-        "\n": "holds no items for hellaswag",
+        "\n": "holds no items",
         '{"a": 1}\n\n{"a": ': "items.jsonl, line 3, is not valid JSON",
+        "[" * 100_000: "items.jsonl, line 1, is not valid JSON",
         "[1]\n": "items.jsonl, line 1, is not a JSON object",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_items("hellaswag", path)
-    path.write_text('{"text": "a\u2028b"}\r\n', encoding="utf-8")
-    assert read_items("lambada", path) == [{"text": "a\u2028b"}]
+            read_items(path)
+    path.write_text('{"text": "a\u2028b"}\r\n\r\n{"text": "c"}', encoding="utf-8")
+    first, second = read_items(path)
+    assert first == (f"{path}, line 1", {"text": "a\u2028b"}) and second.place.endswith("line 3")
     text = tmp_path / "items.txt"
-    text.write_bytes(b"the cat\n\nsat on\r\n")
-    assert read_items("lambada", text) == [{"text": "the cat"}, {"text": "sat on"}]
-    assert read_items("ptb", text) == [{"text": "the cat\n\nsat on\r\n"}]
-    text.write_bytes("the cat".encode("utf-8-sig"))  # with a byte-order mark, as on Windows
-    assert read_items("ptb", text) == [{"text": "the cat"}]
+    text.write_bytes(
+        "the cat\n\nsat on\r\n".encode("utf-8-sig")
+    )  # a byte-order mark, as on Windows
+    assert read_items(text) == [(str(text), {"text": "the cat\n\nsat on\r\n"})]
     text.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="items.txt is not UTF-8 text"):
-        read_items("ptb", text)
+        read_items(text)
     with pytest.raises(FileNotFoundError, match="no.jsonl does not exist"):
-        read_items("hellaswag", tmp_path / "no.jsonl")
-    with pytest.raises(FileNotFoundError, match="Rowan/hellaswag cannot be read from the Hub"):
-        read_items("hellaswag")
+        read_items(tmp_path / "no.jsonl")
+    with pytest.raises(
+        FileNotFoundError, match="Rowan/hellaswag cannot be read .* give --data FILE"
+    ):
+        hub_items("hellaswag", "--data FILE")

@@ -34,7 +34,7 @@ from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.evals.results_table import BASELINES
+from gpt2_accel.evals.results import BASELINES
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
 from gpt2_accel.hf.convert import save_pretrained
@@ -148,15 +148,11 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
     for folder in ("data/mine", "data/openwebtext"):  # the quickstart uses the first
         done = command(prepare, f"--data_dir {folder}", start=run_command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    text = Dataset.from_dict(
-        {"page": ["a cat"] * 2, "sentence": ["a cat", "no"], "text": ["a b"] * 2}
-    )
     questions = Dataset.from_list([{**item, "label": "1"} for item in hellaswag_items(2)])
-    for task, source in SOURCES.items():
-        table = questions if "hellaswag" in task else text
-        table.to_parquet(tmp_path / "table.parquet")
-        repo = server.repos.setdefault(source.repo_id, {"commits": [("a" * 40, {})]})
-        repo["commits"][0][1][source.file] = (tmp_path / "table.parquet").read_bytes()
+    questions.to_parquet(tmp_path / "table.parquet")
+    source = SOURCES["hellaswag"]
+    files = {source.file: (tmp_path / "table.parquet").read_bytes()}
+    server.repos[source.repo_id] = {"commits": [("a" * 40, files)]}
     for line, flags in ON_HUB.items():
         done = command(line, flags, start=run_command, cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"

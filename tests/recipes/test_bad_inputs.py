@@ -275,15 +275,15 @@ def sampling() -> Iterator[Row]:
 
 def evaluation() -> Iterator[Row]:
     for arguments, words in {
-        "--tasks reading": "there is no task 'reading'",
-        "--tasks arc_easy": "or give a task of lm-evaluation-harness by --lm_eval",
+        "--tasks reading": "reading",  # no task, or lm-evaluation-harness is not installed
+        "--lm_eval arc_easy": "--lm_eval: did you mean --tasks?",
         "--tasks text": "the task text has no data on the Hub",
         "--tasks text --data none.txt": "none.txt",
         "--tasks text --data {data}": "{data}",
         "--tasks hellaswag --data lambada=x": "is for none of the --tasks",
-        "--tasks hellaswag lambada --data x": "write TASK=FILE",
+        "--tasks hellaswag text --data x": "write TASK=FILE",
         "--tasks hellaswag": "give --data hellaswag=FILE",
-        "--tasks hellaswag,lambada": "--tasks hellaswag lambada",
+        "--tasks hellaswag,text --data text={text}": "give --data hellaswag=FILE",
         "--batch_size 8": "--batch_size: --help lists",
         "--fp16": "the launch config sets the precision",
         "--limit 0": "limit must be at least 1",
@@ -304,7 +304,6 @@ def evaluation() -> Iterator[Row]:
         ("hellaswag", "{", "x.jsonl, line 1"),
         ("hellaswag", "{}", "x.jsonl, line 1 has no field 'ctx'"),
         ("hellaswag", json.dumps(good | {"label": 9}), "label"),
-        ("lambada", '{"text": "word"}', "item 0"),
         ("text", '{"text": ""}', "text"),
     ):
         arguments = "--model {run} --data x.jsonl --tasks " + task

@@ -12,7 +12,7 @@ COMMANDS = {
     "sample": "--model MODEL --max_new_tokens 1 --num_samples 1",
     "export": "--model MODEL --format gguf --output OUTPUT/a.gguf",
     "average_checkpoints": "MODEL MODEL --output_dir OUTPUT/average",
-    "evaluate": "--model MODEL --sample_prompts a --output OUTPUT/evaluation.json",
+    "evaluate": f"--model MODEL --tasks text --data {__file__} --output OUTPUT/evaluation.json",
     "push_to_hub": "--model MODEL --repo_id a/b",
     "demo": "--model MODEL --write_space OUTPUT/space",
 }

@@ -140,22 +140,22 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
         "step": 60,
         "weights": "00",
         "precision": "no",
-        "results": {"lambada/last_word_acc": 0.25, "lambada/last_word_acc_stderr": 0.01}
-        | {"ptb/perplexity_per_token": 12345.6, "lm_eval:arc/acc": None},
-        "conventions": {"lambada/last_word_acc": "as <lm-eval>"},
-        "notes": ["lambada: 12 items"],
+        "results": {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+        | {"text/perplexity_per_token": 12345.6, "lm_eval:lambada_openai/perplexity": None},
+        "notes": ["hellaswag: 12 <items>"],
     }
     older = {**entry, "step": 40}
     for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
         (place / "evaluation.json").write_text(json.dumps({name: content}))
     first, second = read_run(folder), read_run(runs / "second")
     page = table_of_evaluations([first, second])
-    assert "LAMBADA accuracy of the last word" in page and "0.2500 ± 0.0100" in page
-    assert "as &lt;lm-eval&gt;" in page and "first: lambada: 12 items" in page
+    assert "HellaSwag accuracy" in page and "0.2500 ± 0.0100" in page
+    assert "first: hellaswag: 12 &lt;items&gt;" in page
     assert "old, update 40" in page and "new, update 60" in page
-    assert "Penn Treebank perplexity per token" in page and "12,346" in page
+    assert "own text, perplexity per token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
-    assert "perplexity per token" not in table_of_evaluations([first, second])
+    page = table_of_evaluations([first, second])
+    assert "perplexity per token" not in page and "lambada_openai perplexity" in page
     assert table_of_evaluations([second]) == ""
     (folder / "evaluation.json").write_text("[")
     assert read_run(folder).problems[-1] == "evaluation.json is damaged: left out"

@@ -1,0 +1,80 @@
+"""The items of an evaluation: lines of a file or rows of a data set on the Hub."""
+
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple
+
+from gpt2_accel.data.sources import read_text
+from gpt2_accel.files import first_line, parse_json
+from gpt2_accel.hf.benchmarks import SOURCES
+
+
+class Item(NamedTuple):
+    """An item: its fields, and the file and line or the row that messages name."""
+
+    place: str
+    fields: dict[str, Any]
+
+    def field(self, name: str, kind: type | UnionType) -> Any:
+        """Returns a field. Raises `ValueError`, naming the item, if it is missing or not a `kind`."""
+        if name not in self.fields:
+            found = ", ".join(map(repr, self.fields)) or "none"
+            raise ValueError(f"{self.place} has no field {name!r}: it has {found}")
+        value = self.fields[name]
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", kind)
+            raise ValueError(f"{self.place} has {name} = {value!r}: expected {expected}")
+        return value
+
+
+def read_items(path: str | Path) -> list[Item]:
+    """Returns the items of a `.jsonl` or `.json` file with one object per line; blank lines are skipped.
+
+    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a line that is not a JSON
+    object, and if there are no items; also the errors of `read_text`.
+    """
+    text = read_text(path)
+    if not Path(path).suffix.startswith(".json"):
+        return [Item(str(path), {"text": text})]
+    items = []
+    # splitlines() would also split at U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            fields = parse_json(line)
+        except ValueError as error:
+            reason = str(error).partition(": line 1")[0]
+            raise ValueError(
+                f"{place}, is not valid JSON ({reason}): correct or remove it"
+            ) from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
+        items.append(Item(place, fields))
+    if not items:
+        raise ValueError(f"{path} holds no items: give a file with at least one")
+    return items
+
+
+def hub_items(task: str, option: str) -> list[Item]:
+    """Returns the items of the task's data set on the Hub, downloaded unless they are in the Hub client's cache.
+
+    The Hub's own Parquet conversion is read, so no code of the data set runs. Raises `FileNotFoundError`, which names
+    the `option` that takes a local file, if the Hub cannot be read.
+    """
+    from datasets import Dataset
+    from huggingface_hub import hf_hub_download
+
+    source = SOURCES[task]
+    try:
+        path = hf_hub_download(
+            source.repo_id, source.file, revision="refs/convert/parquet", repo_type="dataset"
+        )
+    except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
+        raise FileNotFoundError(
+            f"{source.repo_id} cannot be read from the Hub: connect to it, or give {option} "
+            f"({first_line(error)})"
+        ) from error
+    rows = Dataset.from_parquet(path)
+    return [Item(f"row {number} of {source.repo_id}", row) for number, row in enumerate(rows)]

@@ -1,0 +1,92 @@
+"""The results of evaluations: a table, with GPT-2's published results, and the file `evaluation.json`."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from gpt2_accel.files import parse_json
+
+# Hub ids of OpenAI's four checkpoints.
+BASELINES = tuple(
+    f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+)
+# Metric -> the published results of gpt2, gpt2-medium, gpt2-large, gpt2-xl, or of the first, and the publisher.
+PUBLISHED = {
+    "hellaswag/acc_norm_per_token": "0.2945 / 0.3752 / 0.4320 / 0.4889, llm.c",
+    "lm_eval:hellaswag/acc": "0.2892",
+    "lm_eval:hellaswag/acc_norm": "0.3114",
+    "lm_eval:lambada_openai/acc": "0.3256",
+    "lm_eval:lambada_openai/perplexity": "40.06",
+    "lm_eval:wikitext/word_perplexity": "37.37",
+}
+
+
+def markdown_table(
+    results: Mapping[str, Mapping[str, float]], comparable: Collection[str] = ()
+) -> str:
+    """Formats results, model -> metric -> value, as a Markdown table: one row per metric, standard errors after "±".
+
+    `comparable` are the tasks that ran on the data of the published results; only theirs are shown.
+    """
+    names = dict.fromkeys(name for found in results.values() for name in found)
+    rows = [
+        [
+            metric,
+            *(cell(metric, found) for found in results.values()),
+            PUBLISHED.get(metric, "") if metric.partition("/")[0] in comparable else "",
+        ]
+        for metric in names
+        if not metric.endswith("_stderr")
+    ]
+    rows.insert(0, ["metric", *results, "published: gpt2 / medium / large / xl"])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    # Aligned, to be readable as plain text.
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+
+
+def cell(metric: str, results: Mapping[str, float]) -> str:
+    """Formats a value with its standard error; empty if the model has none."""
+    if metric not in results:
+        return ""
+    error = results.get(f"{metric}_stderr")
+    return f"{results[metric]:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def read_record(path: Path) -> dict[str, dict]:
+    """Returns the entries of an `evaluation.json`, model -> entry; empty if the file does not exist.
+
+    An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify what was evaluated. Raises
+    `ValueError` if the file holds anything else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+        parts = {"results": dict, "notes": list}
+        wrong = not all(isinstance(e[name], parts[name]) for e in record.values() for name in parts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        wrong = True
+    if wrong:
+        raise ValueError(f"{path} does not hold evaluations: choose another --output")
+    return record
+
+
+def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
+    """Adds the entry of the model `name` to a record, in place. No other entry changes.
+
+    In an entry of the same weights and precision, the results and notes of each task replace earlier ones. If `name` has
+    an entry of others, the new one is under a name with step, weights and precision.
+    """
+    identity = entry["weights"], entry["precision"]
+    old = record.get(name)
+    if old and (old.get("weights"), old.get("precision")) != identity:
+        name = f"{name} (step {entry['step']}, weights {identity[0][:12]}, {identity[1]})"
+        old = record.get(name)
+    if old:
+        tasks = {metric.partition("/")[0] for metric in entry["results"]}
+        kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
+        notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
+        entry = {**entry, "results": kept | entry["results"], "notes": notes + entry["notes"]}
+    record[name] = entry
