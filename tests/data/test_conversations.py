@@ -133,7 +133,7 @@ def write_rows(path, rows):
     return path
 
 
-def prepared(chat_base, folder, rows=None, template=None, part_bytes=2**20, **options):
+def prepared(chat_base, folder, rows=None, template=None, part_tokens=2**20, **options):
     """Prepares conversations in a folder; returns the manifest."""
     file = folder / "rows.jsonl"
     if rows or not file.exists():
@@ -141,7 +141,7 @@ def prepared(chat_base, folder, rows=None, template=None, part_bytes=2**20, **op
     settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
     tokenizer = chat_tokenizer(chat_base)
     tokenizer.chat_template = template or tokenizer.chat_template
-    parts = row_parts([file], part_bytes)
+    parts = row_parts([file], part_tokens)
     return prepare_conversations(parts, tokenizer, folder / "chat", **settings)
 
 
@@ -356,8 +356,8 @@ def test_best_fit_of_many_is_quick():
 
 def test_workers_and_the_size_of_parts_do_not_change_a_byte(chat_base, tmp_path):
     rows, found = chat_rows(300), []
-    for workers, part_bytes in ((1, 2**20), (1, 2**12), (3, 2**12)):
-        options = {"workers": workers, "part_bytes": part_bytes, "shard_tokens": 640}
+    for workers, part_tokens in ((1, 2**20), (1, 2**10), (3, 2**10)):
+        options = {"workers": workers, "part_tokens": part_tokens, "shard_tokens": 640}
         prepared(chat_base, tmp_path, rows, **options)
         files = contents(tmp_path / "chat").items()
         found.append({path.name: data for path, data in files if path.suffix == ".bin"})
@@ -387,7 +387,7 @@ def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, t
     else:
         path.write_text("\n  " + json.dumps(rows, indent=1))
     options = {"sequence_length": 64, "source": "made up", "model": "base"}
-    parts, tokenizer = row_parts([path], 2**20), chat_tokenizer(chat_base)
+    parts, tokenizer = file_rows(path), chat_tokenizer(chat_base)
     prepare_conversations(parts, tokenizer, tmp_path / "other", **options)
     for split in ("train", "val"):
         assert stored(tmp_path / "other", split) == stored(tmp_path / "chat", split)
