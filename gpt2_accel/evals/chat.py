@@ -4,7 +4,6 @@ An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a
 model's chat template, and the answer is generated greedily.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256  # of an answer
 TOGETHER = 64  # answers that are generated at once
-GROUP = re.compile(r"(?!.*stderr)[\w -]*")  # part of a metric's name
 
 
 class ChatQuestion(NamedTuple):
@@ -93,10 +91,6 @@ def read_question(
     """Checks an item and returns its question. Raises `ValueError` as `ChatAnswers`."""
     prompt, answer = item.field("prompt", str | list), item.field("answer", str)
     group = item.field("group", str) if "group" in item.fields else ""
-    if not GROUP.fullmatch(group):
-        raise ValueError(
-            f"{item.place} has the group {group!r}: use letters, digits, spaces, - and _, and not stderr"
-        )
     prompt = user_turn(prompt) if isinstance(prompt, str) else prompt
     try:
         tokens = len(encode_prompt(tokenizer, prompt))
