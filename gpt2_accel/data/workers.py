@@ -86,7 +86,11 @@ def run_parts(
             if not (work / MANIFEST).exists():
                 records = make_parts(parts, writer, work, workers)
                 head = {"plan": plan, "source": source, "revision": revision, "command": command}
-                entries = writer.assemble(work, records)
+                try:
+                    entries = writer.assemble(work, records)
+                except ValueError:  # such as an empty split: no other plan can use the parts
+                    shutil.rmtree(work)
+                    raise
                 write_json(work / MANIFEST, {**head_of(tokenizer), **head, **entries})
             return finish(work, data_dir)
         except BaseException:
