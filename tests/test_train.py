@@ -10,19 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import losses, run, status, tiny_config
+from conftest import losses, make_text, run, status, tiny_config
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import TokenStream, UnreadableData
 from gpt2_accel.device import peak_flops
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import JsonLines, read_json_lines
 from gpt2_accel.runtime.accelerator import set_environment
-from gpt2_accel.tokenizer import char_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
 GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
@@ -95,6 +96,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, optimizer
     ours, theirs = (load_file(tmp_path / name / optimizer_file) for name in ("cut", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_dropout_differs_between_updates(tmp_path):
+    # Each update reads the same window, and the learning rate is 0: only dropout changes the loss.
+    prepare({"train": [make_text(20, 0)[:32]]}, byte_tokenizer(), tmp_path / "data", source="text")
+    settings = {"micro_batch_size": 1, "total_batch_size": 32, "learning_rate": 0.0, "max_steps": 4}
+    history = losses(run(tiny_config(tmp_path / "data", tmp_path / "run", dropout=0.2, **settings)))
+    assert len(set(history)) == 4
 
 
 def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path):
