@@ -100,6 +100,22 @@ def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkey
     assert (path / "a.txt").read_text() == "old"
 
 
+def test_a_folder_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, rename = set(), Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+
+    def checked(self, target):
+        assert {path.stat().st_ino for path in (self, *self.rglob("*"))} <= synced
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", checked)
+    with atomic_directory(tmp_path / "checkpoint-4") as folder:
+        (folder / "state").mkdir()
+        (folder / "state/a.txt").write_text("new")
+    assert (tmp_path / "checkpoint-4/state/a.txt").exists()
+    assert tmp_path.stat().st_ino in synced  # the name too
+
+
 def test_a_config_and_an_onnx_file_appear_after_their_weights(tmp_path, monkeypatch):
     appeared, replace = [], Path.replace
 
