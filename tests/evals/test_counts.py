@@ -10,7 +10,8 @@ from conftest import chat_rows, reset_accelerate, run_recipe
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.evals.hellaswag import hellaswag, load_hellaswag
+from gpt2_accel.evals.hellaswag import HellaSwag
+from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -41,9 +42,8 @@ def test_accuracy_per_character_does_not_count_the_space_before_an_ending():
     model = GPT(GPTConfig(257, n_positions=64, n_layer=1, n_head=1, n_embd=8))
     for parameter in model.parameters():
         parameter.zero_()  # all bytes are equally likely
-    items = [{"ctx": "The cat", "endings": ["a", "bcd"], "label": 1}]
-    data = load_hellaswag(items, byte_tokenizer(), 64)
-    found = hellaswag(Accelerator(cpu=True), model, data=data)
+    item = Item("item 0", {"ctx": "The cat", "endings": ["a", "bcd"], "label": 1})
+    found = HellaSwag([item], byte_tokenizer(), model.config)(Accelerator(cpu=True), model)
     # A space and a letter are two bytes for one character, a space and three letters are four for three.
     assert found["hellaswag/acc_norm_per_char"] == 1
     assert found["hellaswag/acc_norm_per_token"] == 0  # equal: the first is chosen
