@@ -169,6 +169,6 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
         return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
-            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name, --revision and the "
-            "network, log in with `hf auth login` if it is not public, or set HF_HUB_OFFLINE=1 to use what was downloaded"
+            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name and the network, log in "
+            "if it is not public, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
         ) from error
