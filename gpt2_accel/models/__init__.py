@@ -161,8 +161,8 @@ class LanguageModel(nn.Module):
         To pack several texts into a row, give documents, (B, T), the number of each token's text, which never falls along
         a row: the positions then restart with each text, and attention stays inside it. Where the texts are not in a
         row, give position_ids, (B, T) below `n_positions`, the position of each token in its text, and attention_mask,
-        (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of the last positions only; 0, which
-        `targets` need, computes all.
+        (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of that many last positions only, and
+        `targets` are then those of these positions; 0 computes all.
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
