@@ -147,7 +147,7 @@ class Windows(torch.utils.data.Dataset):
     """The windows of the training split, in the Trainer's format."""
 
     def __init__(self, job: Job):
-        from gpt2_accel.data.shards import TokenStream
+        from gpt2_accel.data.stream import TokenStream
 
         self.stream, self.length = TokenStream(job.data_dir, "train"), job.shape["n_positions"]
 

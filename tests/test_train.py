@@ -18,7 +18,8 @@ import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import TokenStream, UnreadableData
+from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.device import peak_flops
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import JsonLines, read_json_lines

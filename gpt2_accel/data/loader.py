@@ -1,9 +1,9 @@
 """Data loaders for training and evaluation; the training order is a function of the seed and the step.
 
 A sample is a window of `sequence_length` tokens and the token after it; a window of conversations has all of its targets
-inside. Its position in the training order is computed:
-there is no shuffle buffer, no index in memory and no state to save. Each update reads the next positions of the order
-over all ranks, so the order does not depend on the number of ranks or the micro-batch size.
+inside. Its position in the training order is computed: there is no shuffle buffer, no index in memory and no state to
+save. Each update reads the next positions of the order over all ranks, so the order does not depend on the number of
+ranks or the micro-batch size.
 
 In a mixture each data set has its own order. The data set at each position is a function of the weights (`Mixture`).
 """
@@ -16,14 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import (
-    COUNTS,
-    STARTS,
-    TOKEN_ID,
-    TokenStream,
-    UnreadableData,
-    mixture_parts,
-)
+from gpt2_accel.data.shards import COUNTS, STARTS, TOKEN_ID, UnreadableData, mixture_parts
+from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.files import sentence
 from gpt2_accel.optim import halved
 
@@ -48,24 +42,27 @@ ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
-def shuffled(positions: np.ndarray, size: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Returns the sample at each position of one epoch's training order.
+def shuffled(
+    positions: np.ndarray, size: int, seed: int, epoch: int | np.ndarray = 0
+) -> np.ndarray:
+    """Returns the sample at each position of an epoch's training order.
 
-    positions: (n,) integers in [0, size) -> (n,) int64 in [0, size). Over all positions the result is a permutation,
-    keyed by `seed` and `epoch`, in O(1) memory.
+    positions: (n,) integers in [0, size), epoch: one for all or (n,) -> (n,) int64 in [0, size). Over all positions of an
+    epoch the result is a permutation, keyed by `seed` and `epoch`, in O(1) memory.
 
     The shuffle has two levels, so that a slow disk reads longer runs: blocks of `BLOCK` consecutive windows are
     permuted, then the windows within each group of blocks.
     """
     blocks = -(-size // BLOCK)
     slots = blocks * BLOCK  # more than `size` where the last block is short
+    epochs = np.broadcast_to(epoch, np.shape(positions))
 
-    def two_levels(x: np.ndarray, _: np.ndarray) -> np.ndarray:
+    def two_levels(x: np.ndarray, i: np.ndarray) -> np.ndarray:
         group = x // GROUP
         start = group * GROUP
         length = np.minimum(GROUP, slots - start)
-        slot = start + permute(x - start, length, hash64(seed, epoch, 1, group))
-        block = permute(slot // BLOCK, blocks, hash64(seed, epoch, 0))
+        slot = start + permute(x - start, length, hash64(seed, epochs[i], 1, group))
+        block = permute(slot // BLOCK, blocks, hash64(seed, epochs[i], 0))
         return block * BLOCK + slot % BLOCK
 
     return walk_below(size, two_levels, np.array(positions, np.int64))
@@ -141,21 +138,15 @@ class Mixture:
         periods = positions // self.PERIOD
         for period in np.unique(periods).tolist():
             here = periods == period
-            slots = permute(
-                positions[here] % self.PERIOD,
-                self.PERIOD,
-                hash64(self.seed, 2, period),
-            )
-            before, after = (self.borders_before(number) for number in (period, period + 1))
+            slots = positions[here] % self.PERIOD
+            slots = permute(slots, self.PERIOD, hash64(self.seed, 2, period))
+            before, after = np.floor(
+                np.outer((period, period + 1), self.PERIOD * self.borders)
+            ).astype(np.int64)
             starts = after - before  # the slot at which each set's share of this period begins
-            sets[here] = np.searchsorted(starts, slots, side="right") - 1
-            own = sets[here]
-            places[here] = np.diff(before)[own] + slots - starts[own]
+            own = np.searchsorted(starts, slots, side="right") - 1
+            sets[here], places[here] = own, np.diff(before)[own] + slots - starts[own]
         return sets, places
-
-    def borders_before(self, period: int) -> np.ndarray:
-        """Returns the borders between the sets among all positions before a period, (sets + 1,) int64."""
-        return np.floor(period * self.PERIOD * self.borders).astype(np.int64)
 
 
 def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
@@ -251,6 +242,7 @@ class Loader:
         device: torch.device | str,
     ):
         self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.packed = any(stream.sequence_length for stream in self.streams)
         self.device = torch.device(device)
         self.problem: UnreadableData | None = None
@@ -270,9 +262,7 @@ class TrainLoader(Loader):
     """The training batches of one rank.
 
     `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
-    the data.
-
-    Raises `ValueError` if the split is shorter than one sequence.
+    the data. Raises `ValueError` if the split is shorter than one sequence.
     """
 
     def __init__(
@@ -290,10 +280,7 @@ class TrainLoader(Loader):
         self.mixture = Mixture([share for _, share in parts], seed)
         self.micro_batch_size = micro_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.windows = sum(self.set_windows)
-        # At most about 16 epochs in a block, since each is shuffled separately.
-        self.block_size = min(ORDERED_AT_ONCE, 16 * min(self.set_windows))
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
     def micro_batches(self, sequences: int) -> tuple[int, int]:
@@ -314,30 +301,20 @@ class TrainLoader(Loader):
         not be read.
         """
         size, count = self.micro_batches(sequences)
-        total = self.count_targets(np.arange(first, first + sequences)) if self.packed else 0
-        for number in range(count):
-            begin = first + (number * self.world_size + self.rank) * size
-            positions = np.arange(begin, begin + size)
+        samples = self.order(np.arange(first, first + sequences))
+        counted = np.full(sequences, self.sequence_length)  # targets of each window
+        for i, stream in enumerate(self.streams):
+            if stream.targets is not None:
+                own = samples[:, 0] == i
+                counted[own] = stream.targets[samples[own, 1]]
+        for begin in range(self.rank * size, sequences, self.world_size * size):
+            mine = slice(begin, begin + size)
             divisor = count
             if self.packed:
-                divisor = total / (self.world_size * self.count_targets(positions))
-            batch = self.read(self.order(positions))
-            yield Batch(*to_device(batch[:3], self.device), divisor)
+                divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
+            yield Batch(*to_device(self.read(samples[mine])[:3], self.device), divisor)
         if self.problem is not None:
             raise self.problem
-
-    def count_targets(self, positions: np.ndarray) -> int:
-        """Returns the number of counted targets of the windows at the given positions of the order, (n,)."""
-        found = 0
-        samples = self.order(positions)
-        for i, stream in enumerate(self.streams):
-            windows = samples[samples[:, 0] == i, 1]
-            targets = stream.targets
-            if targets is None:
-                found += len(windows) * self.sequence_length
-            else:
-                found += int(targets[windows].sum())
-        return found
 
     def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
         """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
@@ -345,28 +322,24 @@ class TrainLoader(Loader):
         return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
 
     def order(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the samples at the given positions of the endless training order.
+        """Returns the samples at consecutive positions of the endless training order.
 
         (n,) -> (n, 2): numbers of the data set and the window. Each data set has its own epochs.
         """
-        samples = np.empty((len(positions), 2), np.int64)
-        blocks = positions // self.block_size
-        for block in np.unique(blocks).tolist():
-            here = blocks == block
-            samples[here] = self.ordered(block)[positions[here] % self.block_size]
-        return samples
+        first, last = (int(position) // ORDERED_AT_ONCE for position in positions[[0, -1]])
+        blocks = np.concatenate([self.ordered(block) for block in range(first, last + 1)])
+        return blocks[positions - first * ORDERED_AT_ONCE]
 
     def order_block(self, block: int) -> np.ndarray:
-        """Returns the samples at `block_size` consecutive positions, (block_size, 2); single positions are slow."""
-        first = block * self.block_size
-        sets, places = self.mixture.locate(np.arange(first, first + self.block_size))
+        """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2); single positions are slow."""
+        sets, places = self.mixture.locate(
+            np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
+        )
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
-            size, seed = self.set_windows[number], self.seed + number
-            epochs = places // size
-            for epoch in np.unique(epochs[sets == number]).tolist():
-                here = (sets == number) & (epochs == epoch)
-                windows[here] = shuffled(places[here] % size, size, seed, epoch)
+            here, size = sets == number, self.set_windows[number]
+            epochs, positions = np.divmod(places[here], size)
+            windows[here] = shuffled(positions, size, self.seed + number, epochs)
         return np.stack((sets, windows), axis=1)
 
 
@@ -396,19 +369,13 @@ class EvalLoader(Loader):
     ):
         super().__init__(parts, sequence_length, device)
         self.batch_size = batch_size
-        counts = [
-            min(
-                count_windows(stream, sequence_length),
-                max(1, int(max_tokens * share) // sequence_length),
-            )
-            for stream, share in parts
-        ]
-        samples = np.concatenate(
-            [np.stack((np.full(n, i), np.arange(n)), axis=1) for i, n in enumerate(counts)]
-        )
-        self.windows = len(samples)
+        most = [max(1, int(max_tokens * share) // sequence_length) for _, share in parts]
+        counts = list(map(min, self.set_windows, most))
+        sets = np.repeat(np.arange(len(counts)), counts)
+        windows = np.concatenate([np.arange(count) for count in counts])
+        self.windows = len(windows)
         self.numbers = np.arange(rank, self.windows, world_size)
-        self.mine = samples[self.numbers]
+        self.mine = np.stack((sets, windows), axis=1)[self.numbers]
         self.rounds = -(-self.windows // (world_size * batch_size))
         self.bytes_per_token = None
         if all(stream.bytes for stream in self.streams):
@@ -418,8 +385,7 @@ class EvalLoader(Loader):
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.rounds):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
-            filled = np.resize(samples, (self.batch_size, 2))
-            batch = self.read(filled)
+            batch = self.read(np.resize(samples, (self.batch_size, 2)))
             batch.targets[len(samples) :] = -100
             yield Batch(*to_device(batch[:3], self.device))
         if self.problem is not None:

@@ -17,8 +17,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
-     "counts": {"empty": …, "not_utf8": …, "literal_separator": …, "longest": …},   see tokenizing.COUNTS
-     "first_not_utf8": place of the first document with bytes that are not UTF-8, or null,
+     "counts": {"empty": …, "not_utf8": …, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
@@ -27,29 +26,24 @@ If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs n
 array of tokens; its shards are in the manifest's order.
 
 Version 2 holds conversations (`conversations.py`), packed into windows of equal length. A token is then a uint32: its id,
-plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a conversation. The manifest has version 2 and
-in addition
+plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a conversation. The manifest has in addition
 
      "sequence_length": tokens of a window, "template": SHA-256 of the tokenizer's chat template, "model": its name,
-     "first": {"empty": place of the first, …},   see conversations.COUNTS
-     "splits": {"train": {…, "bytes": null, "counted": tokens, "padding": tokens,
-                          "targets": {"file": …, "tokens": windows, "sha256": …}}}
+     "splits": {"train": {…, "bytes": null, "targets": {"file": …, "tokens": windows, "sha256": …}}}
 
-where `targets` is a version 1 shard with the number of counted tokens of each window. Padding has no bits. Releases before 0.4 refuse version 2.
+where `targets` is a version 1 shard with the number of counted tokens of each window. Padding has no bits.
 
-Folders of other trainers' token files (`third_party.py`) open like these. A folder may also be a mixture of others:
-its manifest then holds `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and its splits have
-no shards. It has version 2 if one of them has.
+A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the files. A mixture's holds
+`"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
 """
 
-import functools
 import hashlib
 import json
 import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,11 +51,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
-from gpt2_accel.data.third_party import third_party_manifest
+from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
 from gpt2_accel.files import atomic_directory, parse_json, write_json
 from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
-from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +65,7 @@ VERSION, PACKED_VERSION = 1, 2
 STARTS, COUNTS = np.uint32(1 << 30), np.uint32(1 << 31)
 TOKEN_ID = STARTS - np.uint32(1)
 HEADER = struct.Struct("<8sIIQ32s8x")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 BLOCK = 2**22  # tokens read at once where all are read
@@ -79,7 +74,11 @@ OPEN_SHARDS = 64  # each needs a file descriptor, and a process often has only 1
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Returns uint16 if every id of the vocabulary fits, else uint32 (both little-endian)."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    return DTYPES["uint16" if vocab_size <= 2**16 else "uint32"]
+
+
+class UnreadableData(OSError):
+    """A shard has changed while it is in use, or can no longer be read."""
 
 
 class ShardWriter:
@@ -111,49 +110,18 @@ class ShardWriter:
         return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
 
-def read_header(path: Path) -> tuple[int, int, str]:
-    """Returns the bytes per token, the number of tokens and the SHA-256 (hex) in a shard's header.
-
-    Raises `FileNotFoundError` if the shard is missing, `ValueError` if it has another format or another size than its
-    header says.
-    """
-    hint = "prepare the data again"
-    try:
-        with open(path, "rb") as file:
-            header = file.read(HEADER.size)
-            size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: {hint}") from None
-    if len(header) < HEADER.size:
-        raise ValueError(f"{path} is truncated within its header: {hint}")
-    magic, version, width, tokens, digest = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise ValueError(f"{path} is not a token shard (it starts with {magic!r}): {hint}")
-    if version not in (VERSION, PACKED_VERSION):
-        raise ValueError(
-            f"{path} has format version {version}, this release reads {VERSION} and {PACKED_VERSION}: {hint}"
-        )
-    if width not in (2, 4):
-        raise ValueError(f"{path} has {width} bytes per token, expected 2 or 4: {hint}")
-    expected = HEADER.size + tokens * width
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes, its header says {expected}: {hint}")
-    return width, tokens, digest.hex()
-
-
-class UnreadableData(OSError):
-    """A shard has changed while it is in use, or can no longer be read."""
-
-
 class Shard:
     """The token ids of an open shard: `tokens` ids of `dtype` from byte `offset` of its file.
 
     They are read by `pread`, not mapped: a mapped file that is truncated kills the process. Several threads may read.
+    `sha256` (hex) is that of the header, None without one.
     """
+
+    _descriptor = -1
 
     def __init__(self, path: str | Path, dtype: np.dtype, tokens: int, offset: int):
         self.path, self.dtype, self.tokens, self.offset = Path(path), dtype, tokens, offset
-        self._descriptor = -1
+        self.sha256: str | None = None
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
@@ -163,46 +131,64 @@ class Shard:
     def __len__(self) -> int:
         return self.tokens
 
+    def file_size(self) -> int:
+        """Returns the size of the file, in bytes."""
+        return os.fstat(self._descriptor).st_size
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns the tokens [start, start + count), (count,). Raises `UnreadableData` if the file no longer has them."""
-        size = self.dtype.itemsize
-        place, left = self.offset + start * size, count * size
-        parts = []
-        while left:
-            try:
-                part = os.pread(self._descriptor, left, place)
-            except OSError as error:
-                raise UnreadableData(f"{self.path} cannot be read: {error.strerror}") from error
-            if not part:
-                size = os.fstat(self._descriptor).st_size
-                raise UnreadableData(
-                    f"{self.path} was truncated to {size:,} bytes while it was in use: restore it or prepare the data "
-                    "again"
-                )
-            parts.append(part)
-            place, left = place + len(part), left - len(part)
-        return np.frombuffer(b"".join(parts) if len(parts) != 1 else parts[0], self.dtype)
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yields all tokens in order, in arrays of at most `BLOCK`."""
-        for start in range(0, self.tokens, BLOCK):
-            yield self.read(start, min(BLOCK, self.tokens - start))
+        size = count * self.dtype.itemsize
+        try:
+            data = os.pread(self._descriptor, size, self.offset + start * self.dtype.itemsize)
+        except OSError as error:
+            raise UnreadableData(f"{self.path} cannot be read: {error.strerror}") from error
+        if len(data) < size:
+            raise UnreadableData(
+                f"{self.path} was truncated to {self.file_size():,} bytes while it was in use: restore it or prepare the "
+                "data again"
+            )
+        return np.frombuffer(data, self.dtype)
 
 
 def open_shard(path: str | Path) -> Shard:
-    """Opens a shard. Raises the errors of `read_header`."""
-    width, tokens, _ = read_header(Path(path))
-    return Shard(path, np.dtype("<u2" if width == 2 else "<u4"), tokens, HEADER.size)
+    """Opens a shard by its header. Raises `FileNotFoundError`, or `ValueError` if it is incomplete or not a shard."""
+    try:
+        shard = Shard(path, np.dtype("u1"), 0, 0)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
+    size = shard.file_size()
+    header = bytes(shard.read(0, min(HEADER.size, size))).ljust(HEADER.size, b"\0")
+    magic, version, width, shard.tokens, digest = HEADER.unpack(header)
+    if magic != MAGIC or version not in (VERSION, PACKED_VERSION) or width not in (2, 4):
+        raise ValueError(
+            f"{path} is not a token shard of format version {VERSION} or {PACKED_VERSION}: prepare the data again"
+        )
+    expected = HEADER.size + shard.tokens * width
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size:,} bytes, its header says {expected:,}: prepare the data again"
+        )
+    shard.dtype, shard.offset, shard.sha256 = DTYPES[f"uint{8 * width}"], HEADER.size, digest.hex()
+    return shard
 
 
-def verify_shard(path: str | Path, sha256: str | None = None) -> None:
-    """Raises `ValueError` if a shard's tokens do not match the checksum in its header, or `sha256` (hex)."""
-    written = read_header(Path(path))[-1]
-    digest = hashlib.sha256()
-    for block in open_shard(path).blocks():
-        digest.update(block)
-    if digest.hexdigest() != written or written != (sha256 or written):
-        raise ValueError(f"{path} does not match its checksum: prepare the data again")
+def open_listed(data_dir: Path, entry: dict, dtype: np.dtype) -> Shard:
+    """Opens a shard by its entry in the manifest; other trainers' files have an `offset` there, and no header.
+
+    Raises the errors of `open_shard`, and `ValueError` if it holds other tokens than the manifest lists.
+    """
+    path, tokens = data_dir / entry["file"], entry["tokens"]
+    if "offset" in entry:
+        shard = Shard(path, dtype, tokens, entry["offset"])
+        same = shard.file_size() >= shard.offset + tokens * dtype.itemsize
+    else:
+        shard = open_shard(path)
+        same = (shard.dtype, shard.tokens, shard.sha256) == (dtype, tokens, entry["sha256"])
+    if not same:
+        raise ValueError(
+            f"{path} holds other tokens than the manifest lists, by its size or header: prepare the data again"
+        )
+    return shard
 
 
 def read_manifest(data_dir: str | Path) -> dict:
@@ -220,56 +206,42 @@ def read_manifest(data_dir: str | Path) -> dict:
         )
     try:
         manifest = parse_json(path.read_text(encoding="utf-8"))
-        found = (manifest["format"], manifest["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a readable manifest: prepare the data again") from error
-    if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
+        check_manifest(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is {found[0]!r} version {found[1]}, this release reads "
-            f"{MANIFEST_FORMAT!r} versions {VERSION} and {PACKED_VERSION}: prepare the data again"
-        )
-    if corruption := manifest_corruption(manifest):
-        raise ValueError(f"{path} {corruption}: prepare the data again")
+            f"{path} is damaged or not a readable manifest ({type(error).__name__}: {error}): prepare the data again"
+        ) from error
     return manifest
 
 
-def manifest_corruption(manifest: dict) -> str | None:
-    """Returns a message about the first missing or invalid entry of a manifest, None if it is valid."""
-    try:
-        vocab_size = manifest["tokenizer"]["vocab_size"]
-        manifest["tokenizer"]["fingerprint"], manifest["source"]
-        splits = manifest["splits"].items()
-        counts, packed = [vocab_size], "sequence_length" in manifest
-        if packed:
-            counts.append(manifest["sequence_length"])
-            bytes.fromhex(manifest["template"])
-            if manifest["sequence_length"] == 0:
-                return "has windows of 0 tokens"
-        for name, entry in splits:
-            counts.append(entry["tokens"])
-            # Other trainers' files do not say, nor do conversations.
-            counts += [entry[n] for n in ("bytes", "documents") if entry[n] is not None]
-            if (
-                packed
-                and entry["targets"]["tokens"] * manifest["sequence_length"] != entry["tokens"]
-            ):
-                return f"has other windows in the split {name!r} than its tokens make"
-            counts += [shard["tokens"] for shard in entry["shards"]]
-            for shard in entry["shards"]:
-                if Path(shard["file"]).name != shard["file"]:
-                    return f"names a shard outside its folder, {shard['file']!r}"
-                bytes.fromhex(shard["sha256"])
-            if not entry["shards"] and "mixture" in manifest:
-                continue
-            if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
-                return f"has a token count for the split {name!r} that is not the sum of its shards"
-        for part in manifest.get("mixture", []):
-            if not (isinstance(part["data_dir"], str) and 0 < float(part["weight"]) < math.inf):
-                return f"has the impossible part {part!r}"
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return f"is damaged ({type(error).__name__}: {error})"
-    wrong = [count for count in counts if type(count) is not int or count < 0]
-    return f"has the impossible count {wrong[0]!r}" if wrong else None
+def check_manifest(manifest: dict) -> None:
+    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for another format or an impossible entry."""
+    found = (manifest["format"], manifest["version"])
+    if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
+        raise ValueError(
+            f"{found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
+        )
+    DTYPES[manifest["dtype"]], manifest["source"], manifest["tokenizer"]["fingerprint"]
+    counts = [manifest["tokenizer"]["vocab_size"]]
+    for name, entry in manifest["splits"].items():
+        files, totals = list(entry["shards"]), [entry["tokens"]]
+        if files or "mixture" not in manifest:
+            totals.append(sum(shard["tokens"] for shard in files))
+        if "sequence_length" in manifest:
+            files.append(entry["targets"])
+            totals.append(manifest["sequence_length"] * entry["targets"]["tokens"])
+        # Other trainers' files do not say how many bytes and documents they hold, nor do conversations.
+        counts += [*totals, entry["bytes"] or 0, *(shard["tokens"] for shard in files)]
+        if len(set(totals)) > 1:
+            raise ValueError(f"the split {name!r} has other tokens than its files")
+        for file in (shard["file"] for shard in files):
+            if Path(file).name != file:
+                raise ValueError(f"it names a shard outside its folder, {file!r}")
+    for part in manifest.get("mixture", []):
+        if not 0 < part["weight"] < math.inf or not isinstance(part["data_dir"], str):
+            raise ValueError(f"it has the impossible part {part!r}")
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise ValueError(f"it has the impossible count {wrong[0]!r}")
 
 
 def data_fingerprint(data_dir: str | Path) -> str:
@@ -282,12 +254,12 @@ def data_fingerprint(data_dir: str | Path) -> str:
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data: the one in its folder, else GPT-2's, for other trainers' data.
+    """Loads the tokenizer of prepared data: the one in its folder, else the one that the manifest names.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
     manifest, folder = read_manifest(data_dir), Path(data_dir) / "tokenizer"
-    tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
+    tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(
@@ -319,48 +291,67 @@ def verify_data(data_dir: str | Path) -> int:
     Other trainers' files have no checksums, only their sizes are checked. Raises `ValueError` for the first shard that
     has changed, or if the tokenizer has changed.
     """
-    data_dir = Path(data_dir)
-    manifest = read_manifest(data_dir)
-    if (data_dir / MANIFEST).is_file():
+    data_dir, manifest = Path(data_dir), read_manifest(data_dir)
+    if "format" in manifest:
         load_data_tokenizer(data_dir)
     splits = manifest["splits"].values()
     shards = [shard for split in splits for shard in split["shards"]]
     shards += [split["targets"] for split in splits if "targets" in split]
 
-    def verify(shard: dict) -> None:
-        if shard["sha256"] is not None:
-            verify_shard(data_dir / shard["file"], shard["sha256"])
+    def verify(entry: dict) -> None:
+        shard, digest = open_listed(data_dir, entry, DTYPES[manifest["dtype"]]), hashlib.sha256()
+        if shard.sha256 is None:
+            return
+        for start in range(0, len(shard), BLOCK):
+            digest.update(shard.read(start, min(BLOCK, len(shard) - start)))
+        if digest.hexdigest() != shard.sha256:
+            raise ValueError(f"{shard.path} does not match its checksum: prepare the data again")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(progress(pool.map(verify, shards), "verifying", len(shards)))
     return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
 
 
+def part_manifests(folders: Iterable[Path], mixture: dict | None = None) -> dict[Path, dict]:
+    """Returns the manifests of the folders of a mixture, whose own is `mixture`.
+
+    Raises `ValueError` if one is a mixture, or if they differ in tokenizer, or in the windows or template of
+    conversations.
+    """
+    manifests = {folder: read_manifest(folder) for folder in folders}
+    for folder, manifest in manifests.items():
+        if "mixture" in manifest:
+            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
+    alike = {"the mixture": mixture, **manifests} if mixture else manifests
+    for name in ("fingerprint", "sequence_length", "template"):
+        values = {folder: (m["tokenizer"] | m).get(name) for folder, m in alike.items()}
+        found = {folder: value for folder, value in values.items() if value is not None}
+        for folder, value in found.items():
+            other, expected = next(iter(found.items()))
+            if value != expected:
+                what = "tokenizer" if name == "fingerprint" else name
+                raise ValueError(
+                    f"{folder} has another {what} than {other}: prepare both with the same"
+                )
+    return manifests
+
+
 def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
     """Returns a mixture's folders with their shares, which add up to 1; an empty list for other folders.
 
-    Raises `ValueError` if one of them is a mixture, or if its tokenizer has changed since the mixture was made.
+    Raises the errors of `part_manifests`, also if a part has changed since the mixture was made.
     """
     manifest = read_manifest(data_dir)
-    parts = manifest.get("mixture", [])
-    total = sum(part["weight"] for part in parts)
-    folders = [Path(data_dir) / part["data_dir"] for part in parts]
-    for folder in folders:
-        found = read_manifest(folder)
-        if "mixture" in found:
-            raise ValueError(
-                f"{data_dir} is a mixture of the mixture {folder}: prepare it again from the folders in that"
-            )
-        if found["tokenizer"]["fingerprint"] != manifest["tokenizer"]["fingerprint"]:
-            raise ValueError(
-                f"{folder} has another tokenizer than the mixture {data_dir}: prepare it again with that one"
-            )
-    return [(folder, part["weight"] / total) for folder, part in zip(folders, parts, strict=True)]
+    parts = {
+        Path(data_dir) / part["data_dir"]: part["weight"] for part in manifest.get("mixture", [])
+    }
+    part_manifests(parts, manifest)
+    return [(folder, weight / sum(parts.values())) for folder, weight in parts.items()]
 
 
 def conversation_length(data_dir: str | Path) -> int | None:
     """Returns the length in tokens of the windows of conversations in a data folder or mixture, None if it has none."""
-    folders = [Path(data_dir), *(folder for folder, _ in mixture_parts(data_dir))]
+    folders = [data_dir, *(folder for folder, _ in mixture_parts(data_dir))]
     lengths = (read_manifest(folder).get("sequence_length") for folder in folders)
     return next(filter(None, lengths), None)
 
@@ -369,156 +360,41 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
     Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is below a thousandth of the total, a folder is named twice or is a
-    mixture, or the tokenizers differ; `FileExistsError` if `data_dir` exists.
+    repeated. Raises `ValueError` if a weight is below a thousandth of the total, and the errors of `part_manifests`;
+    `FileExistsError` if `data_dir` exists.
     """
-    total = sum(weights.values())
     for folder, weight in weights.items():
-        if not 0 < total / 1000 <= weight < math.inf:
+        if not 0 < sum(weights.values()) / 1000 <= weight < math.inf:
             raise ValueError(
                 f"the weight of {folder} must be at least a thousandth of the total, got {weight:g}"
             )
-    if len({Path(folder).resolve() for folder in (data_dir, *weights)}) <= len(weights):
-        raise ValueError(
-            f"the folders of a mixture must differ from each other and from {data_dir}: name each once"
-        )
-    manifests = {folder: read_manifest(folder) for folder in weights}
-    first, *others = manifests.values()
-    for folder, manifest in manifests.items():
-        if "mixture" in manifest:
-            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-        if manifest["tokenizer"]["fingerprint"] != first["tokenizer"]["fingerprint"]:
-            raise ValueError(
-                f"{folder} has another tokenizer than {next(iter(weights))}: prepare both with the same"
-            )
-    names = [split for split in first["splits"] if all(split in m["splits"] for m in others)]
+    manifests = part_manifests(map(Path, weights))
     packed = [folder for folder, manifest in manifests.items() if "sequence_length" in manifest]
-    for folder in packed[1:]:
-        for name in ("sequence_length", "template"):
-            if manifests[folder][name] != manifests[packed[0]][name]:
-                raise ValueError(
-                    f"{folder} has another {name} than {packed[0]}: prepare its conversations again with that one"
-                )
+    first = [*packed, *manifests][0]  # its tokenizer has the chat template
+    entries = [manifest["splits"] for manifest in manifests.values()]
+
+    def total(split: str, name: str) -> int | None:
+        counts = [entry[split][name] for entry in entries]
+        return None if None in counts else sum(counts)
+
     manifest = {
         "format": MANIFEST_FORMAT,
         "version": PACKED_VERSION if packed else VERSION,
-        "tokenizer": first["tokenizer"],
-        "dtype": first["dtype"],
+        "tokenizer": manifests[first]["tokenizer"],
+        "dtype": manifests[first]["dtype"],
         "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
         "mixture": [
             {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
             for folder, weight in weights.items()
         ],
-        "splits": {split: total_of(split, list(manifests.values())) for split in names},
+        "splits": {
+            split: {n: total(split, n) for n in ("tokens", "documents", "bytes")} | {"shards": []}
+            for split in entries[0]
+            if all(split in entry for entry in entries)
+        },
     }
     with atomic_directory(data_dir) as folder:
-        tokenizer = Path([*packed, *weights][0]) / "tokenizer"  # with the chat template
-        if tokenizer.is_dir():
-            shutil.copytree(tokenizer, folder / "tokenizer")
+        if (first / "tokenizer").is_dir():
+            shutil.copytree(first / "tokenizer", folder / "tokenizer")
         write_json(folder / MANIFEST, manifest)
     return manifest
-
-
-def total_of(split: str, manifests: list[dict]) -> dict:
-    """Returns the manifest's entry of a split over several folders, without shards."""
-    total = {}
-    for name in ("tokens", "documents", "bytes"):
-        counts = [manifest["splits"][split][name] for manifest in manifests]
-        total[name] = None if None in counts else sum(counts)
-    return {**total, "shards": []}
-
-
-def check_shards(data_dir: Path, shards: list[dict], width: int) -> None:
-    """Checks each shard's size and header against the manifest.
-
-    Raises `FileNotFoundError` if a shard is missing, `ValueError` if its size or checksum differs.
-    """
-
-    def check(shard: dict) -> None:
-        path = data_dir / shard["file"]
-        expected = shard.get("offset", HEADER.size) + shard["tokens"] * width
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path} is missing, but the manifest lists it: prepare the data again"
-            ) from None
-        if size != expected:
-            raise ValueError(
-                f"{path} has {size} bytes, the manifest says {expected}: prepare the data again"
-            )
-        if "offset" not in shard and read_header(path)[-1] != shard["sha256"]:
-            raise ValueError(
-                f"{path} holds other tokens than the manifest lists, by the checksum in its header: "
-                "prepare the data again"
-            )
-
-    with ThreadPoolExecutor(16) as pool:  # a network disk has a high latency
-        list(pool.map(check, shards))
-
-
-class TokenStream:
-    """One split of a data folder as one long array of tokens, across its shards.
-
-    `shard(number)` returns one shard, opened at the first call; at most `OPEN_SHARDS` stay open. `tokens` is the
-    length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's. `sequence_length` is the
-    length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens; both are None for text.
-
-    Raises `ValueError` if the split does not exist or a shard's size or checksum is not the manifest's,
-    `FileNotFoundError` if a shard is missing.
-    """
-
-    def __init__(self, data_dir: str | Path, split: str):
-        manifest = read_manifest(data_dir)
-        if split not in manifest["splits"]:
-            raise ValueError(
-                f"{data_dir} has no split {split!r}, only {', '.join(manifest['splits'])}"
-            )
-        entry = manifest["splits"][split]
-        self.data_dir, self.split = Path(data_dir), split
-        self.tokens: int = entry["tokens"]
-        self.bytes: int | None = entry["bytes"]
-        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.shards: list[dict] = entry["shards"]
-        self.sequence_length: int | None = manifest.get("sequence_length")
-        self.targets: np.ndarray | None = None
-        self._dtype = token_dtype(self.vocab_size if self.sequence_length is None else 2**32)
-        if self.sequence_length is not None:
-            check_shards(self.data_dir, [entry["targets"]], 4)
-            counts = open_shard(self.data_dir / entry["targets"]["file"])
-            self.targets = counts.read(0, len(counts)).astype(np.int64)
-        check_shards(self.data_dir, self.shards, self._dtype.itemsize)
-        self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
-        self.shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
-
-    def _open_shard(self, number: int) -> Shard:
-        shard = self.shards[number]
-        path = self.data_dir / shard["file"]
-        if "offset" in shard:
-            return Shard(path, self._dtype, shard["tokens"], shard["offset"])
-        check_shards(self.data_dir, [shard], self._dtype.itemsize)  # it may have been replaced
-        return open_shard(path)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
-
-        Raises `UnreadableData` if a shard no longer has them, `ValueError` if a token id is not below `vocab_size`.
-        """
-        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
-        out = np.empty(count, np.int64)
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        filled = 0
-        while filled < count:
-            shard = self.shard(number)
-            offset = start + filled - (int(self._ends[number]) - len(shard))
-            piece = shard.read(offset, min(count - filled, len(shard) - offset))
-            out[filled : filled + len(piece)] = piece
-            ids = piece if self.sequence_length is None else piece & TOKEN_ID
-            if len(ids) and ids.max() >= self.vocab_size:
-                raise ValueError(
-                    f"{shard.path} holds the token id {ids.max()}, but the vocabulary has "
-                    f"{self.vocab_size}: prepare the data again"
-                )
-            filled += len(piece)
-            number += 1
-        return out

@@ -29,7 +29,8 @@ from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.documents import ByHash, Drawn, LastPart, chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, prepare
 from gpt2_accel.data.rows import Column, Row
-from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
+from gpt2_accel.data.shards import read_manifest, verify_data
+from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.data.sources import part_size, read_text, text_files
 from gpt2_accel.data.streams import hub_parts
 from gpt2_accel.data.workers import plan_of, run_parts
@@ -637,5 +638,5 @@ def test_verify_and_stats(tmp_path):
     done = recipe("--verify", "--data_dir", tmp_path / "d")
     assert "train_000000.bin does not match its checksum" in done.stderr and done.returncode == 1
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="train_000000.bin has .* bytes, the manifest says"):
+    with pytest.raises(ValueError, match="train_000000.bin has .* bytes, its header says"):
         TokenStream(tmp_path / "d", "train")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.config import TrainConfig, parse_config
-from gpt2_accel.data.shards import TokenStream, open_shard, verify_data
+from gpt2_accel.data.shards import open_shard, verify_data
+from gpt2_accel.data.stream import TokenStream
 
 CLEAR = (ValueError, FileNotFoundError)
 FUZZ = settings(

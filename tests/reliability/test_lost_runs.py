@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_reliability import KILLING_SCRIPT, SCRIPT, finish, last_step, start, wait_for, weights
 
 import gpt2_accel.checkpoint.writer as writer_module
-import gpt2_accel.data.shards as shards_module
+import gpt2_accel.data.stream as stream_module
 import gpt2_accel.runtime.context as context_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory, verified_directory
@@ -400,7 +400,7 @@ def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_pat
 
 def test_a_replaced_shard_is_refused_when_it_is_opened_again(data_dir, tmp_path, monkeypatch):
     """Only so many shards stay open. Another file of the same size would change the run in silence."""
-    monkeypatch.setattr(shards_module, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(stream_module, "OPEN_SHARDS", 1)
     text = [f"the cat {i} sat on the mat. " * 40 for i in range(6)]
     for name, texts in (("data", text), ("other", text[::-1])):
         splits = {"train": texts, "val": texts[:1]}

@@ -1,0 +1,231 @@
+"""Token files of other trainers open and train as they are."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from conftest import make_text, run, tiny_config
+
+from gpt2_accel.data.loader import open_split
+from gpt2_accel.data.shards import (
+    data_fingerprint,
+    load_data_tokenizer,
+    read_manifest,
+    verify_data,
+    write_mixture,
+)
+from gpt2_accel.data.stats import describe
+from gpt2_accel.data.stream import TokenStream
+from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
+
+TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")
+
+
+def llmc(tokens, magic=20240520, version=1):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens)
+    return header.tobytes() + tokens.tobytes()
+
+
+def npy(tokens):
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train.bin": TOKENS[:4000].tobytes(), "val.bin": TOKENS[4000:].tobytes()},
+        {
+            "edufineweb_train_000001.npy": npy(TOKENS[:1000]),
+            "edufineweb_train_000002.npy": npy(TOKENS[1000:4000]),
+            "edufineweb_val_000000.npy": npy(TOKENS[4000:]),
+        },
+        {
+            "fineweb_train_000001.bin": llmc(TOKENS[:2500]),
+            "fineweb_train_000002.bin": llmc(TOKENS[2500:4000]),
+            "fineweb_val_000000.bin": llmc(TOKENS[4000:]),
+        },
+        {
+            "tiny_shakespeare_train.bin": llmc(TOKENS[:4000]),
+            "tiny_shakespeare_val.bin": llmc(TOKENS[4000:]),
+        },
+    ],
+    ids=["nanoGPT", "build-nanogpt", "llm.c and modded-nanogpt", "llm.c's Shakespeare"],
+)
+def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    train, val = (TokenStream(tmp_path, split) for split in ("train", "val"))
+    assert train.read(0, train.tokens).tolist() == TOKENS[:4000].tolist()
+    assert train.read(2490, 20).tolist() == TOKENS[2490:2510].tolist()
+    assert val.read(0, val.tokens).tolist() == TOKENS[4000:].tolist()
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+    assert verify_data(tmp_path) == len(files)
+    before = data_fingerprint(tmp_path)
+    (tmp_path / list(files)[-1]).unlink()
+    assert data_fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.bin", TOKENS.tobytes()[:-1], "truncated"),
+        ("a_train_000001.npy", npy(TOKENS)[:-2], "truncated"),
+        ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "int32"),
+        ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "of shape"),
+        ("a_train_000001.npy", b"rubbish", "not a numpy file"),
+        ("a_train_000001.bin", llmc(TOKENS)[:-2], "truncated"),
+        ("a_train_000001.bin", llmc(TOKENS, 20240801, 7), "Llama 3"),
+        ("a_train_000001.npy", npy(np.array([{}], object)), "object"),
+    ],
+)
+def test_files_that_are_not_tokens_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        TokenStream(tmp_path, "train")
+
+
+def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data_dir):
+    (tmp_path / "train.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(ValueError, match="vocabulary is in a pickle"):
+        read_manifest(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "train_000000.bin").write_bytes((data_dir / "train_000000.bin").read_bytes())
+    with pytest.raises(FileNotFoundError, match="manifest.json is missing"):
+        read_manifest(tmp_path)
+
+
+def test_training_on_nanogpt_files(tmp_path, gpt2):
+    text = make_text(3000, 0)
+    tokens = np.array(gpt2.encode(text), "<u2")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/train.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "d/val.bin").write_bytes(tokens[:500].tobytes())
+    last = run(tiny_config(tmp_path / "d", tmp_path / "run", max_steps=2, eval_every=2))[-1]
+    assert last["val/loss"] < 10.8 and "val/bits_per_byte" not in last
+
+
+# datatrove
+
+
+TEXTS = [make_text(60, seed) for seed in range(90)]
+
+
+def datatrove_tokenize(folder, tokenizer, merge=False):
+    """Tokenizes `TEXTS` by datatrove's local executor, in three tasks; the pipeline of docs/data.md."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
+
+    (folder / "text").mkdir(parents=True)
+    for number in range(3):
+        rows = [json.dumps({"text": text}) for text in TEXTS[number::3]]
+        (folder / f"text/{number}.jsonl").write_text("\n".join(rows))
+    tokens = LocalPipelineExecutor(
+        pipeline=[
+            JsonlReader(str(folder / "text")),
+            DocumentTokenizer(
+                str(folder / "tokens"),
+                tokenizer_name_or_path=tokenizer,
+                eos_token="<|endoftext|>",
+                seed=1,
+            ),
+        ],
+        tasks=4,  # the last has no file
+        logging_dir=str(folder / "logs/tokens"),
+    )
+    tokens.run()
+    if merge:
+        merger = DocumentTokenizerMerger(
+            str(folder / "tokens"),
+            str(folder / "merged"),
+            "words",
+            max_tokens_per_file=4000,
+            seed=1,
+            progress=False,
+        )
+        LocalPipelineExecutor([merger], tasks=1, logging_dir=str(folder / "logs/merged")).run()
+    return folder / ("merged" if merge else "tokens")
+
+
+@pytest.fixture(scope="module")
+def trained_bpe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    save_tokenizer(train_bpe(TEXTS, 300), folder)
+    return folder
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["tokenizer", "merger"])
+def test_what_datatrove_writes_trains(merge, trained_bpe, tmp_path):
+    pytest.importorskip("datatrove")
+    data = datatrove_tokenize(tmp_path, str(trained_bpe / "tokenizer.json"), merge)
+    train, val = (TokenStream(data, split) for split in ("train", "val"))
+    total = train.tokens + val.tokens
+    assert val.tokens == total // 20 and len(list(data.glob("*.ds"))) > 1
+    ids = np.concatenate([stream.read(0, stream.tokens) for stream in (train, val)])
+    text = load_data_tokenizer(data).decode(ids.tolist())
+    assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
+    assert read_manifest(data)["tokenizer"]["end_of_text"] == 299
+    assert f"{train.tokens:,} tokens, " in describe(data) and verify_data(data) > 2
+    last = run(
+        tiny_config(data, tmp_path / "run", max_steps=30, eval_every=30, document_mask=True)
+    )[-1]
+    assert last["val/loss"] < 4
+    run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
+    write_mixture(tmp_path / "mix", {str(data): 1})
+    assert fingerprint(load_data_tokenizer(tmp_path / "mix")) == fingerprint(
+        load_data_tokenizer(data)
+    )
+
+
+def write_ds(folder, tokens, kind, name="000_words"):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.ds").write_bytes(tokens.tobytes())
+    (folder / f"{name}.ds.metadata").write_text(f"{kind}\n{len(tokens)}\n{len(tokens)} T")
+
+
+@pytest.mark.parametrize("kind", ["gpt2|2", "gpt2"])
+def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, kind, gpt2):
+    write_ds(tmp_path, np.append(TOKENS[:999], 50256).astype("<u2"), kind)
+    [(train, _)], [(val, _)] = (open_split(tmp_path, split) for split in ("train", "val"))
+    assert train.read(0, 950).tolist() + val.read(0, 49).tolist() == TOKENS[:999].tolist()
+    assert fingerprint(load_data_tokenizer(tmp_path)) == fingerprint(gpt2)
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+
+
+def test_datatroves_wide_tokens_without_separators_are_read(tmp_path, trained_bpe):
+    write_ds(tmp_path / "d", np.arange(200, dtype="<u4"), "somewhere/else|4")
+    (tmp_path / "d/tokenizer").symlink_to(trained_bpe)
+    stream = TokenStream(tmp_path / "d", "val")
+    assert stream.read(0, 10).tolist() == list(range(190, 200))
+    assert read_manifest(tmp_path / "d")["tokenizer"]["end_of_text"] is None
+
+
+def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
+    for name, error, message, change in [
+        (
+            "cut",
+            ValueError,
+            "it is truncated",
+            lambda d: write_ds(d, TOKENS[:9], f"{trained_bpe}|4"),
+        ),
+        (
+            "running",
+            ValueError,
+            "1.ds has no readable 1.ds.metadata",
+            lambda d: (d / "1.ds").touch(),
+        ),
+        ("two", ValueError, "several tokenizers", lambda d: write_ds(d, TOKENS[:9], "gpt2|2", "b")),
+        ("nowhere", FileNotFoundError, "holds no tokenizer .* into .*/nowhere/tokenizer", None),
+    ]:
+        folder = tmp_path / name
+        write_ds(folder, TOKENS[:9], "not/there|2" if change is None else f"{trained_bpe}|2")
+        if change is not None:
+            change(folder)
+        with pytest.raises(error, match=message):
+            read_manifest(folder)
