@@ -44,6 +44,7 @@ from gpt2_accel.data.conversations import (
     prepare_conversations,
 )
 from gpt2_accel.data.corpus import file_parts, rule_for
+from gpt2_accel.data.data_sets import hub_parts
 from gpt2_accel.data.documents import Drawn
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
 from gpt2_accel.data.rows import Column
@@ -58,7 +59,6 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
     unique_files,
 )
-from gpt2_accel.data.streams import hub_parts
 from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.tokenizer import (
     byte_tokenizer,

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gpt2_accel.data.data_sets import parquet_parts
 from gpt2_accel.data.documents import ByHash, LastPart, Rule, fitting_share
 from gpt2_accel.data.rows import Column, JsonArray, JsonLines, Rows, column_of, is_compressed
 from gpt2_accel.data.sources import (
@@ -14,7 +15,6 @@ from gpt2_accel.data.sources import (
     text_size,
     text_spans,
 )
-from gpt2_accel.data.streams import parquet_parts
 
 SAMPLED_ROWS = 2000  # whose lengths decide how rows are held out
 

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines and arrays. `streams.py` has those of Parquet and of data sets on the Hub."""
+"""Rows of files: JSON lines and arrays. `data_sets.py` has those of Parquet and of data sets on the Hub."""
 
 import io
 import re

@@ -26,13 +26,13 @@ from launching import ROOT, Started, ask, python
 
 from gpt2_accel.data import documents, sources
 from gpt2_accel.data.corpus import file_parts, rule_for
+from gpt2_accel.data.data_sets import hub_parts
 from gpt2_accel.data.documents import ByHash, Drawn, LastPart, chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, prepare
 from gpt2_accel.data.rows import Column, Row
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.data.sources import part_size, read_text, text_files
-from gpt2_accel.data.streams import hub_parts
+from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
@@ -611,18 +611,6 @@ def test_a_corrected_command_works_after_a_mistake(tmp_path):
     done = recipe(*args, "--tokenizer", "bytes", "--column", "body")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.glob(".*")] == []
-
-
-def test_an_error_in_memory_leaves_no_files(tmp_path):
-    def fails():
-        yield "a document"
-        raise RuntimeError("of the caller")
-
-    with pytest.raises(RuntimeError):
-        prepare({"train": fails()}, byte_tokenizer(), tmp_path / "d", source="x")
-    with pytest.raises(ValueError, match="no text for the split 'val': add documents"):
-        prepare({"train": ["a"], "val": [""]}, byte_tokenizer(), tmp_path / "d", source="x")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_verify_and_stats(tmp_path):

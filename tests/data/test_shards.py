@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, count_windows, open_split, shuffled
-from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.prepare import TextWriter, prepare
 from gpt2_accel.data.shards import (
     HEADER,
     MAGIC,
@@ -26,8 +26,9 @@ from gpt2_accel.data.shards import (
     verify_data,
     write_mixture,
 )
-from gpt2_accel.data.sources import read_text, text_files
+from gpt2_accel.data.sources import Texts, read_text
 from gpt2_accel.data.stream import TokenStream
+from gpt2_accel.data.workers import run_parts
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -332,11 +333,13 @@ def test_each_document_follows_its_separator(tmp_path):
     assert read_manifest(tmp_path / "d") == manifest
 
 
-def test_many_documents_fill_several_shards(tmp_path):
+def test_each_part_makes_a_shard(tmp_path):
     texts = [make_text(5, seed) for seed in range(1000)]
-    prepare({"train": iter(texts)}, byte_tokenizer(), tmp_path / "d", source="", shard_tokens=5000)
+    parts = [Texts("train", texts[i : i + 90]) for i in range(0, 1000, 90)]
+    writer = TextWriter(byte_tokenizer(), "here", ("train",))
+    run_parts(parts, writer, byte_tokenizer(), tmp_path / "d", source="here")
     stream = TokenStream(tmp_path / "d", "train")
-    assert len(list((tmp_path / "d").glob("train_*.bin"))) == -(-stream.tokens // 5000)
+    assert len(list((tmp_path / "d").glob("train_*.bin"))) == 12
     assert stream.read(0, stream.tokens).tolist() == [
         token for text in texts for token in (256, *text.encode())
     ]
@@ -357,17 +360,6 @@ def test_a_failed_preparation_leaves_no_files(tmp_path):
     with pytest.raises(FileExistsError, match="exists already"):
         prepare({"train": ["a"]}, byte_tokenizer(), target, source="here")
     assert list(tmp_path.rglob("*")) == [target]
-
-
-def test_text_files_lists_a_folder_or_names_what_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        text_files(tmp_path / "no")
-    with pytest.raises(FileNotFoundError, match=r"\*\.txt"):
-        text_files(tmp_path)
-    (tmp_path / "b").mkdir()
-    for name in ("b/2.txt", "1.txt", "3.md"):
-        (tmp_path / name).write_text("x")
-    assert text_files(tmp_path) == [tmp_path / "1.txt", tmp_path / "b/2.txt"]
 
 
 @pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"\xff\xfe", "not UTF-8")])

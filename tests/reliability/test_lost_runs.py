@@ -23,8 +23,10 @@ import gpt2_accel.runtime.context as context_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory, verified_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.prepare import TextWriter
 from gpt2_accel.data.shards import HEADER, UnreadableData
+from gpt2_accel.data.sources import Texts
+from gpt2_accel.data.workers import run_parts
 from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime.progress import lasting_output
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -403,8 +405,9 @@ def test_a_replaced_shard_is_refused_when_it_is_opened_again(data_dir, tmp_path,
     monkeypatch.setattr(stream_module, "OPEN_SHARDS", 1)
     text = [f"the cat {i} sat on the mat. " * 40 for i in range(6)]
     for name, texts in (("data", text), ("other", text[::-1])):
-        splits = {"train": texts, "val": texts[:1]}
-        prepare(splits, byte_tokenizer(), tmp_path / name, source="x", shard_tokens=1000)
+        parts = [*(Texts("train", [text]) for text in texts), Texts("val", texts[:1])]
+        writer = TextWriter(byte_tokenizer(), "x")
+        run_parts(parts, writer, byte_tokenizer(), tmp_path / name, source="x")
     honest = train_module.accumulate_gradients
 
     def replace(accelerator, model, loader, first, sequences, interrupted):
