@@ -8,7 +8,8 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,13 @@ PROBE = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
     "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
 )
-PROBED_TOKENS = 256  # of the vocabulary, evenly spaced, are decoded and appended to `PROBE`
+PROBED_TOKENS = 256  # of the vocabulary, evenly spaced, are decoded and compared like `PROBE`
 # SHA-256 of saved tokenizer files that `AutoTokenizer` was found to load exactly, in this process.
 _exact_files: set[bytes] = set()
 # `fingerprint` of `byte_tokenizer`.
 BYTES_FINGERPRINT = "c2c32773d98f5de5bbfef57b36221ceb96e801fe1a2e50c7b40c4e6297c90b50"
-CHARACTERS = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
+
+# Making a tokenizer
 
 
 def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
@@ -57,7 +59,6 @@ def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
     nor reachable.
     """
     from tiktoken.load import read_file_cached
-    from transformers import GPT2Tokenizer
 
     try:
         lines = read_file_cached(GPT2_MERGES, GPT2_MERGES_SHA256).decode().split("\n")
@@ -67,29 +68,26 @@ def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
             f"TIKTOKEN_CACHE_DIR to a folder that holds it ({error})"
         ) from error
     merges = [tuple(line.split()) for line in lines[1:-1]]  # the first line is a version
-    tokens = [*sorted(byte_symbols()), *map("".join, merges), END_OF_TEXT]
-    return GPT2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    return _bpe([*sorted(byte_symbols()), *map("".join, merges), END_OF_TEXT], merges)
 
 
-@functools.cache
 def byte_symbols() -> list[str]:
-    """Returns the printable character of each byte in a byte-level BPE's vocabulary.
+    """Returns the printable character of each byte in a byte-level BPE's vocabulary, in the order of the bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    OpenAI's mapping (`bytes_to_unicode` in GPT-2's encoder.py): printable Latin-1 characters map to themselves, the
-    other bytes, in order, to the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    shifted = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    return [shifted.get(byte, chr(byte)) for byte in range(256)]
+    return [symbol for _, symbol in sorted(bytes_to_unicode().items())]
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerBase":
     """Returns a tokenizer with one token per UTF-8 byte; ids equal the bytes, `<|endoftext|>` is 256."""
+    return _bpe([*byte_symbols(), END_OF_TEXT], [])
+
+
+def _bpe(tokens: Iterable[str], merges: list[tuple[str, ...]]) -> "PreTrainedTokenizerBase":
+    """Returns a byte-level BPE with GPT-2's word splitting; `tokens` are in the order of their ids."""
     from transformers import GPT2Tokenizer
 
-    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    return GPT2Tokenizer(vocab={**vocab, END_OF_TEXT: 256}, merges=[])
+    return GPT2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
@@ -98,17 +96,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer tokens.
     Raises `ValueError` if it leaves no room for a merge or is above `LARGEST_BPE`.
     """
-    from transformers import GPT2Tokenizer
-
-    if vocab_size > LARGEST_BPE:
+    if not 257 < vocab_size <= LARGEST_BPE:
         raise ValueError(
-            f"a BPE vocabulary of {vocab_size:,} is more than the {LARGEST_BPE:,} that are trained here: "
-            "lower vocab_size"
-        )
-    if vocab_size <= 257:
-        raise ValueError(
-            f"a BPE vocabulary of {vocab_size} has no room beside the 256 bytes and {END_OF_TEXT}: "
-            "raise vocab_size above 257"
+            f"vocab_size of a BPE is from 258, the bytes, {END_OF_TEXT} and a merge, to {LARGEST_BPE:,}, got {vocab_size:,}"
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -119,14 +109,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     )
     print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
     bpe.train_from_iterator(texts, trainer)
-    trained = json.loads(bpe.to_str())["model"]
-    if (found := len(trained["vocab"]) + 1) < vocab_size:
-        print(f"the text is too small for more than {found:,} tokens", file=sys.stderr)
-    vocab = {**trained["vocab"], END_OF_TEXT: len(trained["vocab"])}
-    return GPT2Tokenizer(vocab=vocab, merges=[tuple(merge) for merge in trained["merges"]])
+    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
+    vocab = bpe.get_vocab()
+    return _bpe([*sorted(vocab, key=vocab.get), END_OF_TEXT], merges)
 
 
-def char_tokenizer(text: str) -> "PreTrainedTokenizerBase":
+def char_tokenizer(text: Iterable[str]) -> "PreTrainedTokenizerBase":
     """Returns a tokenizer with one token per character of `text`, in code-point order, as in nanoGPT.
 
     It has no token for unknown characters and none for the end of a text. Encoding a character that is not in `text`
@@ -136,9 +124,12 @@ def char_tokenizer(text: str) -> "PreTrainedTokenizerBase":
 
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     characters = Tokenizer(models.WordLevel(vocab))
-    characters.pre_tokenizer = CHARACTERS
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")  # m: with newlines
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=characters)
+
+
+# Loading and saving
 
 
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
@@ -149,25 +140,24 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     Raises `FileNotFoundError` if there is none, `ValueError` if the token ids differ all the same, if the tokenizer is
     not one of the `tokenizers` library, or if it is of SentencePiece's kind.
     """
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
-    tokenizer = _auto_tokenizer(name)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(
-            f"{name} has a {type(tokenizer).__name__}, which is not of the tokenizers library: use a tokenizer that "
-            "has a tokenizer.json"
-        )
     file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    if file is not None and not _same_ids(tokenizer, file):
-        tokenizer = _auto_tokenizer(name, PreTrainedTokenizerFast)
-        if not _same_ids(tokenizer, file):
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        tokenizer = _from_pretrained(kind, name)
+        if not tokenizer.is_fast:
             raise ValueError(
-                f"transformers gives other token ids than the tokenizer.json of {name}: take out what its "
-                "tokenizer_config.json changes"
+                f"{name} has a {type(tokenizer).__name__}, which is not of the tokenizers library: use a tokenizer that "
+                "has a tokenizer.json"
             )
-    check_spaces(tokenizer.backend_tokenizer, name)
-    return tokenizer
+        if file is None or _same_ids(tokenizer, file):
+            check_spaces(tokenizer, name)
+            return tokenizer
+    raise ValueError(
+        f"transformers gives other token ids than the tokenizer.json of {name}: take out what its "
+        "tokenizer_config.json changes"
+    )
 
 
 def save_tokenizer(
@@ -178,17 +168,17 @@ def save_tokenizer(
     Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if `AutoTokenizer` loads one with other token
     ids from the files. It is asked once per process for the same files, not at each checkpoint.
     """
+    from transformers import AutoTokenizer
+
+    check_spaces(tokenizer, name or folder)
     whole_texts(tokenizer.backend_tokenizer)
-    check_spaces(tokenizer.backend_tokenizer, name or folder)
     tokenizer.save_pretrained(folder)
     files = ("tokenizer.json", "tokenizer_config.json", "config.json")  # that `AutoTokenizer` reads
     paths = [path for file in files if (path := Path(folder, file)).is_file()]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()
     if digest in _exact_files:
         return
-    # For a GPT-2 tokenizer alone `AutoTokenizer` calls that class; importing `AutoTokenizer` would import torch.
-    alone = type(tokenizer).__name__ == "GPT2Tokenizer" and not Path(folder, "config.json").exists()
-    loaded = _auto_tokenizer(folder, type(tokenizer) if alone else None)
+    loaded = _from_pretrained(AutoTokenizer, folder)
     if not _same_ids(loaded, paths[0]):
         raise ValueError(
             f"transformers would load the tokenizer of {name or folder} as {type(loaded).__name__}, with other token "
@@ -198,13 +188,13 @@ def save_tokenizer(
     _exact_files.add(digest)
 
 
-def check_spaces(backend: Tokenizer, name: str | Path) -> None:
+def check_spaces(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
     """Raises `ValueError` for a tokenizer of SentencePiece's kind, whose tokens have U+2581 for a space, as TinyLlama's.
 
     It puts a space before each text, so the bytes of a text are not the sum of its tokens', and a continuation does not
     begin with the tokens of the text before it.
     """
-    parts = json.loads(backend.to_str())
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
     if "\u2581" in str((parts["normalizer"], parts["pre_tokenizer"])):
         raise ValueError(
             f"{name} has a tokenizer of SentencePiece's kind, which puts a space before each text, and only tokenizers "
@@ -212,19 +202,19 @@ def check_spaces(backend: Tokenizer, name: str | Path) -> None:
         )
 
 
-def whole_texts(backend: Tokenizer) -> None:
-    """Turns truncation and padding off. A `tokenizer.json` may have them, and a call of the tokenizer may leave them."""
-    backend.no_truncation()
-    backend.no_padding()
+def check_vocabulary(
+    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str | Path
+) -> None:
+    """Raises `ValueError` if the model `name` has no row for some token of the tokenizer."""
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: use "
+            "the tokenizer that the model was trained with"
+        )
 
 
-def _auto_tokenizer(
-    name: str | Path, kind: "type[PreTrainedTokenizerBase] | None" = None
-) -> "PreTrainedTokenizerBase":
-    """Returns what `AutoTokenizer`, or the class `kind`, loads. Raises `FileNotFoundError` if it is not a tokenizer."""
-    if kind is None:
-        from transformers import AutoTokenizer as kind
-
+def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
+    """Returns what the class `kind` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
     try:
         tokenizer = kind.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower for a damaged file
@@ -240,46 +230,49 @@ def _auto_tokenizer(
 
 
 def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
-    """Whether a loaded tokenizer encodes a probe text as the `tokenizer.json` that it was loaded from.
+    """Whether a loaded tokenizer encodes two texts as the `tokenizer.json` that it was loaded from.
 
     `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
-    file. The text is `PROBE`, tokens of the vocabulary and all added tokens. A tokenizer that fails on `PROBE`, as a
-    character-level one on unknown characters, is compared on its own tokens. Special tokens that a post-processor adds
-    are not compared: `tokenizer_config.json` may change them.
+    file. The texts are `PROBE`, and tokens of the vocabulary with all added tokens. Special tokens that a post-processor
+    adds are not compared: `tokenizer_config.json` may change them.
     """
-    raw = Tokenizer.from_file(str(file))
+    raw, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
     size = raw.get_vocab_size()
     own = raw.decode(list(range(0, size, max(1, size // PROBED_TOKENS))))
     own += " ".join(token.content for token in raw.get_added_tokens_decoder().values())
-    text = PROBE + own if _ids(raw, PROBE) is not None else own
-    return _ids(raw, text) == _ids(tokenizer.backend_tokenizer, text)
+    return all(_ids(raw, text) == _ids(loaded, text) for text in (PROBE, own))
 
 
 def _ids(backend: Tokenizer, text: str) -> list[int] | None:
-    """Returns the token ids of a text, None if it holds characters that are not in the vocabulary."""
-    whole_texts(backend)
+    """Returns the token ids of a text with its special tokens, None if the tokenizer fails on it."""
     try:
-        return backend.encode(text, add_special_tokens=False).ids
-    except Exception:  # the library raises nothing narrower
+        return encode_batch(backend, [text], as_text=False)[0]
+    except ValueError:
         return None
 
 
-def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Returns the token before the start of a text: `<|endoftext|>`, which a chat model's `eos_token` is not, else
-    `eos_token`; None without one."""
-    separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    return tokenizer.eos_token_id if separator is None else separator
-
-
-def check_vocabulary(
-    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str | Path
-) -> None:
-    """Raises `ValueError` if the model `name` has no row for some token of the tokenizer."""
-    if len(tokenizer) > vocab_size:
+@contextmanager
+def clear_panics() -> Iterator[None]:
+    """Raises `ValueError` for a panic of the `tokenizers` library in the block. Its own `PanicException` is no
+    `Exception`, so it would not be reported."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
-            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: use "
-            "the tokenizer that the model was trained with"
-        )
+            f"the tokenizer fails on a text ({first_line(error)}): a regular expression in its tokenizer.json is too "
+            "slow, use another tokenizer"
+        ) from error
+
+
+def whole_texts(backend: Tokenizer) -> None:
+    """Turns truncation and padding off. A `tokenizer.json` may have them, and a call of the tokenizer may leave them."""
+    backend.no_truncation()
+    backend.no_padding()
+
+
+# Encoding
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
@@ -290,89 +283,19 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[l
     return encode_batch(tokenizer.backend_tokenizer, texts)
 
 
-def encode_batch(backend: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """`encode` by a tokenizer's `backend_tokenizer`."""
+def encode_batch(backend: Tokenizer, texts: Sequence[str], as_text: bool = True) -> list[list[int]]:
+    """`encode` by a tokenizer's `backend_tokenizer`. Without `as_text`, special tokens in the texts are encoded as such,
+    and a post-processor adds none."""
     whole_texts(backend)
-    backend.encode_special_tokens = True
-    try:
-        return [encoding.ids for encoding in backend.encode_batch(list(texts))]
-    except Exception as error:  # the library raises nothing narrower
-        known = backend.get_vocab(with_added_tokens=False).keys()
-        raise unknown_characters(
-            {character for text in texts for character in text} - known
-        ) from error
-    finally:
-        backend.encode_special_tokens = False
-
-
-def conversation_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a conversation in the tokenizer's chat template, (n,) int64, and which of them the template
-    marks as the assistant's, (n,) bool.
-
-    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the template's errors.
-    """
-    whole_texts(tokenizer.backend_tokenizer)
-    found = tokenizer.apply_chat_template(
-        list(messages),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
-    )
-    return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
-
-
-def prompt_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> list[int]:
-    """Returns the token ids of a conversation, up to where the assistant's next message begins.
-
-    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
-    user's, or for a message that is of another role, is empty or holds a special token, which would end a turn; what the assistant said is taken as it is.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
-            "continue"
-        )
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("a conversation to answer ends with a message of the user: add one")
-    for message in messages:
-        if message["role"] not in ("system", "user", "assistant"):
-            raise ValueError(
-                f"a message has the role {message['role']!r}: use system, user or assistant"
-            )
-        if message["role"] == "assistant":  # the model said so
-            continue
-        if not message["content"].strip():
-            raise ValueError(f"{named(message)} is empty: write something")
-        for token in special_tokens(tokenizer):
-            if token in message["content"]:
-                raise ValueError(
-                    f"{named(message)} holds the special token {token}, which would end a turn: write it otherwise"
-                )
-    whole_texts(tokenizer.backend_tokenizer)
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {error}") from error
-
-
-def named(message: Mapping[str, str]) -> str:
-    """Returns how an error calls a message."""
-    return "the system prompt" if message["role"] == "system" else "the message"
-
-
-def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
-    found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(found | {tokenizer.eos_token} - {None})
+    backend.encode_special_tokens = as_text
+    with clear_panics():
+        try:
+            found = backend.encode_batch(list(texts), add_special_tokens=as_text)
+        except Exception as error:  # the library raises nothing narrower
+            raise unknown_characters(set("".join(texts)) - backend.get_vocab().keys()) from error
+        finally:
+            backend.encode_special_tokens = False
+    return [encoding.ids for encoding in found]
 
 
 def unknown_characters(characters: set[str]) -> ValueError:
@@ -389,33 +312,19 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
     The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster. Bytes and
     characters are looked up in a table.
     """
-    backend, mark, probe = tokenizer.backend_tokenizer, fingerprint(tokenizer), PROBE
+    backend, mark = tokenizer.backend_tokenizer, fingerprint(tokenizer)
     plain = functools.partial(encode_text, backend)
     if mark == GPT2_FINGERPRINT:
         encoding = tiktoken_encoding(backend)
         fast = functools.partial(encoding.encode_to_numpy, disallowed_special=())
     elif mark == BYTES_FINGERPRINT:
         fast = encode_bytes
-    elif (table := character_table(backend)) is not None:
-        fast = functools.partial(encode_characters, table)
-        probe = "".join(backend.get_vocab())
     else:
-        return plain
+        vocab = backend.get_vocab()
+        same = char_tokenizer("".join(vocab)).backend_tokenizer.to_str() == backend.to_str()
+        return functools.partial(encode_characters, vocab) if same else plain
     # Vocabulary and merges may be equal, and the normalizer or the pre-tokenizer not.
-    return fast if np.array_equal(fast(probe), plain(probe)) else plain
-
-
-def encode_bytes(text: str) -> np.ndarray:
-    """Encodes a text by `byte_tokenizer`."""
-    return np.frombuffer(text.encode(), np.uint8)
-
-
-def encode_characters(table: np.ndarray, text: str) -> np.ndarray:
-    """Encodes a text by a `character_table`. Raises `ValueError` for a character that is not in the vocabulary."""
-    ids = table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
-    if (ids < 0).any():
-        raise unknown_characters({c for c in set(text) if table[ord(c)] < 0})
-    return ids
+    return fast if np.array_equal(fast(PROBE), plain(PROBE)) else plain
 
 
 def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
@@ -423,17 +332,17 @@ def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
     return np.array(encode_batch(backend, [text])[0], np.int64)
 
 
-def character_table(backend: Tokenizer) -> np.ndarray | None:
-    """Returns the id of each code point, -1 for none, (0x110000,) int32; None for all but a `char_tokenizer`."""
-    vocab, model = backend.get_vocab(), backend.model
-    if not isinstance(model, models.WordLevel) or str(backend.pre_tokenizer) != str(CHARACTERS):
-        return None
-    if backend.normalizer or backend.get_added_tokens_decoder() or any(len(c) != 1 for c in vocab):
-        return None
-    table = np.full(0x110000, -1, np.int32)
-    for character, number in vocab.items():
-        table[ord(character)] = number
-    return table
+def encode_bytes(text: str) -> np.ndarray:
+    """Encodes a text by `byte_tokenizer`."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def encode_characters(vocab: Mapping[str, int], text: str) -> np.ndarray:
+    """Encodes a text by the vocabulary of a `char_tokenizer`. Raises `ValueError` for a character that is not in it."""
+    try:
+        return np.array([vocab[character] for character in text], np.int64)
+    except KeyError:
+        raise unknown_characters(set(text) - vocab.keys()) from None
 
 
 def tiktoken_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
@@ -443,16 +352,94 @@ def tiktoken_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
 
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     ranks = {
-        bytes(byte_of[symbol] for symbol in token): rank
+        bytes(map(byte_of.get, token)): rank
         for token, rank in backend.get_vocab(with_added_tokens=False).items()
         if token != END_OF_TEXT
     }
-    # No special token is allowed below. But without any, tiktoken searches for the empty string, which takes half as
+    # No special token is allowed above. But without any, tiktoken searches for the empty string, which takes half as
     # long again.
     specials = {END_OF_TEXT: len(ranks)}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
+
+
+# Conversations
+
+
+def conversation_tokens(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids of a conversation in the tokenizer's chat template, (n,) int64, and which of them the template
+    marks as the assistant's, (n,) bool.
+
+    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the template's errors.
+    """
+    found = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
+
+
+def prompt_tokens(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Returns the token ids of a conversation, up to where the assistant's next message begins.
+
+    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
+    user's, or for a message that is of another role, is empty or holds a special token, which would end a turn; what the
+    assistant said is taken as it is.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
+            "continue"
+        )
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("a conversation to answer ends with a message of the user: add one")
+    names = {"system": "the system prompt", "user": "the message"}
+    for role, content in ((message["role"], message["content"]) for message in messages):
+        if role == "assistant":  # the model said so
+            continue
+        if role not in names:
+            raise ValueError(f"a message has the role {role!r}: use system, user or assistant")
+        if not content.strip():
+            raise ValueError(f"{names[role]} is empty: write something")
+        if found := [token for token in special_tokens(tokenizer) if token in content]:
+            raise ValueError(
+                f"{names[role]} holds the special token {found[0]}, which would end a turn: write it otherwise"
+            )
+    try:
+        return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def _render(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: bool
+) -> Mapping[str, list[int]]:
+    """Returns what the chat template and the tokenizer make of a conversation."""
+    with clear_panics():
+        return tokenizer.apply_chat_template(
+            list(messages),
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
+            **options,
+        )
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
+    found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(found | {tokenizer.eos_token} - {None})
+
+
+# Facts about a tokenizer
+
+
+def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Returns the token before the start of a text: `<|endoftext|>`, which a chat model's `eos_token` is not, else
+    `eos_token`; None without one."""
+    separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    return tokenizer.eos_token_id if separator is None else separator
 
 
 def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
@@ -461,10 +448,10 @@ def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
     Exact for byte-level and character-level tokenizers, as all of this module are.
     """
     backend = tokenizer.backend_tokenizer
-    byte_level = "ByteLevel" in str(json.loads(backend.to_str())["pre_tokenizer"])
+    byte_level = "ByteLevel" in str(backend.pre_tokenizer)
     table = np.zeros(len(tokenizer), np.int64)
-    for token, number in backend.get_vocab(with_added_tokens=True).items():
-        table[number] = len(token) if byte_level else len(token.encode())
+    for token, number in backend.get_vocab().items():
+        table[number] = len(token if byte_level else token.encode())
     table[tokenizer.all_special_ids] = 0
     return table
 
@@ -478,6 +465,6 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 def _fingerprint(tokenizer: "PreTrainedTokenizerBase", size: int) -> str:
     """`fingerprint` of a tokenizer that has `size` tokens: it may get more later."""
     backend = tokenizer.backend_tokenizer
-    vocab = sorted(backend.get_vocab(with_added_tokens=True).items())
     merges = json.loads(backend.to_str())["model"].get("merges", [])
-    return hashlib.sha256(json.dumps([vocab, merges]).encode()).hexdigest()
+    content = json.dumps([sorted(backend.get_vocab().items()), merges])
+    return hashlib.sha256(content.encode()).hexdigest()

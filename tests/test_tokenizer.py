@@ -25,14 +25,17 @@ from transformers import (
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.hf.chat_template import CHATML
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_tokenizer,
     bytes_per_token,
     char_tokenizer,
+    conversation_tokens,
     encode,
     fingerprint,
     load_tokenizer,
+    prompt_tokens,
     save_tokenizer,
     token_encoder,
     train_bpe,
@@ -86,8 +89,9 @@ def test_a_trained_bpe_has_the_size_asked_for_and_its_separator_last():
     tokenizer = train_bpe([TEXT], 270)
     assert len(tokenizer) == 270
     assert tokenizer.eos_token_id == 269
-    with pytest.raises(ValueError, match="vocab_size"):
-        train_bpe([TEXT], 257)
+    for size in (257, 2**20 + 1):
+        with pytest.raises(ValueError, match="vocab_size of a BPE is from 258"):
+            train_bpe([TEXT], size)
 
 
 def test_the_literal_separator_is_text():
@@ -95,9 +99,11 @@ def test_the_literal_separator_is_text():
     assert encode(tokenizer, ["<|endoftext|>"]) == [list(b"<|endoftext|>")]
 
 
-def test_an_unknown_character_is_named():
-    with pytest.raises(ValueError, match="é"):
-        encode(char_tokenizer("abc"), ["abéc"])
+def test_unknown_characters_are_named():
+    tokenizer = char_tokenizer("abc")
+    for encodes in (lambda text: encode(tokenizer, [text]), token_encoder(tokenizer)):
+        with pytest.raises(ValueError, match=r"does not know the characters \['d', 'é'\]"):
+            encodes("abécd")
 
 
 def test_gpt2_ids_are_tiktokens_saved_too(gpt2, tmp_path):
@@ -114,10 +120,10 @@ def test_gpt2_ids_are_tiktokens_saved_too(gpt2, tmp_path):
     check()
 
 
-def plain_bpe() -> Tokenizer:
-    """A byte-level BPE with GPT-2's word splitting and `<|endoftext|>`, as the tokenizers library makes it."""
+def plain_bpe(pre_tokenizer=None) -> Tokenizer:
+    """A byte-level BPE with `<|endoftext|>`, as the tokenizers library makes it, by default with GPT-2's word splitting."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator([PROBE, TEXT], trainer)
@@ -183,7 +189,10 @@ def raw_ids(bpe: Tokenizer, text: str) -> list[int]:
     return bpe.encode(text).ids
 
 
-@pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+# transformers 5.17 replaces the pre-tokenizer of a LlamaTokenizer, 5.23 does not.
+@pytest.mark.parametrize(
+    "name", [None, "GPT2Tokenizer", "PreTrainedTokenizerFast", "LlamaTokenizer"]
+)
 @pytest.mark.parametrize("change", [lambda bpe: None, keep], ids=["plain", "added"])
 def test_a_tokenizer_that_autotokenizer_leaves_alone_is_loaded(change, name, tmp_path):
     bpe = plain_bpe()
@@ -192,27 +201,11 @@ def test_a_tokenizer_that_autotokenizer_leaves_alone_is_loaded(change, name, tmp
     assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(bpe, PROBE)]
 
 
-def test_a_byte_level_llama_tokenizer_is_exact(tmp_path):
-    """transformers 5.17 replaces its pre-tokenizer, 5.23 does not."""
-    write_files(plain_bpe(), tmp_path / "model", "LlamaTokenizer")
-    assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == [raw_ids(plain_bpe(), PROBE)]
-
-
-def split_digits(bpe):
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-
-
 def test_the_digits_of_smollm2_stay_apart(tmp_path):
     """Its files name GPT2Tokenizer, with which transformers 5.23 loses the digits' splitting."""
-    bpe = Tokenizer(models.BPE())
-    split_digits(bpe)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(["x = [\n        1,\n\n        23,\n    ab,  c]\n"] * 9, trainer)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(["<|endoftext|>"])
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe = plain_bpe(pre_tokenizers.Sequence([digits, byte_level]))
     write_files(bpe, tmp_path / "model", "GPT2Tokenizer")
     tokenizer = load_tokenizer(tmp_path / "model")
     prepare({"train": [TEXT], "val": [TEXT]}, tokenizer, tmp_path / "data", source="test")
@@ -223,6 +216,29 @@ def test_the_digits_of_smollm2_stay_apart(tmp_path):
         assert ids == raw_ids(bpe, text) == token_encoder(each)(text).tolist()
         assert bytes_per_token(each)[ids].sum() == len(text.encode())
         assert each.decode(ids) == text
+
+
+@pytest.mark.parametrize("bomb", ["(a+)+b", r"(\w+\s?)+$"], ids=["on some text", "on any text"])
+def test_a_slow_regular_expression_is_named(bomb, tmp_path):
+    """The library panics, and its `PanicException` is no `Exception`."""
+    bpe, text = plain_bpe(), "a" * 60 + "!"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(bomb), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    write_files(bpe, tmp_path / "model", "PreTrainedTokenizerFast")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.chat_template = CHATML
+    said = [{"role": "user", "content": text}]
+    for encodes in (
+        lambda: encode(tokenizer, [text]),
+        lambda: token_encoder(tokenizer)(text),
+        lambda: conversation_tokens(tokenizer, said),
+        lambda: prompt_tokens(tokenizer, said),
+    ):
+        with pytest.raises(
+            ValueError, match="a regular expression in its tokenizer.json is too slow"
+        ):
+            encodes()
 
 
 def sentencepiece(kind) -> Tokenizer:
@@ -326,8 +342,3 @@ def test_normalized_bytes_and_characters_are_not_looked_up_in_a_table():
             [normalizers.NFC(), normalizers.Lowercase()]
         )
         assert token_encoder(tokenizer)(text).tolist() == encode(tokenizer, [text])[0]
-
-
-def test_a_table_names_unknown_characters():
-    with pytest.raises(ValueError, match=r"does not know the characters \['d', 'é'\]"):
-        token_encoder(char_tokenizer("abc"))("abécd")
