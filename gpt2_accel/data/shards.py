@@ -219,7 +219,7 @@ def check_manifest(manifest: dict) -> None:
     found = (manifest["format"], manifest["version"])
     if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
         raise ValueError(
-            f"{found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
+            f"it is {found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
         )
     DTYPES[manifest["dtype"]], manifest["source"], manifest["tokenizer"]["fingerprint"]
     counts = [manifest["tokenizer"]["vocab_size"]]
