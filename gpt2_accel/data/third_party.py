@@ -148,8 +148,8 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
         try:
             kind, tokens, *_ = (folder / f"{name}.metadata").read_text().splitlines()
             source, _, width = kind.partition("|")  # without a width in older versions
-            sizes[name], width = int(tokens), int(width or 2)
-        except (FileNotFoundError, ValueError) as error:
+            sizes[name], width = int(tokens), {"": 2, "2": 2, "4": 4}[width]
+        except (FileNotFoundError, ValueError, KeyError) as error:
             raise ValueError(
                 f"{folder / name} has no readable {name}.metadata, which names its tokenizer: let datatrove finish, or "
                 "write the lines 'TOKENIZER|BYTES PER TOKEN' and the number of tokens there"

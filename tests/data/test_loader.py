@@ -56,23 +56,6 @@ def test_a_mixture_follows_its_weights_and_each_data_sets_order(shares):
     assert not np.array_equal(sets[:1024], sets[1024:2048])
 
 
-def test_mixture_updates_do_not_depend_on_the_number_of_ranks(mixed):
-    for step in (0, 300):
-        whole = torch.cat([ids for ids, *_ in mixture_loader(mixed).update(8 * step, 8)])
-        parts = [
-            torch.cat(
-                [
-                    ids
-                    for ids, *_ in mixture_loader(
-                        mixed, rank=rank, world_size=2, micro_batch_size=2
-                    ).update(8 * step, 8)
-                ]
-            )
-            for rank in range(2)
-        ]
-        assert sorted(whole.tolist()) == sorted(torch.cat(parts).tolist())
-
-
 def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
     whole = run(tiny_config(mixed, tmp_path / "whole", eval_every=4))
     run(tiny_config(mixed, tmp_path / "parts", eval_every=4, max_hours=1e-9))

@@ -1,4 +1,4 @@
-"""Shards, manifests, the training order, the loaders' batches, and the preparation of texts in memory."""
+"""Shards, manifests, the training order and the loaders' batches. `test_recorded.py` holds the order itself."""
 
 import json
 import shutil
@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_text, run, tiny_config
+from conftest import run, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, count_windows, open_split, shuffled
-from gpt2_accel.data.prepare import TextWriter, prepare
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
     HEADER,
     MAGIC,
@@ -26,9 +25,7 @@ from gpt2_accel.data.shards import (
     verify_data,
     write_mixture,
 )
-from gpt2_accel.data.sources import Texts, read_text
 from gpt2_accel.data.stream import TokenStream
-from gpt2_accel.data.workers import run_parts
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -69,20 +66,6 @@ def test_the_sample_at_a_position_does_not_depend_on_the_other_positions(size, d
     alone = [shuffled(np.array([p]), size, 3, e)[0] for p, e in zip(positions, epochs, strict=True)]
     assert together.tolist() == alone
     assert together.min() >= 0 and together.max() < size
-
-
-def test_seed_and_epoch_change_the_order():
-    orders = [shuffled(np.arange(1000), 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({tuple(order) for order in orders}) == 4
-    # A random permutation has about one fixed point.
-    assert (orders[0] == np.arange(1000)).sum() < 10
-
-
-def test_consecutive_samples_are_far_apart_but_within_a_group_of_blocks():
-    size = 1_000_000
-    order = shuffled(np.arange(65536), size, 0)
-    assert np.abs(np.diff(order)).mean() > size / 5
-    assert len(np.unique(order // 64)) == 1024  # whole blocks of consecutive windows
 
 
 # Batches
@@ -316,61 +299,6 @@ def test_a_missing_split_manifest_or_shard_is_reported(copied):
     (copied / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match="prepare the data first"):
         read_manifest(copied)
-
-
-# Preparation
-
-
-def test_each_document_follows_its_separator(tmp_path):
-    texts = ["one", "zwei ä", "", "three <|endoftext|>"]
-    manifest = prepare({"train": texts}, byte_tokenizer(), tmp_path / "d", source="here")
-    split = manifest["splits"]["train"]
-    expected = [token for text in texts if text for token in (256, *text.encode())]
-    stream = TokenStream(tmp_path / "d", "train")
-    assert stream.read(0, stream.tokens).tolist() == expected
-    assert split["documents"] == 3
-    assert split["bytes"] == sum(len(text.encode()) for text in texts)
-    assert read_manifest(tmp_path / "d") == manifest
-
-
-def test_each_part_makes_a_shard(tmp_path):
-    texts = [make_text(5, seed) for seed in range(1000)]
-    parts = [Texts("train", texts[i : i + 90]) for i in range(0, 1000, 90)]
-    writer = TextWriter(byte_tokenizer(), "here", ("train",))
-    run_parts(parts, writer, byte_tokenizer(), tmp_path / "d", source="here")
-    stream = TokenStream(tmp_path / "d", "train")
-    assert len(list((tmp_path / "d").glob("train_*.bin"))) == 12
-    assert stream.read(0, stream.tokens).tolist() == [
-        token for text in texts for token in (256, *text.encode())
-    ]
-
-
-def test_a_failed_preparation_leaves_no_files(tmp_path):
-    def fails():
-        yield "text"
-        raise RuntimeError("the source broke")
-
-    target = tmp_path / "d"
-    with pytest.raises(ValueError, match="'val'"):
-        prepare({"train": ["a"], "val": []}, byte_tokenizer(), target, source="here")
-    with pytest.raises(RuntimeError):
-        prepare({"train": fails()}, byte_tokenizer(), target, source="here")
-    assert list(tmp_path.iterdir()) == []
-    target.mkdir()
-    with pytest.raises(FileExistsError, match="exists already"):
-        prepare({"train": ["a"]}, byte_tokenizer(), target, source="here")
-    assert list(tmp_path.rglob("*")) == [target]
-
-
-@pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"\xff\xfe", "not UTF-8")])
-def test_unreadable_text_is_refused(tmp_path, data, message):
-    (tmp_path / "t.txt").write_bytes(data)
-    with pytest.raises(ValueError, match=f"t.txt {message}|t.txt is {message}"):
-        read_text(tmp_path / "t.txt")
-
-
-def test_about_one_name_in_twenty_is_held_out():
-    assert 400 < sum(held_out(f"file{i}.py") for i in range(10_000)) < 600
 
 
 @pytest.mark.parametrize("part", ["", ".", "../mix"])
