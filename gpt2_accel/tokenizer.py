@@ -168,8 +168,6 @@ def save_tokenizer(
     Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if `AutoTokenizer` loads one with other token
     ids from the files. It is asked once per process for the same files, not at each checkpoint.
     """
-    from transformers import AutoTokenizer
-
     check_spaces(tokenizer, name or folder)
     whole_texts(tokenizer.backend_tokenizer)
     tokenizer.save_pretrained(folder)
@@ -178,7 +176,11 @@ def save_tokenizer(
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()
     if digest in _exact_files:
         return
-    loaded = _from_pretrained(AutoTokenizer, folder)
+    kind = type(tokenizer)
+    if kind.__name__ != "GPT2Tokenizer" or len(paths) == len(files):
+        from transformers import AutoTokenizer as kind  # imports torch; for GPT-2's alone it calls that class
+
+    loaded = _from_pretrained(kind, folder)
     if not _same_ids(loaded, paths[0]):
         raise ValueError(
             f"transformers would load the tokenizer of {name or folder} as {type(loaded).__name__}, with other token "
