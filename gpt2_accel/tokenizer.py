@@ -178,7 +178,9 @@ def save_tokenizer(
         return
     kind = type(tokenizer)
     if kind.__name__ != "GPT2Tokenizer" or len(paths) == len(files):
-        from transformers import AutoTokenizer as kind  # imports torch; for GPT-2's alone it calls that class
+        from transformers import (
+            AutoTokenizer as kind,  # imports torch; for GPT-2's alone it calls that class
+        )
 
     loaded = _from_pretrained(kind, folder)
     if not _same_ids(loaded, paths[0]):
