@@ -99,7 +99,7 @@ def describe(path: Path) -> dict:
     size = path.stat().st_size
     with open(path, "rb") as file:
         if path.suffix == ".npy":
-            tokens, offset = read_npy_header(path, file)
+            tokens, offset = read_npy_header(path)
         else:
             if file.read(8) == OWN_MAGIC:
                 raise FileNotFoundError(
@@ -125,19 +125,19 @@ def check_size(path: Path, expected: int, tokens: int) -> None:
         )
 
 
-def read_npy_header(path: Path, file) -> tuple[int, int]:
+def read_npy_header(path: Path) -> tuple[int, int]:
     """Returns the number of tokens of a numpy file and the offset of the first, in bytes."""
     try:
-        version = np.lib.format.read_magic(file)
-        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
-        shape, _, dtype = read[version[0]](file)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a numpy file of tokens: remove it") from error
-    if len(shape) != 1 or dtype != np.uint16:
+        tokens = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
         raise ValueError(
-            f"{path} holds {dtype} of shape {shape}, not uint16 of shape (tokens,): remove it"
+            f"{path} is not a complete numpy file of tokens: fetch it again or remove it"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype != np.uint16:
+        raise ValueError(
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}, not uint16 of shape (tokens,): remove it"
         )
-    return shape[0], file.tell()
+    return len(tokens), tokens.offset
 
 
 def datatrove_manifest(folder: Path, names: list[str]) -> dict:

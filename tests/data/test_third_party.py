@@ -73,13 +73,13 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     ("name", "content", "message"),
     [
         ("train.bin", TOKENS.tobytes()[:-1], "truncated"),
-        ("a_train_000001.npy", npy(TOKENS)[:-2], "truncated"),
+        ("a_train_000001.npy", npy(TOKENS)[:-2], "not a complete numpy file"),
         ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "int32"),
         ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "of shape"),
-        ("a_train_000001.npy", b"rubbish", "not a numpy file"),
+        ("a_train_000001.npy", b"rubbish", "not a complete numpy file"),
         ("a_train_000001.bin", llmc(TOKENS)[:-2], "truncated"),
         ("a_train_000001.bin", llmc(TOKENS, 20240801, 7), "Llama 3"),
-        ("a_train_000001.npy", npy(np.array([{}], object)), "object"),
+        ("a_train_000001.npy", npy(np.array([{}], object)), "not a complete numpy file"),
     ],
 )
 def test_files_that_are_not_tokens_are_refused(tmp_path, name, content, message):
