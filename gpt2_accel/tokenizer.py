@@ -170,7 +170,12 @@ def save_tokenizer(
     """
     check_spaces(tokenizer, name or folder)
     whole_texts(tokenizer.backend_tokenizer)
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the library raises nothing narrower for a full disk
+        raise OSError(
+            f"the tokenizer cannot be written to {name or folder} ({first_line(error)}): free disk space and start again"
+        ) from error
     files = ("tokenizer.json", "tokenizer_config.json", "config.json")  # that `AutoTokenizer` reads
     paths = [path for file in files if (path := Path(folder, file)).is_file()]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()

@@ -59,7 +59,7 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
     unique_files,
 )
-from gpt2_accel.data.workers import plan_of, run_parts
+from gpt2_accel.data.workers import plan_of, run_parts, worker_context
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -194,7 +194,8 @@ def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | 
     tokens, column = options.shard_tokens, options.column
     if options.command == "text":
         files, lines = text_files(options.sources, options.pattern)
-        print(*lines, sep="\n", file=sys.stderr)
+        for line in lines:
+            print(line, file=sys.stderr)
         source, found = ", ".join(options.sources), len(files)
         if options.unique:
             files = unique_files(files)
@@ -239,7 +240,8 @@ def prepare_corpus(options: argparse.Namespace) -> dict:
         tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
         source, revision, workers, validation = text_source(text, options.input), None, 1, 0
     else:
-        workers = options.workers
+        if (workers := options.workers) > 1:  # they start while the corpus is read
+            worker_context(*(["datasets"] if options.command != "text" else []))
         parts, source, revision = corpus_parts(options)
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
         validation = options.shard_tokens if options.command == "fineweb-edu" else 0
@@ -335,7 +337,7 @@ def summarize_chat(manifest: dict) -> None:
 def main() -> None:
     options = parse_options()
     if options.command == "mix":
-        if len(dict(options.parts)) < len(options.parts):
+        if len({Path(folder).resolve() for folder, _ in options.parts}) < len(options.parts):
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, dict(options.parts)))
     elif options.command == "chat":

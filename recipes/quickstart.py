@@ -22,7 +22,7 @@ from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import MANIFEST, read_manifest
+from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.sources import read_text
 from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.recipe_command import program, recipe_command
@@ -100,15 +100,15 @@ def prepare_corpus(config: Quickstart) -> None:
 def main() -> None:
     config = parse_config(Quickstart)
     with main_process_first():
-        if (Path(config.data_dir) / MANIFEST).exists():
+        try:
             check_prepared(config)
-        elif config.data_dir == Quickstart.data_dir:
+        except FileNotFoundError as error:
+            if config.data_dir != Quickstart.data_dir:
+                raise FileNotFoundError(
+                    f"{config.data_dir} holds no prepared data: make it by {recipe_command('prepare_data')} text FILES "
+                    f"--data_dir {config.data_dir}, or leave out --data_dir for Python's standard library"
+                ) from error
             prepare_corpus(config)
-        else:
-            raise FileNotFoundError(
-                f"{config.data_dir} holds no prepared data: make it by {recipe_command('prepare_data')} text FILES "
-                f"--data_dir {config.data_dir}, or leave out --data_dir for Python's standard library"
-            )
     if not train(config):
         return
     processes().print(

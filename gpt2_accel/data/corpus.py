@@ -50,7 +50,7 @@ def rule_for(parts: Iterable[Rows], column: str) -> Rule:
     """Returns `ByHash` if it holds out a fitting share of the text in the first `SAMPLED_ROWS` rows, else `LastPart`."""
     rows = (row for part in parts for row in part.rows())
     sizes = {"train": 0, "val": 0}
-    for row in itertools.islice(rows, SAMPLED_ROWS):
+    for row in list(itertools.islice(rows, SAMPLED_ROWS)):  # an open Arrow reader ends no process
         for split, text in ByHash()(column_of(row.value, column, row.place), row.number):
             sizes[split] += len(text)
     return ByHash() if fitting_share(sizes["val"] / (sum(sizes.values()) or 1)) else LastPart()

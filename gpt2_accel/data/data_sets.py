@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
 SECONDS_TO_ANSWER = 8
+ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Stream:
     def rows(self) -> Iterator[Row]:
         number = self.first_row
         with reading(self.name):
-            for table in self.stream.with_format("arrow").iter(batch_size=256):
+            for table in self.stream.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
                 for value in table.to_pylist():
                     yield Row(value, f"{self.name}, row {number:,}", number)
                     number += 1
@@ -95,14 +96,18 @@ def stream_parts(
             f"the data set {name} is not stored as Parquet, so its rows have no numbers to draw "
             "validation rows from: choose a Parquet --revision, such as refs/convert/parquet"
         )
+    if is_parquet := hasattr(builder.config, "columns"):
+        builder.config.batch_size = (
+            ROWS_AT_ONCE  # by default that of a first row group, which may be empty
+        )
     with reading(name):
         stream = builder.as_streaming_dataset(split)
     columns = stream.column_names
     if column and columns and column not in columns:
         raise ValueError(no_column(name, column, columns))
     with reading(name), ThreadPoolExecutor(16) as pool:
-        if column and hasattr(builder.config, "columns"):  # Parquet reads no other column
-            builder.config.columns = [column]
+        if column and is_parquet:
+            builder.config.columns = [column]  # no other is read
             stream = builder.as_streaming_dataset(split)
         states = list(pool.map(state_of, files))
         size = sum(map(text_size, files, (state["size"] for state in states)))
@@ -146,7 +151,7 @@ def open_builder(name: str, path: str, /, **options: Any) -> "DatasetBuilder":
 
     try:
         return load_dataset_builder(path, **options)
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # for an empty name, an IndexError
         fix = "check its name, --config and --data_files, and the network"
         if "script" in str(error):
             fix = "try --revision refs/convert/parquet"

@@ -14,6 +14,7 @@ VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
 LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
+UNDIVIDED = 1000  # characters up to which a row is divided at the end of a word only
 WORD_END = r"\w(?=[ \n])"
 
 
@@ -70,12 +71,15 @@ class ByHash:
 
 @dataclass(frozen=True)
 class LastPart:
-    """Holds out the last `VAL_SHARE` of each row, from the end of a word on."""
+    """Holds out the last `VAL_SHARE` of each row, from the end of a word on, if there is one, or of a long row anyway."""
 
     def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
         cut = int(len(text) * (1 - VAL_SHARE))
         match = re.search(WORD_END, text[cut:])
-        cut = cut + match.end() if match else len(text)
+        if match is not None:
+            cut += match.end()
+        elif len(text) < UNDIVIDED:
+            cut = len(text)
         return [("train", text[:cut]), *([("val", text[cut:])] if text[cut:] else [])]
 
 
@@ -133,9 +137,14 @@ def last_cut(text: str) -> int | None:
     return None
 
 
-def next_cut(path: Path, offset: int) -> int | None:
-    """Returns the first byte offset at which a file can be cut, within a megabyte from `offset`, or None."""
+def next_cut(path: Path, offset: int) -> int:
+    """Returns the byte offset of the first end of a word in a file from `offset` on, within a megabyte.
+
+    Without one it is the next line end, or else the next character.
+    """
     with open(path, "rb") as file:
         file.seek(offset)
-        match = re.search(rb"[A-Za-z0-9](?=[ \n])", file.read(CHUNK))
-    return match and offset + match.end()
+        text = file.read(CHUNK).decode("utf-8", "surrogateescape")
+    found = (re.search(pattern, text) for pattern in (WORD_END, r".(?=\n)"))
+    match = next(filter(None, found), re.match("[\udc80-\udcff]*", text))
+    return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -47,7 +47,9 @@ def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[b
         raise Problem("unsupported")
     found, given = raw_messages(fields, place)
     system = fields.get("system", fields.get("system_prompt"))
-    if isinstance(system, str) and not (found and role_of(found[0]) == "system"):
+    if not isinstance(system, str | None):
+        raise Problem("not_text")
+    if system is not None and not (found and role_of(found[0]) == "system"):
         found, given = [{"role": "system", "content": system}, *found], given + 1
     messages, counts = [], []
     for number, message in enumerate(found):

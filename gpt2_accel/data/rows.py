@@ -145,7 +145,7 @@ def column_of(row: Any, column: str, place: object) -> str:
         )
     if column not in row:
         raise ValueError(no_column(f"{place},", column, row))
-    if not isinstance(row[column] or "", str):
+    if not isinstance(row[column], str | None):
         raise ValueError(
             f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text: choose another by "
             "--column, or correct it"

@@ -32,6 +32,7 @@ from gpt2_accel.data.documents import (
     next_cut,
     split_of,
 )
+from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT
 from gpt2_accel.files import digest, first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
@@ -101,8 +102,8 @@ def text_files(
     Raises `FileNotFoundError` if a source does not exist or holds no text, `ValueError` for a file that is not text or for
     an absolute or empty pattern.
     """
-    if pattern and (Path(pattern).is_absolute() or not Path(pattern).name):
-        raise ValueError(f"the pattern {pattern!r} must match names below a folder, such as '*.py'")
+    if "" in sources:
+        raise ValueError("the path of a text is empty: give a file or a folder")
     files, lines = {}, []
     for source in map(Path, sources):
         if source.is_file():
@@ -130,11 +131,24 @@ def files_of(folder: Path, pattern: str | None) -> tuple[list[str], dict[str, li
     """Returns the names of a folder's files of text and rows, and those left out by their problem."""
     taken: list[str] = []
     left_out: dict[str, list[str]] = {}
-    for path in sorted(path for path in folder.rglob(pattern or "*") if path.is_file()):
+    try:
+        found = sorted(folder.rglob(pattern or "*"))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"the pattern {pattern!r} must match names below a folder, such as '*.py'"
+        ) from error
+    manifests = (path for path in folder.rglob(MANIFEST) if path.is_file())
+    prepared = {p.parent for p in manifests if MANIFEST_FORMAT.encode() in p.read_bytes()}
+    for path in found:
         name = path.relative_to(folder)
         if any(part.startswith(".") for part in name.parts):
             continue
-        problem = not_text(path)
+        if not path.is_file():
+            if not path.is_symlink():
+                continue
+            problem = "a link to a folder or to nothing"
+        else:
+            problem = "prepared data" if prepared.intersection(path.parents) else not_text(path)
         names = taken if problem is None else left_out.setdefault(problem, [])
         names.append(name.as_posix())
     return taken, left_out
@@ -159,7 +173,8 @@ def not_text(path: Path) -> str | None:
         return "binary"
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
     wrong = len(re.findall("[\udc80-\udcff]", text))
-    return "not UTF-8" if 2 * wrong > len(text) - len(text.encode("ascii", "ignore")) else None
+    not_ascii = len(text) - len(text.encode("ascii", "ignore"))
+    return "not UTF-8" if 2 * wrong > not_ascii and 1000 * wrong > len(text) else None
 
 
 def unique_files(files: dict[Path, str]) -> dict[Path, str]:
@@ -229,7 +244,7 @@ def text_spans(files: Mapping[Path, str], part_bytes: int) -> list[TextSpan]:
         if whole:
             spans += spans_of(path, 0, sizes[path], split_of(held_out(name)), part_bytes)
             continue
-        cut = next_cut(path, int(sizes[path] * (1 - VAL_SHARE))) or sizes[path]
+        cut = next_cut(path, int(sizes[path] * (1 - VAL_SHARE)))
         spans += spans_of(path, 0, cut, "train", part_bytes)
         spans += spans_of(path, cut, sizes[path], "val", part_bytes)
     return spans
@@ -239,7 +254,7 @@ def spans_of(path: Path, start: int, end: int, split: str, part_bytes: int) -> l
     """Divides bytes [start, end) of a text file, which is one document, into spans."""
     modified = path.stat().st_mtime_ns
     cuts = (next_cut(path, place) for place in range(start + part_bytes, end, part_bytes))
-    borders = [start, *(cut for cut in cuts if cut is not None and cut < end), end]
+    borders = [start, *(cut for cut in cuts if cut < end), end]
     return [
         TextSpan(str(path), left, right, split, left == start, modified)
         for left, right in itertools.pairwise(borders)

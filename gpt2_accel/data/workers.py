@@ -77,6 +77,8 @@ def run_parts(
     killed, and the errors of `writer`.
     """
     data_dir = Path(data_dir)
+    if not data_dir.name:
+        raise ValueError(f"data_dir is {str(data_dir)!r}: give the path of a new folder")
     work = data_dir.with_name(f".{data_dir.name}.partial")
     with locked(data_dir):
         if os.path.lexists(data_dir):
@@ -129,7 +131,8 @@ def finished_before(data_dir: Path, plan: str | None) -> dict:
         manifest = read_manifest(data_dir)
         if manifest.get("plan") == plan:
             return manifest
-    what = ", made from other text or with other settings" if (data_dir / MANIFEST).exists() else ""
+    others = ", made from other files (their names, sizes or times) or with other settings"
+    what = others if (data_dir / MANIFEST).exists() else ""
     raise FileExistsError(f"{data_dir} exists already{what}: choose another folder")
 
 
@@ -176,13 +179,10 @@ def make_part(writer: Writer, work: Path, number: int, part: Any) -> int:
     return number
 
 
-def worker_context() -> BaseContext:
-    """Starts the process from which the workers fork, unless it runs; returns its context.
-
-    It imports this module, and `datasets` if that is imported here.
-    """
+def worker_context(*modules: str) -> BaseContext:
+    """Starts the process from which the workers fork, unless it runs; returns its context. It imports `modules`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *({"datasets"} & sys.modules.keys())])
+    context.set_forkserver_preload([__name__, *modules])
     forkserver.ensure_running()
     return context
 

@@ -308,7 +308,7 @@ def test_another_model_for_a_finished_folder_is_refused(chat_base, tmp_path):
     assert prepared(chat_base, tmp_path)["model"].startswith("..")
     assert prepared(chat_base, tmp_path)
     with pytest.raises(
-        FileExistsError, match="exists already, made from other text or with other settings"
+        FileExistsError, match="exists already, made from other files .* or with other settings"
     ):
         prepared(chat_base, tmp_path, model=str(tmp_path))
 

@@ -212,7 +212,7 @@ def test_invalid_bytes_separators_and_empty_documents_are_counted(tmp_path):
         ('{"messages": []}', "has no column 'text': they are conversations, .* chat"),
         ("{", "not valid JSON"),
         ('["x"]', "a value of type list, not an object"),
-        ('{"text": 5}', "a value of type int in 'text', not a text"),
+        ('{"text": 0}', "a value of type int in 'text', not a text"),
         # Inductor raises Python's limit to 2,000 in a process in which it compiles.
         ("[" * 10**5, "nested too deeply"),
     ],
@@ -315,6 +315,45 @@ def test_a_single_text_is_split_once_and_read_in_parts(tmp_path, monkeypatch):
     assert len(val) == pytest.approx(0.05 * len(train), rel=0.1)
     assert len(manifest["splits"]["train"]["shards"]) > 10
     assert manifest["splits"]["train"]["documents"] == 1
+
+
+@pytest.mark.parametrize("text", ["год 漢字。 это текст. " * 900, "漢字" * 9000 + "。"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_text_in_any_script_is_divided(tmp_path, monkeypatch, text, name):
+    monkeypatch.setattr(sources, "SMALLEST_PART", 5000)
+    (tmp_path / name).write_text(text if name == "a.txt" else json_lines([text]))
+    parts = parts_of(tmp_path)
+    made(parts, tmp_path / "d")
+    [train], [val] = everything_in(tmp_path / "d")
+    assert train + val == text and 0.03 < len(val) / len(text) < 0.07
+    assert len(parts) > 3 or name == "a.jsonl"
+
+
+def test_prepared_data_and_links_in_a_folder_are_left_out(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(make_text(200, i))
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "one.txt").write_bytes(b"a \xe9 " + b"plain text " * 900)  # one stray byte
+    args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", folder / "data")
+    for _ in range(2):  # complete already
+        done = recipe(*args)
+        assert done.returncode == 0, done.stderr
+    assert f"{folder}: took 4 .txt; left out 5 .bin, 1 .json" not in done.stderr
+    assert "prepared data, the first: data/" in done.stderr
+    assert "a link to a folder or to nothing, the first: linked" in done.stderr
+    assert "1 bytes that are not UTF-8" in done.stdout
+
+
+def test_empty_parquet_files_have_no_rows(tmp_path):
+    texts = [f"{i} text of a row" for i in range(100)]
+    for name, found in (("a", []), ("b", texts), ("c", [])):
+        table = pyarrow.table({"text": pyarrow.array(found, pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    made(parts_of(tmp_path), tmp_path / "d")
+    train, val = everything_in(tmp_path / "d")
+    assert sorted(train + val) == sorted(texts)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -567,7 +606,7 @@ def test_a_restart_does_what_is_missing_and_a_changed_source_starts_anew(
     assert "the source, the tokenizer or the options have changed" in capsys.readouterr().err
     made(parts_of(folder), tmp_path / "g")
     assert same(tmp_path / "f", tmp_path / "g")
-    with pytest.raises(FileExistsError, match="exists already, made from other text"):
+    with pytest.raises(FileExistsError, match="exists already, made from other files"):
         made(parts_of(folder), tmp_path / "e")
 
 
