@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from results import RESULTS, read_result
+from studies import optimizers, rates, scaling
 
 from gpt2_accel.report.figures import COLOURS, INK, NARROW, new_figure, set_title
 
@@ -320,7 +321,7 @@ def markdown(head: Row, rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-SECTIONS = (aims, trainers, generation, gpu, parts, qwen3, ladder)
+SECTIONS = (aims, trainers, generation, gpu, parts, qwen3, ladder, scaling, rates, optimizers)
 
 if __name__ == "__main__":
     main()

@@ -167,6 +167,8 @@ def figures(runs: list[dict], jobs: dict[str, Job], tokens: int, flops_per_token
             name: summary(ratios(rival["seconds"], own["seconds"]))
             for name, (rival, own) in pairs.items()
         },
+        # What each ratio divides by: a contestant of two groups has seconds in each.
+        "own_seconds": {name: own["seconds"] for name, (_, own) in pairs.items()},
         "memory": {
             name: own["memory"][-1] / rival["memory"][-1] for name, (rival, own) in pairs.items()
         },

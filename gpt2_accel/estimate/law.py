@@ -1,15 +1,16 @@
-"""A scaling law fitted by `study/scaling.py`: its file, the rules by which its runs were trained, and its predictions.
+"""A scaling law fitted by `study/scaling.py`: its file, the rules by which its runs were trained, its predictions, `--law`.
 
 L(N, D) = E + A/N^alpha + B/D^beta is the loss in nats per token of N parameters after D tokens (Hoffmann et al., 2022,
-arXiv:2203.15556, approach 3).
+arXiv:2203.15556, approach 3). N counts all parameters.
 """
 
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +23,17 @@ from gpt2_accel.models import ModelConfig
 from gpt2_accel.models.architectures import configured_shape
 
 WIDEST = 8192  # of the sizes among which the best is looked for
-POINTS = 2000  # between the smallest and the largest size, at which the best is looked for
 # The learning rate falls as width^-WIDTH_EXPONENT, as measured at widths of 32 to 128 with 1M tokens (docs/scaling.md).
 WIDTH_EXPONENT = 0.5
 BATCH_EXPONENT = 0.383  # the batch grows as tokens^BATCH_EXPONENT
 TOKENS, BATCH, WIDTH = 2_000_000, 2048, 64  # at which the base rate and the base decay are meant
 WARMUP_SHARE = 0.01  # share of the updates
-FEWEST_UPDATES = 20  # of a run that a law can learn from, or decide on
+FEWEST_UPDATES = 20  # of a run that a law can learn from
 MAX_EPOCHS = 4.0  # up to which repeated data is about as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 FIXED = {"optimizer": "muon", "lr_schedule": "linear", "min_lr_ratio": 0.0, "beta2": 0.99}
-NORMAL = 1.96  # half the width of the 95% interval of a normal distribution, in standard deviations
+UNKNOWNS = ("E", "A", "alpha", "B", "beta")
+LEVEL = 0.05  # probability that the tests of the form refuse one that is right
+NOISE = [NormalDist().inv_cdf((k + 0.5) / 50) for k in range(50)]  # a normal distribution
 
 
 def sizes() -> list[dict[str, int]]:
@@ -39,20 +41,9 @@ def sizes() -> list[dict[str, int]]:
     per 64 of width but at least two, heads of 16 channels up to a width of 256 and of 64 above."""
     widths = [*range(16, 257, 16), *range(320, WIDEST + 1, 64)]
     return [
-        {
-            "n_layer": max(2, round(width / 64)),
-            "n_head": width // (16 if width <= 256 else 64),
-            "n_embd": width,
-        }
-        for width in widths
+        {"n_layer": max(2, round(w / 64)), "n_head": w // (16 if w <= 256 else 64), "n_embd": w}
+        for w in widths
     ]
-
-
-def parameters(shape: ModelConfig, embeddings: bool) -> int:
-    """Returns N: all parameters, or without `embeddings` those of the blocks."""
-    if embeddings:
-        return shape.parameter_count
-    return replace(shape, n_layer=2 * shape.n_layer).parameter_count - shape.parameter_count
 
 
 @dataclass(frozen=True)
@@ -99,28 +90,18 @@ class Family(NamedTuple):
     N: np.ndarray
     flops: np.ndarray
 
-    @property
-    def log_flops(self) -> np.polynomial.Polynomial:
-        """log FLOPs per token as a smooth function of log N, without the steps of rounded layers, heads and MLPs."""
-        return np.polynomial.Polynomial.fit(np.log(self.N), np.log(self.flops), 5)
-
 
 @functools.cache
-def family(architecture: str, vocab_size: int, n_positions: int, embeddings: bool) -> Family:
-    """Returns the sizes of an architecture, with N counted with or without `embeddings`."""
-    shapes = [shape_of(size, architecture, vocab_size, n_positions) for size in sizes()]
-    return Family(
-        np.array([float(parameters(shape, embeddings)) for shape in shapes]),
-        np.array([float(flops_per_token(shape, n_positions)) for shape in shapes]),
-    )
-
-
-def shape_of(
-    size: dict[str, int], architecture: str, vocab_size: int, n_positions: int
-) -> ModelConfig:
-    """Returns the shape of one of `sizes`."""
-    settings = TrainConfig(architecture=architecture, n_positions=n_positions, **size)
-    return configured_shape(settings, vocab_size)
+def family(architecture: str, vocab_size: int, n_positions: int) -> Family:
+    """Returns the sizes of an architecture."""
+    shapes = [
+        configured_shape(
+            TrainConfig(architecture=architecture, n_positions=n_positions, **size), vocab_size
+        )
+        for size in sizes()
+    ]
+    counts = np.array([float(shape.parameter_count) for shape in shapes])
+    return Family(counts, np.array([float(flops_per_token(s, n_positions)) for s in shapes]))
 
 
 @dataclass(frozen=True)
@@ -137,12 +118,9 @@ class ScalingLaw:
         """Returns the loss in nats per token of N parameters after D tokens."""
         return self.E + self.A * N**-self.alpha + self.B * D**-self.beta
 
-    def best(self, flops: float, sizes: Family) -> tuple[Any, Any]:
-        """Returns N and D of the lowest loss with `flops` FLOPs, between the smallest and the largest of `sizes`."""
-        N = np.geomspace(sizes.N.min(), sizes.N.max(), POINTS)
-        each = np.exp(sizes.log_flops(np.log(N)))
-        chosen = np.argmin(self.loss(N, flops / each), axis=-1)
-        return N[chosen], flops / each[chosen]
+    def best(self, flops: float, sizes: Family) -> Any:
+        """Returns the place in `sizes` of the lowest loss with `flops` FLOPs; for many laws an array, (laws,)."""
+        return np.argmin(self.loss(sizes.N, flops / sizes.flops), axis=-1)
 
     def tokens(self, N: float, sizes: Family) -> float:
         """Returns the D at which N is the best size: where both terms fall alike along the curve of equal FLOPs.
@@ -151,30 +129,32 @@ class ScalingLaw:
         """
         if not (self.A > 0 and self.B > 0):
             raise ValueError("the law has no best size, since a term is 0: fit it to more runs")
-        slope = sizes.log_flops.deriv()(math.log(N))
+        # Smooth, without the steps of rounded layers, heads and MLPs.
+        curve = np.polynomial.Polynomial.fit(np.log(sizes.N), np.log(sizes.flops), 5)
+        slope = curve.deriv()(math.log(N))
         ratio = slope * self.beta * self.B * N**self.alpha / (self.alpha * self.A)
         return math.exp(min(math.log(ratio) / self.beta, 700))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted val/loss in nats per token with its 95% interval; `extrapolated` is the run's FLOPs as a multiple of those
-    of the largest run behind the law, `held_out` is that of `FittedLaw`. `other` names what is not as in the law's runs."""
+    """A predicted val/loss in nats per token with its 95% interval, None for a law whose form does not hold. `extrapolated` is
+    the run's FLOPs as a multiple of those of the law's largest run; `other` names what is not as in the law's runs."""
 
     loss: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     extrapolated: float
-    held_out: float | None = None
     other: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        far = f", {self.extrapolated:.3g} times the FLOPs of the law's largest run"
-        if self.held_out is not None:
-            far += f", whose budget lies {off(self.held_out)} what a law of the smaller budgets predicts"
+        sure = "without an interval, since the law does not fit its own runs"
+        if self.low is not None:
+            sure = f"95% interval {self.low:.4f} to {self.high:.4f}"
         other = f"; the law's runs have another {', '.join(self.other)}" if self.other else ""
         return (
-            f"val/loss {self.loss:.4f}, 95% interval {self.low:.4f} to {self.high:.4f}{far}{other}"
+            f"val/loss {self.loss:.4f}, {sure}, {self.extrapolated:.3g} times the FLOPs of the law's largest "
+            f"run{other}"
         )
 
 
@@ -182,26 +162,22 @@ class Prediction:
 class FittedLaw:
     """The content of `law.json`.
 
-    `law` has E, A, alpha, B, beta; `samples` are its bootstrap samples; `embeddings` says whether N counts embeddings;
-    `spread` is the standard deviation of the residuals in nats per token. `tokenizer` and `data` are fingerprints. `N`, `D`
-    and `flops` are the lowest and the highest of the runs; `rules` gave them their settings. `held_out` is the mean of the
-    measured less the predicted loss of the largest budget's runs, by a law of the smaller budgets; None with too few of them.
+    `law` has E, A, alpha, B, beta; `samples` are draws of these and of the standard deviation of one run's noise in nats per
+    token, from the bootstrap; `spread` is that of the residuals. `form` has the p-values of `law_fit.form_test` by budget and
+    by size. `tokenizer` and `data` are fingerprints. `flops` are those of the largest run; `rules` gave the runs their settings.
     """
 
     law: list[float]
     samples: list[list[float]]
     spread: float
-    embeddings: bool
+    form: dict[str, float]
     architecture: str
     vocab_size: int
     n_positions: int
     tokenizer: str
     data: str
-    N: list[float]
-    D: list[float]
-    flops: list[float]
+    flops: float
     rules: dict[str, float]
-    held_out: float | None = None
 
     @property
     def point(self) -> ScalingLaw:
@@ -209,39 +185,37 @@ class FittedLaw:
 
     @property
     def drawn(self) -> ScalingLaw:
-        """The bootstrap samples as one law of arrays."""
-        return ScalingLaw(*np.array(self.samples).T[:, :, None])
+        """The draws as one law of arrays."""
+        return ScalingLaw(*np.array(self.samples).T[:5, :, None])
+
+    @property
+    def holds(self) -> bool:
+        """Whether no test refuses the form. Without it, intervals have no stated coverage."""
+        return bool(self.form) and min(self.form.values()) >= LEVEL / len(self.form)
 
     @property
     def sizes(self) -> Family:
-        return family(self.architecture, self.vocab_size, self.n_positions, self.embeddings)
+        return family(self.architecture, self.vocab_size, self.n_positions)
+
+    def interval(self, N: float, D: float) -> tuple[float, float]:
+        """Returns the 95% interval of the loss of one run: the uncertainty of the law, and the noise of a run."""
+        noise = np.array(self.samples)[:, 5:] * NOISE
+        return bootstrap_interval(self.drawn.loss(N, D) + noise)
 
     def predict(self, shape: ModelConfig, tokens: float) -> Prediction:
-        """Returns the prediction for a run: the interval covers the law's uncertainty and the spread of one run."""
-        N, each = parameters(shape, self.embeddings), flops_per_token(shape, self.n_positions)
+        """Returns the prediction for a run, with an interval if the form `holds`."""
+        N, each = shape.parameter_count, flops_per_token(shape, self.n_positions)
+        low, high = self.interval(N, tokens) if self.holds else (None, None)
         loss = float(self.point.loss(N, tokens))
-        low, high = bootstrap_interval(self.drawn.loss(N, tokens))
-        half = NORMAL * self.spread
-        return Prediction(
-            loss,
-            loss - math.hypot(loss - min(low, loss), half),
-            loss + math.hypot(max(high, loss) - loss, half),
-            float(each * tokens / self.flops[1]),
-            self.held_out,
-        )
+        return Prediction(loss, low, high, float(each * tokens / self.flops))
 
     def save(self, path: Path) -> None:
         """Writes the file."""
         write_json(path, asdict(self))
 
 
-def off(error: float) -> str:
-    """Describes a measured less a predicted loss: 0.086 nats below."""
-    return f"{abs(error):.3f} nats {'below' if error < 0 else 'above'}"
-
-
-def bootstrap_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95% interval of bootstrap samples."""
+def bootstrap_interval(samples: np.ndarray | Sequence[float]) -> tuple[float, float]:
+    """Returns the 95% interval of bootstrap samples of any shape."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
 
@@ -254,15 +228,9 @@ def read_law(path: str | Path) -> FittedLaw:
         )
     try:
         law = FittedLaw(**json.loads(Path(path).read_text(encoding="utf-8")))
-        numbers = np.array([law.law, *law.samples], dtype=float)
-        others = np.array(
-            [law.spread, *law.flops, law.rules["learning_rate"], law.rules["weight_decay"]]
-        )
-        assert numbers.shape[1:] == (5,) and len(numbers) > 1 and len(law.flops) == 2
-        assert (numbers >= 0).all() and (numbers[:, [2, 4]] > 0).all() and law.flops[1] > 0
-        assert np.isfinite(numbers).all() and np.isfinite(others).all() and (others >= 0).all()
-        assert isinstance(law.embeddings, bool) and len(law.rules) == 2 and law.sizes
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        if np.shape(law.samples)[1:] != (len(UNKNOWNS) + 1,):
+            raise ValueError("draws of another kind")
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is no law of recipes/scaling_laws.py: give its law.json"
         ) from error
@@ -271,21 +239,27 @@ def read_law(path: str | Path) -> FittedLaw:
 
 def follow_law(config: TrainConfig) -> TrainConfig:
     """Returns the settings with those of `config.law`, for the tokens at which the model's size is the best one. A setting
-    that was given, or that differs from the recipe's default, stays; so do those of a run that is resumed.
+    that was given, or that differs from the recipe's default, stays. A resumed run keeps the settings that it began with, also
+    if another fit has replaced the file.
 
-    Raises `ValueError` if the law is for another tokenizer, architecture or sequence length, the model is not new, the data
-    would be read more than `MAX_EPOCHS` times, or there would be fewer than `FEWEST_UPDATES`.
+    Raises `ValueError` if the law is for another tokenizer, architecture or sequence length, the model is not new, or the data
+    would be read more than `MAX_EPOCHS` times.
     """
     if config.law is None:
         return config
     law = read_law(config.law)
     check_law(law, config)
     given = {
-        field.name: value
+        field.name
         for field in fields(config)
-        if (value := getattr(config, field.name)) != field.default or field.name in config.given
+        if getattr(config, field.name) != field.default or field.name in config.given
     }
-    settings = begun_settings(config) or ruled_settings(law, config, given)
+    settings = ruled_settings(law, config, given)
+    begun = Path(config.output_dir) / "config.yaml"
+    if config.resume_from is not None and begun.exists():
+        saved = load_yaml(str(begun), "config")
+        if saved.get("law") == config.law:
+            settings = {name: saved[name] for name in settings if name in saved}
     return replace(config, **{n: value for n, value in settings.items() if n not in given})
 
 
@@ -308,56 +282,39 @@ def check_law(law: FittedLaw, config: TrainConfig) -> None:
         )
 
 
-def ruled_settings(law: FittedLaw, config: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def ruled_settings(law: FittedLaw, config: TrainConfig, given: set[str]) -> dict[str, Any]:
     """Returns the settings by the law's rules, for the best number of tokens or that of the `given` settings."""
     manifest, rules = read_manifest(config.data_dir), Rules(**law.rules)
     shape = configured_shape(config, manifest["tokenizer"]["vocab_size"])
-    updates, batch = given.get("max_steps"), given.get("total_batch_size")
-    if updates is None or batch is None:
-        tokens = law.point.tokens(parameters(shape, law.embeddings), law.sizes)
-        epochs = tokens / manifest["splits"]["train"]["tokens"]
-        if updates is None and epochs > MAX_EPOCHS:
-            raise ValueError(
-                f"{config.law} asks for {tokens:.3g} tokens, {epochs:.3g} times {config.data_dir}, and knows no repetition: "
-                "prepare more text, train a smaller model, or give --max_steps"
-            )
+    batch = config.total_batch_size if "total_batch_size" in given else None
+    if batch is None or "max_steps" not in given:
+        tokens = law.point.tokens(shape.parameter_count, law.sizes)
         batch = batch or rules.batch(tokens, law.n_positions)
-    if updates is not None:
-        tokens = updates * batch
-    settings = rules.settings(shape.n_embd, tokens, law.n_positions, batch)
-    if settings["max_steps"] < FEWEST_UPDATES and updates is None:
+    if "max_steps" in given:
+        tokens = config.max_steps * batch
+    elif (epochs := tokens / manifest["splits"]["train"]["tokens"]) > MAX_EPOCHS:
         raise ValueError(
-            f"{config.law} asks for {tokens:,.0f} tokens, fewer than {FEWEST_UPDATES} updates: lower --total_batch_size, train a "
-            "larger model, or give --max_steps"
+            f"{config.law} asks for {tokens:.3g} tokens, {epochs:.3g} times {config.data_dir}, and knows no repetition: "
+            "prepare more text, train a smaller model, or give --max_steps"
         )
-    return settings
-
-
-def begun_settings(config: TrainConfig) -> dict[str, Any]:
-    """Returns the settings that a law gave the run which `config` resumes, empty for a new run: another fit, into the same
-    file, does not change a run that has begun."""
-    path = Path(config.output_dir) / "config.yaml"
-    if config.resume_from is None or not path.exists():
-        return {}
-    saved = load_yaml(str(path), "config")
-    names = Rules().settings(WIDTH, TOKENS, 1)
-    return {n: saved[n] for n in names if n in saved} if saved.get("law") == config.law else {}
+    return rules.settings(shape.n_embd, tokens, law.n_positions, batch)
 
 
 def prediction(config: TrainConfig, shape: ModelConfig) -> Prediction | None:
     """Returns what `config.law` predicts for a run, None without a law."""
     if config.law is None:
         return None
-    law, tokens = read_law(config.law), config.max_steps * config.total_batch_size
-    ruled = Rules(**law.rules).settings(
-        shape.n_embd, tokens, law.n_positions, config.total_batch_size
-    )
-    other = [name for name, value in ruled.items() if not about(getattr(config, name), value)]
-    other += ["dropout"] * (config.dropout > 0)
+    law, batch = read_law(config.law), config.total_batch_size
+    tokens = config.max_steps * batch
+    ruled = Rules(**law.rules).settings(shape.n_embd, tokens, law.n_positions, batch) | {
+        "dropout": 0.0
+    }
+    own = {name: getattr(config, name) for name in ruled}
+    other = [
+        name  # up to the rounding of tokens to whole updates
+        for name, value in ruled.items()
+        if own[name] != value
+        and (isinstance(value, str) or not math.isclose(own[name], value, rel_tol=0.05))
+    ]
     other += ["text"] * (data_fingerprint(config.data_dir) != law.data)
     return replace(law.predict(shape, tokens), other=tuple(other))
-
-
-def about(own: str | float, ruled: str | float) -> bool:
-    """Whether a setting is what a rule gives, up to the rounding of tokens to whole updates."""
-    return own == ruled if isinstance(ruled, str) else math.isclose(own, ruled, rel_tol=0.05)

@@ -1,123 +1,115 @@
-"""Fits L(N, D) = E + A/N^alpha + B/D^beta to runs, with bootstrap intervals.
+"""Fits L(N, D) = E + A/N^alpha + B/D^beta to runs, draws laws for intervals, and tests whether the form holds.
 
-For each (alpha, beta) the best E, A, B >= 0 are a linear problem; the search over (alpha, beta) is that of Levenberg and
-Marquardt on what this leaves (variable projection, with the Jacobian of Kaufman, 1975). Parabolas through runs of equal
-FLOPs would be biased even without noise (arXiv:2603.22339). Many problems are solved at once, in arrays of shape (problems,
-runs).
+For each (alpha, beta) the best E, A, B >= 0 are a linear problem, and SciPy searches (alpha, beta) on what this leaves
+(variable projection; Golub and Pereyra, 1973). Parabolas through runs of equal FLOPs would be biased even without noise
+(arXiv:2603.22339). N, D and the losses are float64 arrays of shape (runs,); a law is E, A, alpha, B, beta, (5,).
 """
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from gpt2_accel.study.intervals import student
+from gpt2_accel.estimate.law import UNKNOWNS, ScalingLaw
 
-STARTS = np.array([*itertools.product((0.2, 0.4, 0.8), repeat=2)])  # of alpha and beta
+STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
-STEPS = 60
-SAMPLES = 200
-UNKNOWNS = 5  # E, A, alpha, B, beta
+SAMPLES = 400
 
 
-def fit(
-    N: np.ndarray, D: np.ndarray, losses: np.ndarray, weights: np.ndarray, starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fits a law to each of several problems.
+def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> dict[str, Any]:
+    """Returns what `FittedLaw` has of a fit: `law`, `samples`, `spread`, and `form` with the tests that are possible."""
+    law, spread = fit_law(N, D, losses)
+    samples = [[float(f"{v:.6g}") for v in draw] for draw in bootstrap(N, D, law, spread)]
+    tests = {"budget": budgets, "size": N}
+    tests = {name: form_test(N, D, losses, law, groups) for name, groups in tests.items()}
+    form = {name: p for name, p in tests.items() if p is not None}
+    return {"law": law.tolist(), "samples": samples, "spread": spread, "form": form}
 
-    N, D: (runs,). losses, weights: (problems, runs). starts, of alpha and beta: (problems, 2). Returns E, A, alpha, B, beta,
-    (problems, 5), and the weighted sums of squared residuals, (problems,).
-    """
+
+def fit_law(
+    N: np.ndarray,
+    D: np.ndarray,
+    losses: np.ndarray,
+    starts: Sequence[tuple[float, float]] = STARTS,
+) -> tuple[np.ndarray, float]:
+    """Returns the law of the least squared residuals over all `starts` of (alpha, beta), and the standard deviation of the
+    residuals in nats, with the degrees of freedom of five unknowns."""
+    from scipy.optimize import least_squares, nnls
+
     logs = np.log([N, D])
     centres = logs.mean(1)
-    offsets = logs - centres[:, None]  # so that the columns of X are of one size
+    offsets = logs - centres[:, None]  # so that the columns of the linear problem are of one size
 
-    def project(theta: np.ndarray) -> tuple[np.ndarray, ...]:
-        powers = np.exp(-np.exp(theta)[:, :, None] * offsets)
-        X = np.stack([np.ones_like(losses), powers[:, 0], powers[:, 1]], -1)
-        c = nonnegative(X, losses, weights)
-        residuals = losses - (X @ c[..., None])[..., 0]
-        return X, c, residuals, (weights * residuals**2).sum(-1)
+    def linear(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        X = np.stack([np.ones_like(losses), *np.exp(-np.exp(theta)[:, None] * offsets)], 1)
+        c = nnls(X, losses)[0]
+        return c, losses - X @ c
 
-    theta, damping = np.log(starts), np.full(len(starts), 1e-2)
-    X, c, residuals, squares = state = project(theta)
-    for _ in range(STEPS):
-        # The slopes of the residuals over log alpha and log beta, (problems, runs, 2), without what the columns of X in use
-        # explain: one whose coefficient is held at 0 explains nothing.
-        slopes = c[:, None, 1:] * X[..., 1:] * np.exp(theta)[:, None] * offsets.T
-        used = X * (c[:, None] > 0)
-        weighted = used * weights[..., None]
-        slopes -= used @ solve(weighted.mT @ used, weighted.mT @ slopes)
-        H = slopes.mT @ (slopes * weights[..., None])
-        gradient = slopes.mT @ (weights * residuals)[..., None]
-        scale = np.maximum(np.diagonal(H, axis1=1, axis2=2), 1e-14)
-        step = solve(H + (damping[:, None] * scale)[..., None] * np.eye(2), gradient)[..., 0]
-        trial = np.clip(theta - np.clip(step, -1, 1), math.log(LEAST), math.log(MOST))
-        found = project(trial)
-        better = found[-1] < squares
-        for old, new in zip((theta, *state), (trial, *found), strict=True):
-            old[better] = new[better]
-        damping = np.clip(np.where(better, damping / 4, damping * 5), 1e-9, 1e9)
-    exponents = np.exp(theta)
-    A, B = (c[:, 1:] * np.exp(exponents * centres)).T
-    return np.stack([c[:, 0], A, exponents[:, 0], B, exponents[:, 1]], -1), squares
-
-
-def nonnegative(X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns the coefficients >= 0 of weighted least squares, (problems, 3). X: (problems, runs, 3); y, weights: (problems,
-    runs)."""
-    weighted = (X * weights[..., None]).mT
-    G, b = weighted @ X, weighted @ y[..., None]
-    found = solve(G, b)[..., 0]
-    wrong = np.flatnonzero((found < 0).any(-1))
-    lowest = np.full(len(wrong), np.inf)
-    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2]) if len(wrong) else ():
-        part = np.zeros((len(wrong), 3, 1))
-        part[:, columns] = solve(G[wrong][:, columns][:, :, columns], b[wrong][:, columns])
-        value = (part.mT @ G[wrong] @ part - 2 * part.mT @ b[wrong])[:, 0, 0]
-        better = (part[..., 0] >= 0).all(-1) & (value < lowest)
-        found[wrong[better]], lowest[better] = part[better, :, 0], value[better]
-    return found
-
-
-def solve(G: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Solves symmetric systems, G: (problems, k, k), b: (problems, k, m); a tiny ridge keeps singular ones solvable."""
-    ridge = 1e-13 * np.trace(G, axis1=-2, axis2=-1)[:, None, None] * np.eye(G.shape[-1])
-    return np.linalg.solve(G + ridge, b)
-
-
-def fit_law(N: np.ndarray, D: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, float]:
-    """Returns the law of the lowest sum of squared residuals over all `STARTS`, (5,), and the residuals' standard
-    deviation in nats."""
-    many = np.tile(losses, (len(STARTS), 1))
-    found, squares = fit(N, D, many, np.ones_like(many), STARTS)
-    return found[squares.argmin()], math.sqrt(squares.min() / max(1, len(N) - UNKNOWNS))
+    fits = [
+        least_squares(lambda theta: linear(theta)[1], np.log(start), bounds=np.log([LEAST, MOST]))
+        for start in starts
+    ]
+    best = min(fits, key=lambda fit: fit.cost)
+    alpha, beta = np.exp(best.x)
+    E, A, B = linear(best.x)[0] * np.exp([0, alpha * centres[0], beta * centres[1]])
+    spread = math.sqrt(2 * best.cost / max(1, len(N) - len(UNKNOWNS)))
+    return np.array([E, A, alpha, B, beta]), spread
 
 
 def bootstrap(
-    N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray, law: np.ndarray
+    N: np.ndarray, D: np.ndarray, law: np.ndarray, spread: float, samples: int = SAMPLES
 ) -> np.ndarray:
-    """Returns laws fitted to samples of the runs, drawn with replacement within each budget, (SAMPLES, 5).
+    """Returns draws of the law and of the standard deviation of the noise, (samples, 6), by the parametric bootstrap: the law's
+    losses with fresh normal noise, fitted again. The standard deviation of a draw is `spread` over the root of chi-squared
+    over its degrees of freedom, as in Student's t.
 
-    So few runs vary less in samples than in truth. Each sample's distance to `law`, in E and the logarithms of the others, is
-    therefore multiplied by sqrt(n / (n - 5)), for the degrees of freedom, and by Student's quantile over the normal one. The
-    2.5% and 97.5% quantiles then cover the true parameters of simulated runs in 95% of cases (tests/study/test_scaling.py).
+    If the form is right and the noise normal and of one size, 2.5% and 97.5% quantiles cover the truth in about 95% of
+    studies (tests/study/test_law.py).
     """
-    random, weights = np.random.default_rng(0), np.zeros((SAMPLES, len(N)))
-    for budget in np.unique(budgets):
-        own = np.flatnonzero(budgets == budget)
-        weights[:, own] = random.multinomial(len(own), np.full(len(own), 1 / len(own)), SAMPLES)
-    starts = np.tile(law[[2, 4]], (SAMPLES, 1))
-    found, _ = fit(N, D, np.tile(losses, (SAMPLES, 1)), weights, starts)
-    free = max(1, len(N) - UNKNOWNS)
-    wider = math.sqrt(len(N) / free) * student(free + 1) / student(10**6)
-    found, law = in_logs(found), in_logs(law)
-    widened = law + wider * (found - law)
-    widened[:, 0] = np.maximum(widened[:, 0], 0)
-    widened[:, 1:] = np.exp(widened[:, 1:])
-    return widened
+    random, free = np.random.default_rng(0), max(1, len(N) - len(UNKNOWNS))
+    truth = ScalingLaw(*law).loss(N, D)
+    start = np.clip(law[[2, 4]], 1.01 * LEAST, 0.99 * MOST)
+    found = []
+    for _ in range(samples):
+        noise = spread * math.sqrt(free / random.chisquare(free))
+        drawn, _ = fit_law(N, D, truth + noise * random.normal(size=len(N)), [start])
+        found.append([*drawn, noise])
+    return np.array(found)
 
 
-def in_logs(laws: np.ndarray) -> np.ndarray:
-    """Returns laws with E and the logarithms of A, alpha, B and beta, (..., 5)."""
-    return np.concatenate([laws[..., :1], np.log(np.maximum(laws[..., 1:], 1e-12))], -1)
+def form_test(
+    N: np.ndarray, D: np.ndarray, losses: np.ndarray, law: np.ndarray, groups: np.ndarray
+) -> float | None:
+    """Returns the p-value of the F test that the residuals have no mean of their own in any of `groups`, (runs,), such as
+    the budgets; None with too few runs for it.
+
+    The residuals are regressed on the law's derivatives, without and with an indicator of each group.
+    """
+    from scipy.stats import f
+
+    _, A, alpha, B, beta = law
+    terms = N**-alpha, D**-beta
+    slopes = [
+        np.ones_like(N),
+        terms[0],
+        A * terms[0] * np.log(N),
+        terms[1],
+        B * terms[1] * np.log(D),
+    ]
+    X = np.stack([slope / max(np.abs(slope).max(), 1e-300) for slope in slopes], 1)
+    residuals = losses - ScalingLaw(*law).loss(N, D)
+
+    def regress(X: np.ndarray) -> tuple[float, int]:
+        c, _, rank, _ = np.linalg.lstsq(X, residuals, rcond=1e-8)
+        return float(((residuals - X @ c) ** 2).sum()), int(rank)
+
+    without, rank = regress(X)
+    rest, full = regress(np.hstack([X, groups[:, None] == np.unique(groups)]))
+    free = len(N) - full
+    if full == rank or free < 1:
+        return None
+    ratio = (without - rest) / (full - rank) / max(rest / free, 1e-300)
+    return float(f.sf(ratio, full - rank, free))

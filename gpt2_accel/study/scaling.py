@@ -23,14 +23,13 @@ from gpt2_accel.estimate.law import (
     Rules,
     ScalingLaw,
     bootstrap_interval,
-    parameters,
     sizes,
 )
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.study.children import settings_of
 from gpt2_accel.study.engine import Engine, Plan, Trial
-from gpt2_accel.study.law_fit import bootstrap, fit_law
+from gpt2_accel.study.law_fit import fit
 from gpt2_accel.study.speed import speed
 from gpt2_accel.study.table import Result
 
@@ -61,9 +60,9 @@ class Run(NamedTuple):
         vocab_size = read_manifest(self.trial.config.data_dir)["tokenizer"]["vocab_size"]
         return model_shape(self.trial.config, vocab_size)
 
-    def parameters(self, embeddings: bool = True) -> int:
-        """Returns N, with or without `embeddings`."""
-        return parameters(self.shape, embeddings)
+    def parameters(self) -> int:
+        """Returns N."""
+        return self.shape.parameter_count
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,12 @@ def with_budget(size: Trial, budget: float, rules: Rules) -> Run:
 
 @dataclass
 class Scaling:
-    """The outcome of a scaling study: its runs by budget, and the law, None if there are too few runs. `by_count` is the spread of
-    the residuals with embeddings in N (True) and without. `unused` counts the recorded runs of other grids."""
+    """The outcome of a scaling study: its runs by budget, and the law, None if there are too few runs."""
 
     grid: Grid
     runs: dict[float, list[Run]]
     failed: dict[str, str]
     law: FittedLaw | None = None
-    by_count: dict[bool, float] = field(default_factory=dict)
-    unused: int = 0
 
     @property
     def finished(self) -> list[Run]:
@@ -200,58 +196,29 @@ def train_grid(grid: Grid, engine: Engine) -> Scaling:
     """Trains a grid and fits a law to its runs. Raises `ValueError` for a grid that repeats the data too often."""
     found = engine.run([grid.plan(budget) for budget in grid.budgets])
     outcome = Scaling(grid, dict(zip(grid.budgets, found, strict=True)), engine.failed)
-    outcome.law, outcome.by_count = fit_runs(outcome)
-    used = {run.result.id for runs in found for run in runs if run.result}
-    outcome.unused = len(engine.results.keys() - used)
+    outcome.law = fit_runs(outcome)
     return outcome
 
 
-def fit_runs(outcome: Scaling) -> tuple[FittedLaw | None, dict[bool, float]]:
-    """Fits a law with N counted both ways; returns the one with the smaller residuals, and the spread of both.
-
-    Returns None and no spreads for too few runs."""
-    runs, grid = outcome.finished, outcome.grid
-    D = np.array([float(run.tokens) for run in runs])
-    losses, budgets = (np.array([getattr(run, n) for run in runs]) for n in ("loss", "budget"))
-    widths = np.array([run.trial.config.n_embd for run in runs])
-
-    def enough(own: np.ndarray) -> bool:
-        kinds = len(set(widths[own])) >= FEWEST_SIZES and len(set(budgets[own])) >= FEWEST_BUDGETS
-        return kinds and own.sum() >= FEWEST_RUNS
-
-    if not enough(budgets > 0):
-        return None, {}
-    counts = {
-        embeddings: np.array([float(run.parameters(embeddings)) for run in runs])
-        for embeddings in (True, False)
-    }
-    fits = {embeddings: fit_law(N, D, losses) for embeddings, N in counts.items()}
-    spreads = {embeddings: spread for embeddings, (_, spread) in fits.items()}
-    embeddings = min(spreads, key=spreads.get)
-    (law, spread), N = fits[embeddings], counts[embeddings]
-    samples = bootstrap(N, D, losses, budgets, law)
-    held_out, smaller = None, budgets < max(budgets)
-    if enough(smaller):
-        without, _ = fit_law(N[smaller], D[smaller], losses[smaller])
-        missed = losses - ScalingLaw(*without).loss(N, D)
-        held_out = round(float(missed[~smaller].mean()), 4)
-    config, tokenizer = grid.base.config, grid.manifest["tokenizer"]
-    flops = [run.tokens * run.trial.flops_per_token for run in runs]
-    fitted = FittedLaw(
-        law.tolist(),
-        [[float(f"{value:.6g}") for value in sample] for sample in samples],
-        spread,
-        embeddings,
-        config.architecture or "gpt2",
-        tokenizer["vocab_size"],
-        config.tokens_per_sequence,
-        tokenizer["fingerprint"],
-        data_fingerprint(config.data_dir),
-        *([float(min(values)), float(max(values))] for values in (N, D, flops)),
-        asdict(grid.rules),
-        held_out,
+def fit_runs(outcome: Scaling) -> FittedLaw | None:
+    """Fits a law; returns None for too few runs."""
+    runs, config = outcome.finished, outcome.grid.base.config
+    rows = [(float(r.parameters()), float(r.tokens), r.loss, r.budget) for r in runs]
+    N, D, losses, budgets = np.array(rows).reshape(-1, 4).T
+    kinds = len(set(N)) >= FEWEST_SIZES and len(set(budgets)) >= FEWEST_BUDGETS
+    if not (kinds and len(runs) >= FEWEST_RUNS):
+        return None
+    tokenizer = outcome.grid.manifest["tokenizer"]
+    return FittedLaw(
+        **fit(N, D, losses, budgets),
+        architecture=config.architecture or "gpt2",
+        vocab_size=tokenizer["vocab_size"],
+        n_positions=config.tokens_per_sequence,
+        tokenizer=tokenizer["fingerprint"],
+        data=data_fingerprint(config.data_dir),
+        flops=float(max(run.tokens * run.trial.flops_per_token for run in runs)),
+        rules=asdict(outcome.grid.rules),
     )
-    return fitted, spreads
 
 
 class Best(NamedTuple):
@@ -265,9 +232,14 @@ class Best(NamedTuple):
 
 def best_size(law: FittedLaw, flops: float) -> Best:
     """Returns the size and the tokens of the lowest loss with `flops` FLOPs."""
-    N, D = law.point.best(flops, law.sizes)
-    many_N, many_D = law.drawn.best(flops, law.sizes)
-    return Best(float(N), float(D), bootstrap_interval(many_N), bootstrap_interval(many_D))
+
+    def chosen(law_: ScalingLaw) -> tuple[np.ndarray, np.ndarray]:
+        place = law_.best(flops, law.sizes)
+        return law.sizes.N[place], flops / law.sizes.flops[place]
+
+    N, D = chosen(law.point)
+    intervals = map(bootstrap_interval, chosen(law.drawn))
+    return Best(float(N), float(D), *intervals)
 
 
 def flops_per_second(grid: Grid, engine: Engine, device: str | None) -> float:
@@ -292,7 +264,7 @@ def memory(run: Run) -> int:
 def best_run(outcome: Scaling, flops: float) -> Run:
     """Returns the run of the lowest predicted loss with `flops` FLOPs among all sizes that can be trained."""
     law, grid = outcome.law, outcome.grid
-    place = int(np.argmin(law.point.loss(law.sizes.N, flops / law.sizes.flops)))
+    place = int(law.point.best(flops, law.sizes))
     return with_budget(grid.base.changed(**sizes()[place]), flops, grid.rules)
 
 

@@ -1,7 +1,6 @@
 """Formats a scaling study: the grid before training, then the outcome as text and as a page."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +10,11 @@ import yaml
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.estimate.law import bootstrap_interval, off
+from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, bootstrap_interval
 from gpt2_accel.files import readable_size, write_file
-from gpt2_accel.report.figures import (
-    COLOURS,
-    INK,
-    WIDE,
-    new_figure,
-    set_title,
-    short_number,
-)
+from gpt2_accel.report.figures import COLOURS, INK, WIDE, new_figure, set_title, short_number
 from gpt2_accel.report.page import Page, bullets, markdown, save_page, table
 from gpt2_accel.study.engine import Engine
-from gpt2_accel.study.law_fit import LEAST, MOST
 from gpt2_accel.study.scaling import (
     FEWEST_BUDGETS,
     FEWEST_RUNS,
@@ -39,10 +30,8 @@ from gpt2_accel.study.scaling import (
 from gpt2_accel.study.table import code_fingerprint
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-UNKNOWNS = ("E", "A", "alpha", "B", "beta")
 RUN_HEADS = ["val/loss", "parameters", "tokens"]
 LAW_HEADS = ["value", "95% interval"]
 BEST_HEADS = ["loss", "best N", "best tokens"]
@@ -105,50 +94,58 @@ def run_rows(outcome: Scaling) -> dict[str, list[str]]:
     return rows
 
 
-def law_rows(outcome: Scaling) -> dict[str, list[str]]:
-    """Returns value and interval of each parameter of the law."""
-    samples = np.array(outcome.law.samples).T
+def law_rows(law: FittedLaw) -> dict[str, list[str]]:
+    """Returns value and interval of each parameter of the law; no interval if the form does not hold."""
+    intervals = [bootstrap_interval(own) for own in np.array(law.samples).T]
     return {
-        name: [f"{value:.4g}", "{:.4g} to {:.4g}".format(*bootstrap_interval(own))]
-        for name, value, own in zip(UNKNOWNS, outcome.law.law, samples, strict=True)
+        name: [f"{value:.4g}", "{:.4g} to {:.4g}".format(*own) if law.holds else "none"]
+        for name, value, own in zip(UNKNOWNS, law.law, intervals, strict=False)
     }
 
 
 def best_rows(outcome: Scaling, target: float | None) -> dict[str, list[str]]:
     """Returns the loss, the best size and the best number of tokens for each budget and the target."""
     rows, law = {}, outcome.law
-    for flops in [*outcome.grid.budgets, *([target] if target else [])]:
+    for flops in filter(None, [*outcome.grid.budgets, target]):
         best = best_size(law, flops)
         rows[scientific(flops)] = [f"{law.point.loss(best.N, best.D):.3f}"] + [
-            f"{short(value)} ({short(low)} to {short(high)})"
+            short(value) + (f" ({short(low)} to {short(high)})" if law.holds else "")
             for value, (low, high) in ((best.N, best.N_interval), (best.D, best.D_interval))
         ]
     return rows
 
 
+def form_remarks(outcome: Scaling) -> list[str]:
+    """Returns whether the law's form holds over its runs, and the means of the residuals if it does not."""
+    law = outcome.law
+    tests = ", ".join(
+        f"by {name} {'p < 0.001' if p < 0.001 else f'p = {p:.2g}'}" for name, p in law.form.items()
+    )
+    tests = f"F tests of the residuals' means {tests or 'need more runs'}"
+    if law.holds:
+        return [
+            f"no test refuses the form of the law: {tests}; the residuals spread by {law.spread:.4f} nats"
+        ]
+    means = ", ".join(
+        f"{scientific(budget)} {np.mean(own):+.3f}"
+        for budget, (*_, own) in points_of(outcome, residuals=True).items()
+        if own
+    )
+    return [
+        f"do not extrapolate this law: its form does not hold over its own runs, and no interval covers that error ({tests}; mean "
+        f"residual in nats by FLOPs: {means}); add a larger budget and leave out the smallest"
+    ]
+
+
 def remarks(outcome: Scaling, target: float | None) -> list[str]:
-    """Returns what else is to be said: the fit, the minima, repeated data, failures."""
+    """Returns what else is to be said: the law's form, the best run, the minima, failures."""
     law, grid, lines = outcome.law, outcome.grid, []
     if law is None:
         lines.append(
             f"no law: a fit needs at least {FEWEST_RUNS} finished runs, {FEWEST_SIZES} sizes and {FEWEST_BUDGETS} budgets"
         )
     else:
-        counts = {True: "with embeddings", False: "without embeddings"}
-        lines.append(
-            f"N counts the parameters {counts[law.embeddings]}: the residuals have a standard deviation of {law.spread:.4f} nats, "
-            f"and of {outcome.by_count[not law.embeddings]:.4f} {counts[not law.embeddings]}"
-        )
-        lines += [
-            f"{name} is {value:.3g}, a bound of the search: the runs do not determine it, add budgets"
-            for name, value in zip(UNKNOWNS, law.law, strict=True)
-            if value == 0 or (name in ("alpha", "beta") and not inside(value))
-        ]
-        if law.held_out is not None:
-            lines.append(
-                f"the runs of {scientific(max(grid.budgets))} FLOPs lie {off(law.held_out)} what a law of the smaller budgets predicts, "
-                "on average: expect such an error beside the interval of a prediction"
-            )
+        lines += form_remarks(outcome)
         if target:
             run = best_run(outcome, target)
             lines.append(f"the best run with {scientific(target)} FLOPs: {described(outcome, run)}")
@@ -156,45 +153,32 @@ def remarks(outcome: Scaling, target: float | None) -> list[str]:
                 lines.append(
                     f"it reads the data {epochs:.1f} times, and the law knows no repetition: prepare more text"
                 )
+        ends = [law.sizes.N[0], law.sizes.N[-1]]
         lines += [
-            f"the best size with {scientific(flops)} FLOPs is the {'smallest' if N == law.sizes.N[0] else 'largest'} of all: the "
-            "law does not determine it"
+            f"the best size with {scientific(flops)} FLOPs is the smallest or the largest of all: the law does not determine it"
             for flops in filter(None, [*grid.budgets, target])
-            if (N := best_size(law, flops).N) in (law.sizes.N[0], law.sizes.N[-1])
+            if np.isclose(best_size(law, flops).N, ends).any()
         ]
     results = [run.result for runs in outcome.runs.values() for run in runs if run.result]
     if diverged := sum(result.diverged for result in results):
         lines.append(f"{diverged} of {len(results)} runs diverged: lower --learning_rate")
     for budget in outcome.edges:
         low = outcome.best(budget) < SIDE
-        side, more = (
+        side, why = (
             ("smaller", "do not exist, or repeat the data too often")
             if low
-            else (
-                "larger",
-                "have too few updates",
-            )
+            else ("larger", "have too few updates")
         )
         lines.append(
             f"with {scientific(budget)} FLOPs fewer than {SIDE} {side} sizes stand beside the lowest loss: its minimum is not "
-            f"certain, and {side} ones {more}"
+            f"certain, and {side} ones {why}"
         )
-    if outcome.unused:
+    if other := sum(r.result.code != code_fingerprint(grid.base.recipe) for r in outcome.finished):
         lines.append(
-            f"{outcome.unused} recorded runs are of other budgets or settings, and are not used"
-        )
-    used = [run.result for run in outcome.finished]
-    other = sum(r.code != code_fingerprint(grid.base.recipe) for r in used)
-    if other:
-        lines.append(
-            f"{other} of {len(used)} runs were recorded by other code than this: another --output_dir trains all of them again"
+            f"{other} of {len(outcome.finished)} runs were recorded by other code than this: another --output_dir trains all of "
+            "them again"
         )
     return lines + [f"run {id} failed: {reason}" for id, reason in outcome.failed.items()]
-
-
-def inside(exponent: float) -> bool:
-    """Whether an exponent is not at a bound of the search."""
-    return LEAST * 1.01 < exponent < MOST * 0.99
 
 
 def described(outcome: Scaling, run: Run) -> str:
@@ -210,7 +194,7 @@ def as_text(outcome: Scaling, target: float | None) -> str:
     """Returns the outcome as Markdown tables and remarks. `target` is in FLOPs."""
     parts = [markdown(["FLOPs", *RUN_HEADS], run_rows(outcome))]
     if outcome.law is not None:
-        parts.append(markdown(["law", *LAW_HEADS], law_rows(outcome)))
+        parts.append(markdown(["law", *LAW_HEADS], law_rows(outcome.law)))
         parts.append(markdown(["FLOPs", *BEST_HEADS], best_rows(outcome, target)))
     parts.append("\n".join(f"- {line}" for line in remarks(outcome, target)))
     return "\n\n".join(parts)
@@ -228,108 +212,55 @@ def write_best(outcome: Scaling, flops: float, folder: Path) -> Path:
 
 def write_page(outcome: Scaling, folder: Path, target: float | None) -> Path:
     """Writes `scaling.html` into `folder`; returns its path."""
-    page = Page()
-    if outcome.law is not None:
+    page, law = Page(), outcome.law
+    if law is not None:
         page.section("Best size", table(BEST_HEADS, best_rows(outcome, target)))
     page.section("Remarks", bullets(remarks(outcome, target)))
     caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
-    draw = partial(budgets_figure, outcome)
+    draw = partial(runs_figure, outcome, residuals=False)
     page.section("Equal FLOPs", page.picture("budgets", draw, caption))
-    if outcome.law is not None:
-        caption = "The measured loss less that of the law. A pattern would mean that the law has the wrong form."
-        draw = partial(residuals_figure, outcome)
+    if law is not None:
+        caption = "The measured loss less that of the law. A pattern means that the law has the wrong form."
+        draw = partial(runs_figure, outcome, residuals=True)
         page.section("Residuals", page.picture("residuals", draw, caption))
-        caption = "The line is the law's best, the band its 95% interval; points are the lowest losses of the grid."
-        draw = partial(best_figure, outcome, target)
-        page.section("Best size and tokens", page.picture("best", draw, caption))
-        page.section("Law", table(LAW_HEADS, law_rows(outcome)))
+        page.section("Law", table(LAW_HEADS, law_rows(law)))
     page.section("Runs", table(RUN_HEADS, run_rows(outcome)))
     return save_page(page, "Scaling law", folder, "scaling.html")
 
 
-def log_axis(axis: object, steps: Sequence[float] = (1, 2, 5)) -> None:
-    """Labels a logarithmic axis at `steps` of each decade."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=steps))
-    axis.set_minor_locator(NullLocator())
-
-
-def size_axis(ax: "Axes", outcome: Scaling) -> None:
-    """Makes the horizontal axis one of parameters."""
-    ax.set_xscale("log")
-    log_axis(ax.xaxis)
-    ax.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    count = "" if outcome.law is None or outcome.law.embeddings else " without embeddings"
-    ax.set_xlabel(f"parameters{count}")
-
-
-def points_of(outcome: Scaling) -> dict[float, tuple[list[float], list[float], list[float]]]:
-    """Returns N as the law counts it, D and the loss of the finished runs, by budget."""
-    embeddings = outcome.law is None or outcome.law.embeddings
+def points_of(outcome: Scaling, residuals: bool) -> dict[float, tuple[list[float], list[float]]]:
+    """Returns N and the loss of the finished runs, or the loss less that of the law, by budget."""
     found = {}
     for budget, runs in outcome.runs.items():
-        own = [r for r in runs if math.isfinite(r.loss)]
-        found[budget] = (
-            [float(run.parameters(embeddings)) for run in own],
-            [float(run.tokens) for run in own],
-            [run.loss for run in own],
-        )
+        own = [run for run in runs if math.isfinite(run.loss)]
+        N = [float(run.parameters()) for run in own]
+        laws = [residuals and outcome.law.point.loss(run.parameters(), run.tokens) for run in own]
+        found[budget] = N, [run.loss - law for run, law in zip(own, laws, strict=True)]
     return found
 
 
-def budgets_figure(outcome: Scaling, width: float) -> "Figure":
-    """Draws the loss over the size for each budget, with the law's curves."""
-    figure, [[ax]] = new_figure(width, 4.2 if width == WIDE else 3.6)
-    for number, (budget, (N, _, losses)) in enumerate(points_of(outcome).items()):
-        colour = COLOURS[number % len(COLOURS)]
-        ax.plot(N, losses, "o", color=colour, markersize=4, label=scientific(budget))
-        if outcome.law is not None and N:
-            x = np.geomspace(min(N), max(N), 100)
-            each = np.exp(outcome.law.sizes.log_flops(np.log(x)))
-            ax.plot(x, outcome.law.point.loss(x, budget / each), color=colour, linewidth=1.3)
-    size_axis(ax, outcome)
-    set_title(ax, "val/loss in nats per token, by budget in FLOPs")
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8)
-    return figure
+def runs_figure(outcome: Scaling, width: float, residuals: bool) -> "Figure":
+    """Draws the loss over the size for each budget, with the law's curves, or the residuals."""
+    from matplotlib.ticker import LogLocator, NullLocator
 
-
-def residuals_figure(outcome: Scaling, width: float) -> "Figure":
-    """Draws the measured loss less the law's, over the size."""
-    figure, [[ax]] = new_figure(width, 2.8)
-    for number, (N, D, losses) in enumerate(points_of(outcome).values()):
-        law = outcome.law.point.loss(np.array(N), np.array(D))
-        ax.plot(N, np.array(losses) - law, "o", color=COLOURS[number % len(COLOURS)], markersize=4)
-    ax.axhline(0, color=INK, linewidth=1)
-    size_axis(ax, outcome)
-    set_title(ax, "measured loss less the law's, in nats per token")
-    return figure
-
-
-def best_figure(outcome: Scaling, target: float | None, width: float) -> "Figure":
-    """Draws the best size and the best number of tokens over the FLOPs, with their intervals."""
-    rows, columns = (1, 2) if width == WIDE else (2, 1)
-    figure, axes = new_figure(width, 3.2 * rows, rows, columns)
-    budgets = outcome.grid.budgets
-    x = np.geomspace(min(budgets) / 1.5, 1.5 * max(*budgets, target or 0), 24)
-    best = [best_size(outcome.law, flops) for flops in x]
-    points = points_of(outcome)
-    for index, (ax, name) in enumerate(zip(axes.flat, ("best size", "best tokens"), strict=True)):
-        low, high = np.array([found[index + 2] for found in best]).T
-        ax.fill_between(x, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
-        ax.plot(x, [found[index] for found in best], color=COLOURS[0])
-        for budget in budgets:
-            values, losses = points[budget][index], points[budget][2]
-            if losses:
-                ax.plot(budget, values[np.argmin(losses)], "o", color=COLOURS[1], markersize=4)
-        if target:
-            ax.axvline(target, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        log_axis(ax.xaxis, (1, 3))
-        log_axis(ax.yaxis)
-        ax.xaxis.set_major_formatter(lambda value, _: scientific(value))
-        ax.yaxis.set_major_formatter(lambda value, _: short_number(value))
-        ax.set_xlabel("FLOPs")
-        set_title(ax, name + (", with the target" if target else ""))
+    figure, [[ax]] = new_figure(width, 2.8 if residuals else 4.2 if width == WIDE else 3.6)
+    for number, (budget, (N, values)) in enumerate(points_of(outcome, residuals).items()):
+        style = {"color": COLOURS[number % len(COLOURS)], "label": scientific(budget)}
+        ax.plot(N, values, "o", markersize=4, **style)
+        if outcome.law is not None and N and not residuals:
+            known = outcome.law.sizes
+            x, each = np.array(known)[:, (known.N >= min(N)) & (known.N <= max(N))]
+            law = outcome.law.point.loss(x, budget / each)
+            ax.plot(x, law, color=style["color"], linewidth=1.3)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    ax.set_xlabel("parameters")
+    if residuals:
+        ax.axhline(0, color=INK, linewidth=1)
+        set_title(ax, "measured loss less the law's, in nats per token")
+    else:
+        set_title(ax, "val/loss in nats per token, by budget in FLOPs")
+        ax.legend(frameon=False, labelcolor=INK, fontsize=8)
     return figure

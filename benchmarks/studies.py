@@ -1,0 +1,194 @@
+"""Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/studies/optimizers.md.
+
+`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_studies.py` compares the pages.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw
+from gpt2_accel.study.intervals import interval
+from gpt2_accel.study.law_fit import fit
+
+Rows = dict[str, Sequence[str]]
+# Budgets in FLOPs, parameters and tokens of the run that was predicted: 2 layers of 160.
+LAWS = (
+    ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096)),
+    ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192)),
+)
+SETTINGS = (
+    "optimizer",
+    "learning_rate",
+    "total_batch_size",
+    "lr_schedule",
+    "min_lr_ratio",
+    "weight_decay",
+)
+SETTINGS += ("beta2", "warmup_share")
+# The settings by `SETTINGS`, those of the page's first table first; then what the second table compares with them.
+OPTIMIZERS = {
+    "Python's library": (
+        "muon_python.csv",
+        ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9999, 0.1),
+        ("muon", 0.022, 768, "linear", 0.03, 0.1, 0.999, 0.05),
+        ("AdamW, β2 0.9998", ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9998, 0.1)),
+    ),
+    "tiny Shakespeare": (
+        "muon_shakespeare.csv",
+        ("adamw", 0.0056, 192, "wsd", 0.03, 0.03, 0.8, 0.1),
+        ("muon", 0.011, 384, "linear", 0.0, 0.1, 0.95, 0.003),
+        (
+            "Muon, last rate 3%, decay 0.03, warmup 0.1%",
+            ("muon", 0.011, 384, "linear", 0.03, 0.03, 0.95, 0.001),
+        ),
+    ),
+}
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a study's table, with numbers and settings."""
+    with path.open(encoding="utf-8") as file:
+        rows = [{**row, **json.loads(row["settings"])} for row in csv.DictReader(file)]
+    for row in rows:
+        row |= {name: float(row[name]) for name in ("parameters", "tokens", "flops", "loss")}
+        row["warmup_share"] = row.get("warmup_steps", 0) / row["max_steps"]
+    return rows
+
+
+def scaling(folder: Path) -> str:
+    """Returns the table of both laws: the fit, the tests of its form, the predictions."""
+    path = Path(folder) / "cpu/scaling/runs.csv"
+    columns = [law_column(read_runs(path), *law) for law in LAWS] if path.exists() else []
+    if not columns:
+        return ""
+    return markdown(
+        ("", "first", "second"), {name: [c[name] for c in columns] for name in columns[0]}
+    )
+
+
+def law_column(
+    runs: list[dict], budgets: Sequence[float], target: tuple[int, int]
+) -> dict[str, str]:
+    """Returns the cells of one law."""
+    nearest = [min(budgets, key=lambda b, run=run: abs(math.log(run["flops"] / b))) for run in runs]
+    own = [
+        (run["parameters"], run["tokens"], run["loss"], budget)
+        for run, budget in zip(runs, nearest, strict=True)
+        if abs(run["flops"] / budget - 1) < 0.05  # whole updates
+    ]
+    N, D, losses, of = np.array(own).T
+    law = FittedLaw(**fit(N, D, losses, of), **known(runs))
+    residuals = losses - law.point.loss(N, D)
+    low, high = law.interval(*target)
+    powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
+    return {
+        "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(own)} runs",
+        **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law.law, strict=True)},
+        "standard deviation of the residuals": f"{law.spread:.3f}",
+        "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
+        **{
+            f"F test by {name}": "p < 0.001" if p < 0.001 else f"p = {p:.2f}"
+            for name, p in law.form.items()
+        },
+        "the form": "holds" if law.holds else "refused",
+        "target": f"2 layers of 160, {target[1] / 1e6:.2f}M tokens",
+        "the law's loss there": f"{law.point.loss(*target):.3f}",
+        "95% interval, if the form held": f"{low:.3f} to {high:.3f}",
+    }
+
+
+def known(runs: list[dict]) -> dict[str, Any]:
+    """Returns what a `FittedLaw` has of its runs beside the fit."""
+    names = {"architecture": "gpt2", "vocab_size": 1024, "n_positions": 128}
+    flops = max(run["flops"] for run in runs)
+    return {**names, "tokenizer": "", "data": "", "flops": flops, "rules": {}}
+
+
+def rates(folder: Path) -> str:
+    """Returns the lowest loss of each width, and the minimum of a parabola in the logarithm of the rate through the lowest loss and
+    up to two neighbours on each side."""
+    path = Path(folder) / "cpu/scaling_rates.csv"
+    if not path.exists():
+        return ""
+    by_width: dict[int, dict[float, float]] = {}
+    for run in read_runs(path):
+        by_width.setdefault(run["n_embd"], {})[run["learning_rate"]] = run["loss"]
+    rows = {}
+    for width, losses in sorted(by_width.items()):
+        tried, best = sorted(losses), min(losses, key=losses.get)
+        near = tried[max(0, tried.index(best) - 2) : tried.index(best) + 3]
+        a, b, _ = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
+        lowest = f"{losses[best]:.3f} at {best:g}"
+        rows[str(width)] = [
+            f"{tried[0]:g} to {tried[-1]:g}",
+            lowest,
+            f"{math.exp(-b / (2 * a)):.4f}",
+        ]
+    return markdown(("width", "rates", "lowest loss", "minimum of the parabola"), rows)
+
+
+def optimizers(folder: Path) -> str:
+    """Returns the tables of AdamW and Muon: the losses, and what other settings of the same study reach."""
+    first, second, shares = {}, {}, []
+    for corpus, (name, adamw, muon, (title, other)) in OPTIMIZERS.items():
+        path = Path(folder) / "cpu" / name
+        if not path.exists():
+            return ""
+        runs = read_runs(path)
+        a, m, o = (losses_of(runs, settings) for settings in (adamw, muon, other))
+        base = a if other[0] == "adamw" else m
+        for tokens in sorted(a):
+            key = f"{corpus} | {tokens:,.0f}"
+            difference = plus_minus(m[tokens] - a[tokens], "+.4f")
+            first[key] = [plus_minus(a[tokens]), plus_minus(m[tokens]), difference]
+            change = plus_minus(o[tokens] - base[tokens], "+.4f")
+            second[key] = [title, plus_minus(o[tokens]), change]
+        shares.append(f"{share(a, m)} on {corpus}")
+    heads = ("corpus", "tokens")
+    return (
+        f"{markdown((*heads, 'AdamW', 'Muon', 'Muon - AdamW'), first)}\n\n"
+        f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}.\n\n"
+        f"{markdown((*heads, 'other settings', 'loss', 'change to the table above'), second)}"
+    )
+
+
+def losses_of(runs: list[dict], settings: Sequence) -> dict[float, np.ndarray]:
+    """Returns the losses of the seeds 1 to 5 by tokens, for settings by `SETTINGS`."""
+    found: dict[float, dict[int, float]] = {}
+    for run in runs:
+        warmup = abs(run["warmup_share"] - settings[-1]) <= 0.6 / run["max_steps"]
+        same = warmup and all(
+            run[name] == value for name, value in zip(SETTINGS[:-1], settings, strict=False)
+        )
+        if same and run["seed"]:
+            found.setdefault(run["tokens"], {})[run["seed"]] = run["loss"]
+    return {tokens: np.array([own[seed] for seed in range(1, 6)]) for tokens, own in found.items()}
+
+
+def share(adamw: dict[float, np.ndarray], muon: dict[float, np.ndarray]) -> str:
+    """Returns the share of tokens, on the line through Muon's losses over the logarithm of the tokens, for each seed."""
+    logs, last = np.log(sorted(muon)), max(adamw)
+    shares = []
+    for seed, goal in enumerate(adamw[last]):
+        curve = [muon[tokens][seed] for tokens in sorted(muon)]
+        shares.append(math.exp(np.interp(-goal, [-loss for loss in curve], logs)) / last)
+    mean, half = interval(shares)
+    return f"{mean:.1%} ± {half:.1%}"
+
+
+def plus_minus(values: np.ndarray, form: str = ".3f") -> str:
+    """Formats the mean ± half the width of the 95% interval."""
+    mean, half = interval(values.tolist())
+    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
+
+
+def markdown(heads: Sequence[str], rows: Rows) -> str:
+    """Formats a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *([title, *cells] for title, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

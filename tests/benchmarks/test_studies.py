@@ -1,0 +1,53 @@
+"""The published studies: what the pages say follows from the recorded runs."""
+
+import json
+import re
+import statistics
+
+import pytest
+from launching import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+PAGES = {"scaling": "scaling", "rates": "scaling", "optimizers": "studies/optimizers"}
+NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e\d+)?")
+
+
+@pytest.mark.parametrize("section", PAGES)
+def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(section, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import studies
+
+    page = (ROOT / f"docs/{PAGES[section]}.md").read_text()
+    shown = (
+        page.split(f"<!-- bench {section} -->")[1].split(f"<!-- /bench {section} -->")[0].strip()
+    )
+    found = getattr(studies, section)(RESULTS)
+    assert NUMBER.sub("", shown) == NUMBER.sub("", found)
+    numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (shown, found)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=0.0011)
+
+
+def test_the_predictions_are_those_of_the_laws_by_today_s_code(monkeypatch):
+    """The files were written before the runs; today's fit gives the same losses."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import studies
+
+    shown = re.findall(r"the law's loss there \| (\S+) \| (\S+) \|", studies.scaling(RESULTS))
+    for value, target in zip(shown[0], ("1e14", "2e14"), strict=True):
+        first = (RESULTS / f"cpu/scaling/best-{target}.yaml").read_text().splitlines()[0]
+        assert float(value) == pytest.approx(
+            float(re.search(r"val/loss (\S+),", first)[1]), abs=1e-3
+        )
+
+
+@pytest.mark.parametrize("size", ["gpt2", "baby", "qwen3"])
+def test_a_trainer_s_ratio_follows_from_the_seconds_beside_it(size):
+    result = json.loads((RESULTS / f"cpu/training-{size}.json").read_text())
+    for name, ratio in result["speed"].items():
+        beside = "gpt2_accel, Qwen3" if size == "qwen3" else "gpt2_accel"
+        own = result["contestants"][beside]["seconds"]
+        own = result.get("own_seconds", {}).get(name, own)
+        rival = result["contestants"][name]["seconds"]
+        pairs = [a / b for a, b in zip(rival, own, strict=True)]
+        assert ratio["median"] == pytest.approx(statistics.median(pairs))
+        assert [ratio["low"], ratio["high"]] == pytest.approx([min(pairs), max(pairs)])
