@@ -85,7 +85,6 @@ def law_column(
     N, D, losses, of = np.array(own).T
     law = FittedLaw(**fit(N, D, losses, of), **known(runs))
     residuals = losses - law.point.loss(N, D)
-    low, high = law.interval(*target)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {
         "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(own)} runs",
@@ -96,10 +95,8 @@ def law_column(
             f"F test by {name}": "p < 0.001" if p < 0.001 else f"p = {p:.2f}"
             for name, p in law.form.items()
         },
-        "the form": "holds" if law.holds else "refused",
-        "target": f"2 layers of 160, {target[1] / 1e6:.2f}M tokens",
-        "the law's loss there": f"{law.point.loss(*target):.3f}",
-        "95% interval, if the form held": f"{low:.3f} to {high:.3f}",
+        "form": "holds" if law.holds else "refused",
+        "loss of 2 layers of 160": f"{law.point.loss(*target):.3f} after {target[1] / 1e6:.2f}M tokens",
     }
 
 

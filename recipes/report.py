@@ -3,8 +3,8 @@
     python recipes/report.py runs/quickstart
     python recipes/report.py runs/a runs/b --output_dir compared
 
-It shows curves over tokens, time and FLOPs, and samples; `--text` also the attention of the newest weights on a text.
-Running and killed runs are drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
+It shows curves over tokens, time and FLOPs, evaluations, samples and settings. Running and killed runs are drawn up to their last
+line. Needs matplotlib: pip install 'matplotlib>=3.9'.
 """
 
 import argparse
@@ -22,16 +22,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--output_dir", help="where to write; default the folder report of the first"
     )
-    parser.add_argument("--text", help="text on which to draw the attention")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
     runs = [read_run(folder) for folder in options.runs]
-    path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report", options.text)
+    path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report")
     for run in runs:
-        for problem in dict.fromkeys(run.problems):
+        for problem in run.problems:
             print(f"{run.folder}: {problem}")
     print(f"{path} and {len(list(path.parent.glob('*.png')))} PNGs beside it")
 

@@ -17,6 +17,9 @@ from gpt2_accel.estimate.law import UNKNOWNS, ScalingLaw
 STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
 SAMPLES = 400
+# Few runs vary less in refits than in truth: without it, simulated 95% intervals cover in 93% to 95% of studies, with it in 95%
+# to 97%.
+WIDER = 1.1
 
 
 def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> dict[str, Any]:
@@ -63,10 +66,10 @@ def bootstrap(
     N: np.ndarray, D: np.ndarray, law: np.ndarray, spread: float, samples: int = SAMPLES
 ) -> np.ndarray:
     """Returns draws of the law and of the standard deviation of the noise, (samples, 6), by the parametric bootstrap: the law's
-    losses with fresh normal noise, fitted again. The standard deviation of a draw is `spread` over the root of chi-squared
-    over its degrees of freedom, as in Student's t.
+    losses with fresh normal noise, fitted again. The standard deviation of a draw is `WIDER` times `spread` over the root of
+    chi-squared over its degrees of freedom, as in Student's t.
 
-    If the form is right and the noise normal and of one size, 2.5% and 97.5% quantiles cover the truth in about 95% of
+    If the form is right and the noise normal and of one size, 2.5% and 97.5% quantiles cover the truth in at least 95% of
     studies (tests/study/test_law.py).
     """
     random, free = np.random.default_rng(0), max(1, len(N) - len(UNKNOWNS))
@@ -74,7 +77,7 @@ def bootstrap(
     start = np.clip(law[[2, 4]], 1.01 * LEAST, 0.99 * MOST)
     found = []
     for _ in range(samples):
-        noise = spread * math.sqrt(free / random.chisquare(free))
+        noise = WIDER * spread * math.sqrt(free / random.chisquare(free))
         drawn, _ = fit_law(N, D, truth + noise * random.normal(size=len(N)), [start])
         found.append([*drawn, noise])
     return np.array(found)

@@ -248,8 +248,8 @@ def runs_figure(outcome: Scaling, width: float, residuals: bool) -> "Figure":
         style = {"color": COLOURS[number % len(COLOURS)], "label": scientific(budget)}
         ax.plot(N, values, "o", markersize=4, **style)
         if outcome.law is not None and N and not residuals:
-            known = outcome.law.sizes
-            x, each = np.array(known)[:, (known.N >= min(N)) & (known.N <= max(N))]
+            x = np.geomspace(min(N), max(N), 100)
+            each = np.exp(np.interp(np.log(x), *np.log(outcome.law.sizes)))
             law = outcome.law.point.loss(x, budget / each)
             ax.plot(x, law, color=style["color"], linewidth=1.3)
     ax.set_xscale("log")

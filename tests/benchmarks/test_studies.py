@@ -32,7 +32,9 @@ def test_the_predictions_are_those_of_the_laws_by_today_s_code(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import studies
 
-    shown = re.findall(r"the law's loss there \| (\S+) \| (\S+) \|", studies.scaling(RESULTS))
+    shown = re.findall(
+        r"loss of 2 layers of 160 \| (\S+) after \S+ tokens \| (\S+)", studies.scaling(RESULTS)
+    )
     for value, target in zip(shown[0], ("1e14", "2e14"), strict=True):
         first = (RESULTS / f"cpu/scaling/best-{target}.yaml").read_text().splitlines()[0]
         assert float(value) == pytest.approx(

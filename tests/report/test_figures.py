@@ -1,12 +1,14 @@
 """Figures of metrics."""
 
 import errno
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import run, tiny_config
 
+from gpt2_accel.report.page import Page, add_curves, table_of_runs
 from gpt2_accel.report.reader import Run
 
 pytest.importorskip("matplotlib")
@@ -14,14 +16,6 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from gpt2_accel.report import figures
-
-
-def test_gpt2s_hellaswag_is_drawn_beside_the_metric_that_it_is(tmp_path):
-    lines = [{"step": 1, "tokens": 8, "hellaswag/acc_norm_per_token": 0.25}]
-    run = Run(tmp_path, "run", lines=lines)
-    figure = figures.metrics_figure([run], ["hellaswag/acc_norm_per_token"])
-    svg = figures.themed_svg(figure)
-    assert "GPT-2 124M: 0.2945 (build-nanogpt)" in svg and "HellaSwag accuracy" in svg
 
 
 def test_the_legend_names_what_is_drawn_and_a_single_point_has_a_marker(tmp_path):
@@ -34,9 +28,9 @@ def test_the_legend_names_what_is_drawn_and_a_single_point_has_a_marker(tmp_path
     [ax] = figures.loss_figure(runs).axes
     named = [line.get_label() for line in ax.get_legend().get_lines()]
     assert named == ["evaluated", "training only"]
-    drawn = {line.get_gid(): line for line in ax.get_lines() if len(line.get_xdata())}
-    for curve in ("evaluated, training", "evaluated, validation", "training only, training"):
-        assert drawn[curve].get_marker() == "o", curve
+    drawn = [line for line in ax.get_lines() if len(line.get_xdata())]
+    assert len(drawn) == 5  # of each training loss the curve and its average
+    assert [line.get_marker() for line in drawn if line.get_linewidth() >= 1] == ["o"] * 3
     assert figures.loss_figure(runs[2:]).axes[0].get_legend() is None
 
 
@@ -47,6 +41,44 @@ def test_the_axis_of_a_short_run_shows_its_first_loss(tmp_path):
         lines = [{"step": n, "tokens": n, "train/loss": y} for n, y in enumerate(losses)]
         [ax] = figures.loss_figure([Run(tmp_path, "run", lines=lines)]).axes
         assert bool(ax.get_ylim()[1] > 6.7) == whole
+
+
+@pytest.mark.parametrize("updates", [2, 20, 19_000])
+def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
+    """No chart of one value or of standard errors, no axis of 0.2% of a value, no labels that collide."""
+    every = max(1, updates // 20)
+    lines = [
+        {"step": n, "tokens": n * 524_288, "train/loss": 3 + 8 / n, "train/memory_gb": 60.1}
+        for n in range(1, updates + 1)
+    ]
+    for line in lines[every - 1 :: every]:
+        line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
+        line |= {
+            "val/perplexity": 20 + 1e5 / line["step"],
+            "val/steady": 1 + line["step"] * 1e-9,
+        }
+    lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+    run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
+    drawn = Page()
+    add_curves(drawn, [run])
+    titles = [ax.get_title(loc="left") for ax in drawn.figures["evaluations"].axes]
+    assert titles[:2] == ["validation perplexity", "validation steady"]
+    assert not any("HellaSwag" in title or "stderr" in title for title in titles)
+    table = table_of_runs([run])
+    assert "HellaSwag accuracy" in table and "0.2500 ± 0.0100" in table
+    assert "validation loss in nats per token" in table and "val/" not in table
+    for name, figure in drawn.figures.items():
+        renderer = figure._get_renderer()
+        for ax in filter(lambda ax: ax.get_visible(), figure.axes):
+            low, high = ax.get_ylim()
+            assert high - low >= figures.LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
+            for axis in (ax.xaxis, ax.yaxis):
+                labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
+                labels = [box for box in labels if box.width]
+                assert not any(a.overlaps(b) for a, b in pairwise(labels)), name
+    if updates == 19_000:  # the fall at the start does not flatten the rest
+        assert drawn.figures["evaluations"].axes[0].get_ylim()[1] < 100
+        assert drawn.figures["loss"].axes[0].get_ylim()[1] < 4
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(data_dir, tmp_path, monkeypatch):
