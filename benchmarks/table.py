@@ -9,8 +9,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from published import optimizers, rates, scaling
 from results import RESULTS, read_result
-from studies import optimizers, rates, scaling
 
 from gpt2_accel.report.figures import COLOURS, INK, NARROW, new_figure, set_title
 

@@ -162,12 +162,6 @@ NOT_RUN = {
     "runs/scaling_laws/best.yaml": "trains for long",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --data_dir data/mine "
     "--depth 4 --law runs/scaling_laws/law.json --output_dir runs/depth4": "trains for long",
-    "python recipes/prepare_data.py text .venv/lib/python3.11/site-packages --pattern *.py --unique --tokenizer bpe "
-    "--vocab_size 1024 --data_dir data/python_packages": "tokenizes for long",
-    "python recipes/scaling_laws.py --data_dir data/python_packages --budgets 5e11 1e12 2e12 4e12 1e13 "
-    "--target_flops 1e14": "trains for long",
-    "python recipes/scaling_laws.py --data_dir data/python_packages --budgets 2e12 4e12 1e13 2e13 "
-    "--target_flops 2e14": "trains for long",
     "pip install 'transformers[serving]>=5.17'": "installs",
     "pip install 'trl>=1.16' 'peft>=0.18'": "installs",
     "pip install 'gguf>=0.17' 'onnx>=1.20' 'onnxscript>=0.7'": "installs",

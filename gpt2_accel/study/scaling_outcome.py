@@ -32,10 +32,6 @@ from gpt2_accel.study.table import code_fingerprint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RUN_HEADS = ["val/loss", "parameters", "tokens"]
-LAW_HEADS = ["value", "95% interval"]
-BEST_HEADS = ["loss", "best N", "best tokens"]
-
 
 def scientific(value: float) -> str:
     """Formats FLOPs: 1e12, 3.5e13."""
@@ -70,7 +66,17 @@ def grid_as_text(grid: Grid, engine: Engine, speed: float) -> str:
             f"{grid.epochs(run):.2g}",
             readable_size(memory(run)),
         ]
-    heads = ["run", "layers", *RUN_HEADS[1:], "batch", "rate", "updates", "epochs", "memory"]
+    heads = [
+        "run",
+        "layers",
+        "parameters",
+        "tokens",
+        "batch",
+        "rate",
+        "updates",
+        "epochs",
+        "memory",
+    ]
     missing = [run for run in runs if not engine.knows(run.trial)]
     seconds = sum(run.budget for run in missing) / speed
     lines = [
@@ -190,14 +196,19 @@ def described(outcome: Scaling, run: Run) -> str:
     )
 
 
+def tables(outcome: Scaling, target: float | None) -> dict[str, tuple[list[str], dict]]:
+    """Returns heads and rows of the outcome's tables, by title."""
+    found = {"Runs": (["FLOPs", "val/loss", "parameters", "tokens"], run_rows(outcome))}
+    if outcome.law is not None:
+        found["Law"] = ["law", "value", "95% interval"], law_rows(outcome.law)
+        found["Best size"] = ["FLOPs", "loss", "best N", "best tokens"], best_rows(outcome, target)
+    return found
+
+
 def as_text(outcome: Scaling, target: float | None) -> str:
     """Returns the outcome as Markdown tables and remarks. `target` is in FLOPs."""
-    parts = [markdown(["FLOPs", *RUN_HEADS], run_rows(outcome))]
-    if outcome.law is not None:
-        parts.append(markdown(["law", *LAW_HEADS], law_rows(outcome.law)))
-        parts.append(markdown(["FLOPs", *BEST_HEADS], best_rows(outcome, target)))
-    parts.append("\n".join(f"- {line}" for line in remarks(outcome, target)))
-    return "\n\n".join(parts)
+    lines = "\n".join(f"- {line}" for line in remarks(outcome, target))
+    return "\n\n".join([*(markdown(*own) for own in tables(outcome, target).values()), lines])
 
 
 def write_best(outcome: Scaling, flops: float, folder: Path) -> Path:
@@ -212,19 +223,17 @@ def write_best(outcome: Scaling, flops: float, folder: Path) -> Path:
 
 def write_page(outcome: Scaling, folder: Path, target: float | None) -> Path:
     """Writes `scaling.html` into `folder`; returns its path."""
-    page, law = Page(), outcome.law
-    if law is not None:
-        page.section("Best size", table(BEST_HEADS, best_rows(outcome, target)))
+    page = Page()
     page.section("Remarks", bullets(remarks(outcome, target)))
     caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
     draw = partial(runs_figure, outcome, residuals=False)
     page.section("Equal FLOPs", page.picture("budgets", draw, caption))
-    if law is not None:
+    if outcome.law is not None:
         caption = "The measured loss less that of the law. A pattern means that the law has the wrong form."
         draw = partial(runs_figure, outcome, residuals=True)
         page.section("Residuals", page.picture("residuals", draw, caption))
-        page.section("Law", table(LAW_HEADS, law_rows(law)))
-    page.section("Runs", table(RUN_HEADS, run_rows(outcome)))
+    for title, (heads, rows) in reversed(tables(outcome, target).items()):
+        page.section(title, table(heads[1:], rows))
     return save_page(page, "Scaling law", folder, "scaling.html")
 
 

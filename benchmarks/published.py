@@ -1,6 +1,6 @@
 """Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/studies/optimizers.md.
 
-`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_studies.py` compares the pages.
+`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_published.py` compares the pages.
 """
 
 import csv

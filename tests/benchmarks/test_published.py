@@ -15,13 +15,13 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e\d+)?")
 @pytest.mark.parametrize("section", PAGES)
 def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(section, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import studies
+    import published
 
     page = (ROOT / f"docs/{PAGES[section]}.md").read_text()
     shown = (
         page.split(f"<!-- bench {section} -->")[1].split(f"<!-- /bench {section} -->")[0].strip()
     )
-    found = getattr(studies, section)(RESULTS)
+    found = getattr(published, section)(RESULTS)
     assert NUMBER.sub("", shown) == NUMBER.sub("", found)
     numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (shown, found)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=0.0011)
@@ -30,10 +30,10 @@ def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(sectio
 def test_the_predictions_are_those_of_the_laws_by_today_s_code(monkeypatch):
     """The files were written before the runs; today's fit gives the same losses."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import studies
+    import published
 
     shown = re.findall(
-        r"loss of 2 layers of 160 \| (\S+) after \S+ tokens \| (\S+)", studies.scaling(RESULTS)
+        r"loss of 2 layers of 160 \| (\S+) after \S+ tokens \| (\S+)", published.scaling(RESULTS)
     )
     for value, target in zip(shown[0], ("1e14", "2e14"), strict=True):
         first = (RESULTS / f"cpu/scaling/best-{target}.yaml").read_text().splitlines()[0]
