@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw
+from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, ScalingLaw, bootstrap_interval
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.law_fit import fit
 
 Rows = dict[str, Sequence[str]]
-# Budgets in FLOPs, parameters and tokens of the run that was predicted: 2 layers of 160.
+# Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
-    ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096)),
-    ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192)),
+    ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096), "law-1e14.json"),
+    ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192), "law-2e14.json"),
 )
 SETTINGS = (
     "optimizer",
@@ -63,13 +63,30 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 def scaling(folder: Path) -> str:
     """Returns the table of both laws: the fit, the tests of its form, the predictions."""
-    path = Path(folder) / "cpu/scaling/runs.csv"
-    columns = [law_column(read_runs(path), *law) for law in LAWS] if path.exists() else []
-    if not columns:
+    folder = Path(folder) / "cpu/scaling"
+    if not folder.exists():
         return ""
-    return markdown(
-        ("", "first", "second"), {name: [c[name] for c in columns] for name in columns[0]}
+    runs = read_runs(folder / "runs.csv")
+    columns = [
+        law_column(runs, budgets, target)
+        | {"predicted before the run": predicted(folder / name, target)}
+        for budgets, target, name in LAWS
+    ]
+    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    return markdown(("", "first", "second"), rows)
+
+
+def predicted(path: Path, target: tuple[int, int]) -> str:
+    """Returns the prediction and the interval that the release of that day computed from a law's draws: their quantiles and 1.96
+    standard deviations of the residuals, as roots of sums of squares."""
+    law = json.loads(path.read_text(encoding="utf-8"))
+    loss = ScalingLaw(*law["law"]).loss(*target)
+    drawn = ScalingLaw(*np.array(law["samples"]).T).loss(*target)
+    low, high = (
+        loss + math.copysign(math.hypot(end - loss, 1.96 * law["spread"]), end - loss)
+        for end in bootstrap_interval(drawn)
     )
+    return f"{loss:.3f}, {low:.3f} to {high:.3f}"
 
 
 def law_column(

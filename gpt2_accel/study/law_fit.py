@@ -18,7 +18,7 @@ STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
 SAMPLES = 400
 # Few runs vary less in refits than in truth: without it, simulated 95% intervals cover in 93% to 95% of studies, with it in 95%
-# to 97% (1,000 studies of three grids).
+# to 97% (1,000 studies of each of two grids).
 WIDER = 1.1
 
 

@@ -160,11 +160,15 @@ def remarks(outcome: Scaling, target: float | None) -> list[str]:
                     f"it reads the data {epochs:.1f} times, and the law knows no repetition: prepare more text"
                 )
         ends = [law.sizes.N[0], law.sizes.N[-1]]
-        lines += [
-            f"the best size with {scientific(flops)} FLOPs is the smallest or the largest of all: the law does not determine it"
+        at_end = [
+            scientific(flops)
             for flops in filter(None, [*grid.budgets, target])
-            if np.isclose(best_size(law, flops).N, ends).any()
+            if best_size(law, flops).N in ends
         ]
+        if at_end:
+            lines.append(
+                f"the best size with {', '.join(at_end)} FLOPs is the smallest or the largest of all: the law does not determine it"
+            )
     results = [run.result for runs in outcome.runs.values() for run in runs if run.result]
     if diverged := sum(result.diverged for result in results):
         lines.append(f"{diverged} of {len(results)} runs diverged: lower --learning_rate")
