@@ -40,7 +40,7 @@ LOCAL = {
         f"web --config default {CORPUS}"
     ),
     "python recipes/prepare_data.py openwebtext --data_dir data/openwebtext": f"web {CORPUS}",
-    "python recipes/prepare_data.py text crawl/ more.jsonl.zst --data_dir data/mine": (
+    "python recipes/prepare_data.py text my_texts/ more.jsonl.zst --data_dir data/mine": (
         f"--data_dir data/more {CORPUS}"
     ),
     "python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/stories": CORPUS,
@@ -241,11 +241,10 @@ def prepare_folder(folder: Path) -> None:
     for name in ("recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     texts = [make_text(800, seed) for seed in range(40)]
-    for name in ("my_texts", "crawl", "roneneldan/TinyStories", "web/plain_text/train", "data"):
+    for name in ("my_texts", "roneneldan/TinyStories", "web/plain_text/train", "data"):
         (folder / name).mkdir(parents=True)
     for number, text in enumerate(texts):
-        for name in ("my_texts", "crawl"):
-            (folder / name / f"{number}.txt").write_text(text)
+        (folder / "my_texts" / f"{number}.txt").write_text(text)
     lines = "".join(f'{{"text": "{text.strip()}"}}\n' for text in texts)
     with pyarrow.output_stream(str(folder / "more.jsonl.zst"), compression="zstd") as file:
         file.write(lines.encode())

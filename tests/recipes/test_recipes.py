@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import yaml
-from conftest import load_recipe, make_text, metrics, run_recipe
+from conftest import make_text, metrics, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
@@ -118,12 +118,3 @@ def test_data_of_the_same_text_or_of_no_text_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text(make_text(300, 0))
     for text in (tmp_path / "a.txt", tmp_path / "a.txt", None):
         prepare_text(text, tmp_path / "data", char_tokenizer)
-
-
-def test_prepare_data_ends_after_submitting_jobs_to_slurm(monkeypatch, capsys):
-    recipe = load_recipe("prepare_data")
-    monkeypatch.setattr(recipe, "prepare_corpus", lambda options: None)  # as run_on for Slurm
-    command = "prepare_data.py text x.txt --executor slurm --data_dir d --stats"
-    monkeypatch.setattr(sys, "argv", command.split())
-    recipe.main()
-    assert capsys.readouterr().out.startswith("Slurm has the jobs; d ")
