@@ -241,7 +241,11 @@ def prepare_corpus(options: argparse.Namespace) -> dict:
         source, revision, workers, validation = text_source(text, options.input), None, 1, 0
     else:
         if (workers := options.workers) > 1:  # they start while the corpus is read
-            worker_context(*(["datasets"] if options.command != "text" else []))
+            sources = [Path(source) for source in getattr(options, "sources", [])]
+            plain = sources and not any(
+                path.suffix == ".parquet" or any(path.rglob("*.parquet")) for path in sources
+            )
+            worker_context(*([] if plain else ["datasets"]))
         parts, source, revision = corpus_parts(options)
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
         validation = options.shard_tokens if options.command == "fineweb-edu" else 0
