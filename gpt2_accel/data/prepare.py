@@ -1,5 +1,6 @@
 """Tokenizes text into shards: from Python, or from the parts of a source (`sources.py`) by several processes (`workers.py`)."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -51,6 +52,7 @@ def prepare(
     `source` is the manifest's description of the text. Raises the errors of `run_parts`. An error or an interrupt
     leaves no files.
     """
+    print(f"tokenizing {source}", file=sys.stderr)
     texts = Joined(tuple(Texts(split, found) for split, found in splits.items()))
     writer = TextWriter(tokenizer, source, tuple(splits))
     return run_parts([texts], writer, tokenizer, data_dir, source=source)

@@ -86,7 +86,7 @@ def run_parts(
         try:
             begin(work, plan, tokenizer, data_dir)
             if not (work / MANIFEST).exists():
-                records = make_parts(parts, writer, work, workers, source)
+                records = make_parts(parts, writer, work, workers)
                 head = {"plan": plan, "source": source, "revision": revision, "command": command}
                 try:
                     entries = writer.assemble(work, records)
@@ -155,14 +155,10 @@ def begin(
     remove_leftovers(work)
 
 
-def make_parts(
-    parts: Sequence[Any], writer: Writer, work: Path, workers: int, source: str
-) -> list[dict]:
+def make_parts(parts: Sequence[Any], writer: Writer, work: Path, workers: int) -> list[dict]:
     """Makes the parts that have no record yet, in `workers` processes; returns all records."""
     todo = [i for i in range(len(parts)) if not record_path(work, i).exists()]
     size = sum(parts[i].size for i in todo)
-    if not size:
-        print(f"tokenizing {source}", file=sys.stderr)
     with Progress("tokenizing", size, shown=size > 0, unit="B", unit_scale=True) as bar:
         if min(workers, len(todo)) > 1:
             made = made_by_workers(parts, todo, writer, work, min(workers, len(todo)))
