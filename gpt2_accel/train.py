@@ -98,7 +98,7 @@ def run_updates(run: RunContext) -> bool:
     interrupted = AnyRank(accelerator, lambda: must_stop(run))
     stopping = diverged = save_due = False
     converged = state.early_stopping.ended  # before a resume
-    if run.unevaluated:  # a signal came before the evaluation of the last update
+    if run.unevaluated:  # the metrics of the last update lack an evaluation
         stopping, ended = evaluate_due(run, interrupted)
         converged |= ended
         run.log.end_step()
@@ -190,7 +190,7 @@ def evaluate_due(run: RunContext, interrupted: Callable[[], bool]) -> tuple[bool
             stopping = not results
             run.log.evaluation(results)
             check_results(results)
-            converged |= state.early_stopping.exhausted(results.get("val/loss"))
+            converged |= state.early_stopping.exhausted(results.get("val/loss"), state.step)
     return stopping, converged
 
 

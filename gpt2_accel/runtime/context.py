@@ -102,7 +102,6 @@ class RunContext:
         with self._stack as stack:
             if isinstance(error, UnreadableData):  # raised on all ranks
                 self.save()
-                self.log.end_step()
             self._stack = stack.pop_all()
         return self._stack.__exit__(kind, error, traceback)
 
@@ -138,6 +137,7 @@ class RunContext:
         if state.step == self._saved_step and not failed:
             return
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
+        self.log.sync()  # a kill after the checkpoint must not lose its metrics
         self.writer.save(
             self.accelerator,
             state.model,
@@ -211,11 +211,11 @@ class RunContext:
         return [self._status, terminal, stack.enter_context(trackers), files]
 
     def _lacks_evaluation(self, earlier: list[dict]) -> bool:
-        """Whether a signal prevented the evaluation of the update from which the run resumes. Then its line of
-        `metrics.jsonl` is written again. `earlier` are the lines of the file, on the main process."""
+        """Whether `metrics.jsonl` lacks the evaluation of the update from which the run resumes, because of a signal or a
+        full disk. Then its line is written again. `earlier` are the lines of the file, on the main process."""
         step, every = self.state.step, self.config.eval_every
         is_due = every > 0 and step > 0 and (step % every == 0 or step == self.inputs.updates)
-        return (is_due and self.state.unevaluated) and on_main_process(
+        return is_due and on_main_process(
             self.accelerator,
             lambda: not any(line["step"] == step and "val/loss" in line for line in earlier),
         )

@@ -23,6 +23,9 @@ class Sink:
     def sample(self, sample: dict) -> None:
         """Takes a sample: `step`, `prompt` and `text`."""
 
+    def sync(self) -> None:
+        """Puts what it got on disk: a checkpoint of this update follows."""
+
     def print_line(self, text: str) -> None:
         """Takes a line for the user, also from a thread that writes or uploads a checkpoint."""
 
@@ -49,6 +52,10 @@ class RunFiles(Sink):
 
     def sample(self, sample: dict) -> None:
         self._samples.write(sample)
+
+    def sync(self) -> None:
+        self._metrics.sync()
+        self._samples.sync()
 
 
 class RunLog:
@@ -131,6 +138,12 @@ class RunLog:
                 sink.write(line)
         self._line = {}
         self.clock.resume()
+
+    def sync(self) -> None:
+        """Ends the update and syncs the sinks to disk, before its checkpoint is written."""
+        self.end_step()
+        for sink in self._sinks:
+            sink.sync()
 
 
 def in_words(results: dict[str, float]) -> str:

@@ -110,7 +110,6 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
             saved = read_state(checkpoint)
             check_data(config, saved, checkpoint)
             state.load_state_dict(saved, checkpoint)
-            state.unevaluated = saved.get("val_loss") is None
         load_training_state(checkpoint, saved, accelerator, optimizer)
         accelerator.print(f"resumed from {checkpoint}")
     run_id = state.run_id
