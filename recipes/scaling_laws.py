@@ -11,6 +11,7 @@ machine or the GPU of `--device`.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,11 @@ from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, require
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import GPUS
 from gpt2_accel.estimate.law import MAX_EPOCHS, Rules
-from gpt2_accel.report.figures import require_matplotlib
-from gpt2_accel.study.intervals import require_scipy
+from gpt2_accel.study.engine import require_study
 from gpt2_accel.study.options import EngineOptions
-from gpt2_accel.study.scaling import Grid, base_trial, flops_per_second, train_grid
+from gpt2_accel.study.scaling import Grid, flops_per_second, train_grid
 from gpt2_accel.study.scaling_outcome import as_text, grid_as_text, write_best, write_page
+from gpt2_accel.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 NEVER = 10**9  # updates: only the last is evaluated
@@ -46,7 +47,6 @@ class ScalingLaws(EngineOptions):
     target_flops: float | None = setting(None, "FLOPs of the run for which best.yaml is written")
     target_hours: float | None = setting(None, "its hours, in place of its FLOPs")
     device: str | None = setting(None, "GPU of target_hours and dry_run; default this machine")
-    dry_run: bool = setting(False, "print the runs, their time and memory, then exit")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,27 +66,28 @@ class ScalingLaws(EngineOptions):
         if self.device not in (None, *GPUS):
             raise ValueError(f"device must be one of {', '.join(GPUS)}, got {self.device!r}")
 
-    def grid(self) -> Grid:
-        """Returns the grid of runs."""
+    def grid(self, precision: Mapping[str, str]) -> Grid:
+        """Returns the grid of runs with this precision."""
         if "val" not in read_manifest(self.data_dir)["splits"]:
             raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
         names = ("data_dir", "architecture", "n_positions", "eval_tokens")
         settings = {name: getattr(self, name) for name in names}
-        base = base_trial(RECIPE, settings | {"eval_every": NEVER, "sample_every": 0})
+        settings |= {"eval_every": NEVER, "sample_every": 0}
+        base = read_trial(RECIPE, settings, precision)
         rules = Rules(self.learning_rate, self.weight_decay)
         return Grid(base, self.budgets, rules, self.max_epochs)
 
 
 def main() -> None:
     config = parse_config(ScalingLaws)
-    grid, engine = config.grid(), config.engine(Path("runs/scaling_laws"))
+    engine = config.engine(Path("runs/scaling_laws"))
+    grid = config.grid(engine.precision)
     if config.dry_run:
         for budget in grid.budgets:
             grid.first(budget)  # raises before the speed is measured
         print(grid_as_text(grid, engine, flops_per_second(grid, engine, config.device)))
         return
-    require_scipy()
-    require_matplotlib()
+    require_study()
     target = config.target_flops
     if config.target_hours:
         target = 3600 * config.target_hours * flops_per_second(grid, engine, config.device)

@@ -34,7 +34,7 @@ ALIASES = {
     "model": {"models"},
     "generate": {"generation"},
 }
-USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate", "study"}
+USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate"}
 
 
 def modules():

@@ -1,410 +1,364 @@
-"""Trains the runs of a study: one child process per GPU or CPU core, in folders that resume, recorded in one table.
+"""Trains the runs of a study in child processes, one driver per machine. Optuna's storage holds the queue and the results.
 
-A plan is a generator that yields the runs it needs next and receives their results, so that several plans, such as the
-tuning of several variants, share the slots.
+Each run is a trial of an Optuna study. A driver takes a waiting trial and trains its run in a folder where it resumes. If a
+driver dies, its heartbeats in the database end, and another driver takes its trials.
 """
 
-import glob
-import shutil
+import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
-from gpt2_accel.checkpoint.find import read_status
-from gpt2_accel.config import TrainConfig, load_yaml, plain_text
-from gpt2_accel.data.shards import data_fingerprint, read_manifest
-from gpt2_accel.estimate.dry_run import model_shape
-from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.files import (
+    first_line,
+    is_running,
+    lock_folder,
+    lock_holder,
+    read_json_lines,
+    remove,
+)
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
-from gpt2_accel.study.children import Child, Slot
-from gpt2_accel.study.claims import HEARTBEAT, Claim, claim, holder
-from gpt2_accel.study.table import (
-    Result,
-    code_fingerprint,
-    identify,
-    read_result,
-    read_table,
-    record,
-    write_table,
-)
+from gpt2_accel.study import children
+from gpt2_accel.study.children import GRACE, Slot
+from gpt2_accel.study.trials import Result, Trial, read_run, read_table, write_table
 
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.pruners import BasePruner
+    from optuna.storages import RDBStorage
+    from optuna.trial import FrozenTrial
+
+INSTALL = "pip install 'optuna>=5' 'psycopg[binary]>=3.2' 'scipy>=1.13' 'matplotlib>=3.9'"
 PAUSE = 0.1  # seconds between looks at the children
-LOOK = 5.0  # seconds between looks at what other processes recorded
+LOOK = 2.0  # seconds between looks at the database
+HEARTBEAT = 10  # seconds between signs of life
+# Seconds without one after which other drivers take the runs: the children have noticed the silence and ended by then.
+STALE = 120
+PARTS = 10  # of a run, after which the pruner judges it
+PROBE = 40  # updates that measure the speed of training
+SHARED = "start each with --storage postgresql://USER@HOST/DATABASE, to share it (docs/studies.md)"
 LOG = "log.txt"  # in a run's folder: its terminal output
-WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
-# Settings that do not change a run's numbers.
-INERT = [
-    "data_dir",  # its fingerprint counts
-    "output_dir",
-    "resume_from",
-    "save_every",
-    "keep_last",
-    "keep_every",
-    "keep_best",
-    "report_to",
-    "sample_every",
-    "sample_prompts",
-    "sample_tokens",
-    "push_to_hub",
-    "hub_strategy",
-    "hub_private_repo",
-    "license",
-    "max_hours",
-    "log_every",
-    "ignore_changes",
-]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A run of a study: a recipe, its command line, and the settings that follow from it.
-
-    `changes` are the settings on the command line; `resolved` are all settings of the run, as `TrainConfig` has them.
-    """
-
-    recipe: Path
-    changes: Mapping[str, Any]
-    resolved: Mapping[str, Any]
-
-    def changed(self, **changes: Any) -> "Trial":
-        """Returns the trial with other values of settings of `TrainConfig`. Raises `ValueError` for one that is out of its
-        range."""
-        trial = Trial(self.recipe, {**self.changes, **changes}, {**self.resolved, **changes})
-        assert trial.config
-        return trial
-
-    def lasting(self, updates: int) -> "Trial":
-        """Returns the trial with this number of updates, and the warmup steps of its `WARMUP`, if it has one."""
-        changes: dict[str, Any] = {"max_steps": updates}
-        if (share := self.resolved.get(WARMUP)) is not None:
-            changes["warmup_steps"] = round(share * updates)
-        kept = [
-            {n: v for n, v in own.items() if n != WARMUP} for own in (self.changes, self.resolved)
-        ]
-        return Trial(self.recipe, {**kept[0], **changes}, {**kept[1], **changes})
-
-    @cached_property
-    def config(self) -> TrainConfig:
-        """The settings, without those that only the recipe has."""
-        names = TrainConfig.__dataclass_fields__
-        return TrainConfig(**{name: v for name, v in self.resolved.items() if name in names})
-
-    @cached_property
-    def flops_per_token(self) -> int:
-        """The FLOPs of forward and backward per token. Raises `ValueError` if the model's shape is not possible."""
-        vocab_size = read_manifest(self.config.data_dir)["tokenizer"]["vocab_size"]
-        return flops_per_token(
-            model_shape(self.config, vocab_size), self.config.tokens_per_sequence
-        )
-
-    @cached_property
-    def key(self) -> str:
-        """What tells trials apart without a look at their data."""
-        return repr((self.recipe, sorted(self.resolved.items())))
-
-    @property
-    def flops(self) -> float:
-        """The FLOPs of the whole run."""
-        config = self.config
-        return float(config.max_steps * config.total_batch_size * self.flops_per_token)
-
-    def arguments(self, output_dir: Path) -> list[str]:
-        """Returns the command line of the recipe."""
-        settings = {**self.changes, "output_dir": str(output_dir), "resume_from": "latest"}
-        return [word for name, v in settings.items() for word in (f"--{name}", *as_words(name, v))]
-
-    def id(self, precision: Mapping[str, str]) -> str:
-        """Returns what identifies the run: its settings that differ from the defaults and change numbers, its data, its
-        precision."""
-        default = TrainConfig().settings()
-        missing = object()
-        own = {
-            name: value
-            for name, value in self.resolved.items()
-            if name not in INERT and default.get(name, missing) != value
-        }
-        data = data_fingerprint(self.config.data_dir)
-        return identify(own | {"recipe": self.recipe.name}, data, precision)
-
-
-def as_words(name: str, value: Any) -> list[str]:
-    """Returns the value of a setting as words of a command line. Raises `ValueError` for what is no scalar or list of scalars."""
-    values = value if isinstance(value, list) else [value]
+def require_study() -> None:
+    """Raises `ValueError` if a library of the extra `study` is not installed."""
     try:
-        return [plain_text(item) for item in values]
-    except TypeError as error:
-        raise ValueError(f"{name} cannot be {value!r}") from error
+        import matplotlib  # noqa: F401
+        import optuna
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"a study needs {error.name}: {INSTALL}") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 
-Answer = TypeVar("Answer")
-Plan = Generator[Sequence[Trial], Sequence[Result | None], Answer]
-"""Yields the trials that it needs next, receives their results, None for one that failed, and returns an answer."""
+def open_storage(url: str) -> "RDBStorage":
+    """Opens Optuna's storage, with heartbeats unless it is SQLite, which one driver uses. Raises `ValueError` if it cannot."""
+    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
-
-def grid(trials: Iterable[Trial]) -> Plan[list[Result | None]]:
-    """The plan of trials that do not depend on each other; returns their results."""
-    return (yield list(trials))
+    beats = {
+        "heartbeat_interval": HEARTBEAT,
+        "grace_period": STALE,
+        "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback(),
+    }
+    url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
+    for tries_left in range(4, -1, -1):
+        try:
+            return RDBStorage(url, **({} if url.startswith("sqlite") else beats))
+        except (SQLAlchemyError, ImportError) as error:
+            # Drivers that start together create the same tables.
+            if not tries_left or not isinstance(error, IntegrityError | ProgrammingError):
+                place = url.rpartition("@")[-1]  # without a password
+                raise ValueError(f"{place} cannot be opened: {first_line(error)}") from error
+            time.sleep(1)
+    raise AssertionError
 
 
 @dataclass
 class Running:
-    """A run that a child of this process trains."""
+    """A run that a child of this process trains: its trial in the Optuna study, its folder and its place. `part` is the tenth
+    after which its loss was last reported, `pruned` whether the pruner has ended it."""
 
+    entry: "FrozenTrial"
     trial: Trial
-    id: str
-    child: Child
-    claim: Claim
-    renewed: float = field(default_factory=time.monotonic)
+    folder: Path
+    slot: Slot
+    process: BaseProcess
+    part: int = 0
+    pruned: bool = False
 
 
 @dataclass
 class Engine:
-    """Trains the runs of a study in `folder` and records them in the CSV file `table`.
+    """Trains the runs of a study in `folder` and records them in the database `storage`, by default a file of the folder, and
+    in the CSV file `table`. A run in the table is done.
 
-    `env` holds the environment variables of the launch, `precision` what of them changes numbers. With `keep_models` the
-    weights and checkpoints of a recorded run stay. `part` (i, n) trains only every n-th run of a grid from the i-th on.
+    `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the recorded runs by id, `failed` the
+    reasons of those that failed, `pruned` the last loss of those that the pruner ended.
     """
 
     folder: Path
     table: Path
     slots: Sequence[Slot]
-    env: Mapping[str, str] = field(default_factory=dict)
+    storage: str | None = None
     precision: Mapping[str, str] = field(default_factory=dict)
     keep_models: bool = False
-    part: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        self.results: dict[str, Result] = {}
-        parts = self.table.parent.glob(f"{glob.escape(self.table.stem)}-*-of-*.csv")
-        for path in (*sorted(parts), self.table):
-            self.results |= read_table(path)
+        self.results = read_table(self.table)
         self.failed: dict[str, str] = {}
+        self.pruned: dict[str, float] = {}
         self._running: list[Running] = []
-        self._ids: dict[str, str] = {}
-        self._said: set[str] = set()
-        self._others: set[str] = set()
+        self._beaten = 0.0
 
-    def identify(self, trial: Trial) -> str:
-        """Returns the id of a trial."""
-        if trial.key not in self._ids:
-            code_fingerprint(trial.recipe)  # now, before a file changes
-            self._ids[trial.key] = trial.id(self.precision)
-        return self._ids[trial.key]
-
-    def folder_of(self, id: str) -> Path:
-        """Returns the folder of a run."""
-        return self.folder / "runs" / id
-
-    def child(
-        self,
-        trial: Trial,
-        folder: Path,
-        slot: Slot,
-        superseded: Callable[[], bool] = lambda: False,
-    ) -> Child:
-        """Starts a trial in `folder`, whatever is recorded; see `Child`."""
-        arguments = trial.arguments(folder)
-        return Child(trial.recipe, arguments, slot, self.env, folder / LOG, superseded)
-
-    def run(self, plans: Sequence[Plan[Answer]]) -> list[Answer]:
-        """Trains what the plans ask for; returns their answers.
-
-        A run that fails is named, and the others go on. A signal stops the children with their checkpoints and raises
-        `KeyboardInterrupt`. The progress bar counts FLOPs, to those that the plans need as far as they know.
-        """
-        waiting = {plan: next(plan) for plan in plans}
-        self._divide(trial for trials in waiting.values() for trial in trials)
-        answers: dict[Plan, Answer] = {}
-        with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
-            stack.callback(self._stop_children)
-            bar = stack.enter_context(Progress("FLOPs", None, unit="FLOP", unit_scale=True))
-            runs, flops, looked = 0, 0.0, 0.0
-            while waiting:
-                for plan, trials in list(waiting.items()):
-                    if not all(self.knows(trial) for trial in trials):
-                        continue
-                    try:
-                        found = [self.results.get(self.identify(trial)) for trial in trials]
-                        waiting[plan] = plan.send(found)
-                    except StopIteration as end:
-                        answers[plan] = end.value
-                        del waiting[plan]
-                wanted = [trial for trials in waiting.values() for trial in trials]
-                if time.monotonic() - looked > LOOK:
-                    looked = time.monotonic()
-                    self._read_records(wanted)
-                left = {self.identify(t): t.flops for t in wanted if not self.knows(t)}
-                bar.expect(flops + sum(left.values()))
-                if ended := self._reap():
-                    runs, flops = runs + len(ended), flops + sum(trial.flops for trial in ended)
-                    bar.advance(
-                        sum(trial.flops for trial in ended), f"{runs} run{'s' * (runs > 1)}"
-                    )
-                started = self._fill(wanted)
-                if stop.reason is not None:
-                    print(f"stopped ({stop.reason}): the same command continues", flush=True)
-                    raise KeyboardInterrupt
-                if waiting and not (ended or started):
-                    time.sleep(PAUSE)
-        self._write()
-        return [answers[plan] for plan in plans]
+    def folder_of(self, id: str, label: str = "run") -> Path:
+        """Returns the folder of a run: the one that ends with its id, else a new one."""
+        runs, name = self.folder / "runs", re.sub(r"[^\w.+=-]+", "_", label)
+        return next(runs.glob(f"*-{id}"), runs / f"{name}-{id}")
 
     def knows(self, trial: Trial) -> bool:
-        """Whether a trial is recorded, has failed, or is another part's."""
-        id = self.identify(trial)
-        return id in self.results or id in self.failed or id in self._others
+        """Whether a trial is recorded, has failed, or was pruned."""
+        return trial.id in {*self.results, *self.failed, *self.pruned}
 
-    def _divide(self, trials: Iterable[Trial]) -> None:
-        """Leaves the runs of other parts to them. The order of the ids decides, so all parts agree."""
-        number, count = self.part
-        ids = sorted({self.identify(trial) for trial in trials})
-        self._others = {id for place, id in enumerate(ids) if place % count != number}
+    def run(
+        self,
+        wanted: Callable[[], Sequence[Trial]],
+        name: str = "runs",
+        pruner: "BasePruner | None" = None,
+    ) -> None:
+        """Trains the trials that `wanted` returns, until it returns none that is not known. It is called again when there are
+        new results, and follows from them only: each driver has its own. `name` is that of the Optuna study, whose `pruner`
+        ends hopeless runs.
 
-    def _fill(self, wanted: Sequence[Trial]) -> int:
-        """Starts wanted runs in free slots; returns how many."""
-        started = 0
-        busy = [running.child.slot for running in self._running]
-        free = [slot for slot in self.slots if slot not in busy]
-        for trial in wanted:
-            id = self.identify(trial)
-            if not free:
-                break
-            if self.knows(trial) or any(running.id == id for running in self._running):
-                continue
-            folder = self.folder_of(id)
-            own = claim(folder)
-            if own is None:
-                self._say_who(id, folder)
-                continue
-            if self._record(trial, id):  # a kill came between the run's end and its record
-                own.release()
-                continue
-            child = self.child(trial, folder, free.pop(0), own.superseded)
-            self._running.append(Running(trial, id, child, own))
-            started += 1
-        return started
+        A run that fails is named, and the others go on. A signal stops the children with their checkpoints and raises
+        `KeyboardInterrupt`. Raises `OSError` if another driver uses the same SQLite file, `ValueError` if the database does
+        not answer.
+        """
+        require_study()
+        from optuna.exceptions import StorageInternalError
 
-    def _reap(self) -> list[Trial]:
-        """Records runs whose children have ended, and returns those that finished or failed. Renews the claims of the
-        others."""
-        ended = []
-        for running in list(self._running):
-            child = running.child
-            if not child.ended():
-                if running.claim.superseded():
-                    child.stop()
-                elif time.monotonic() - running.renewed > HEARTBEAT:
-                    running.renewed = time.monotonic()
-                    running.claim.renew()
-                continue
-            self._running.remove(running)
-            if running.claim.superseded():
-                print(f"run {running.id} was taken by {holder(self.folder_of(running.id))}")
-            else:
-                if not self._record(running.trial, running.id):
-                    self._fail(running)
-                ended.append(running.trial)
-            running.claim.release()
-        return ended
+        wanted()  # raises what it has to before a file is written
+        try:
+            with ExitStack() as stack:
+                if self.storage is None:
+                    # The children of a driver that was killed hold its lock until they have ended.
+                    wait = 0.0 if is_running(lock_holder(self.folder)) else 1.5 * GRACE
+                    stack.enter_context(lock_folder(self.folder, SHARED, wait=wait))
+                stop = stack.enter_context(StopRequest())
+                stack.callback(self._stop)
+                self._train(wanted, self._open(name, pruner), stop)
+        except StorageInternalError as error:
+            problem = first_line(error.__cause__ or error)
+            raise ValueError(
+                f"the database does not answer ({problem}): the same command continues"
+            ) from error
 
-    def _record(self, trial: Trial, id: str) -> bool:
-        """Records a run that has ended, and removes its weights. Returns whether it has ended, with the trial's settings."""
-        folder = self.folder_of(id)
-        if other_settings(trial, folder):
-            return False
-        changes = {
-            name: v for name, v in trial.changes.items() if name not in INERT or name == "data_dir"
-        }
-        code = code_fingerprint(trial.recipe)
-        found = read_result(folder) or record(folder, id, changes, trial.flops_per_token, code)
-        if found is None:
-            return False
-        self.results[id] = found
-        self._write()
-        if not self.keep_models:
-            remove_weights(folder)
-        return True
+    def _train(
+        self, wanted: Callable[[], Sequence[Trial]], study: "Study", stop: StopRequest
+    ) -> None:
+        seen, done, known = set(), 0, -1
+        with Progress("runs", None, unit="run") as bar:
+            while True:
+                self._read(study)
+                if known != (known := len({*self.results, *self.failed, *self.pruned})):
+                    trials = {trial.id: trial for trial in wanted()}
+                left = {id: trial for id, trial in trials.items() if not self.knows(trial)}
+                seen |= left.keys()
+                bar.expect(len(seen))
+                bar.advance(len(seen - left.keys()) - done)
+                done = len(seen - left.keys())
+                self._write()
+                if not left:
+                    return
+                self._fill(study, left)
+                self._wait(study, stop)
 
-    def _read_records(self, wanted: Iterable[Trial]) -> None:
-        """Takes what other processes have recorded."""
-        for id in {self.identify(trial) for trial in wanted} - self.results.keys():
-            if (found := read_result(self.folder_of(id))) is not None:
-                self.results[id] = found
+    def _open(self, name: str, pruner: "BasePruner | None") -> "Study":
+        """Returns the Optuna study `name`."""
+        import optuna
+
+        self._database = open_storage(self.storage or f"sqlite:///{self.folder / 'study.db'}")
+        study = optuna.create_study(
+            storage=self._database,
+            study_name=f"{self.folder.resolve().name}: {name}",
+            load_if_exists=True,
+            pruner=pruner or optuna.pruners.NopPruner(),
+        )
+        for entry in study.trials:
+            if self.storage is None and entry.state.name == "RUNNING":  # its driver was killed
+                self._set(entry, "WAITING")
+        return study
+
+    def _read(self, study: "Study") -> None:
+        """Takes what all drivers have recorded."""
+        for entry in study.get_trials(deepcopy=False):
+            if entry.state.name == "COMPLETE":
+                self.results[entry.user_attrs["run"]] = Result(**entry.user_attrs["result"])
+            elif entry.state.name == "PRUNED":
+                [*_, last] = entry.intermediate_values.values()
+                self.pruned[entry.user_attrs["run"]] = last
+        for running in self._running:
+            self._judge(study, running)
+
+    def _judge(self, study: "Study", running: Running) -> None:
+        """Reports the loss of a run after each tenth of it, and stops the run if it is hopeless."""
+        import optuna
+
+        trial = optuna.trial.Trial(study, running.entry._trial_id)
+        for line in read_json_lines(running.folder / "metrics.jsonl"):
+            part, loss = PARTS * line["tokens"] // running.trial.tokens, line.get("val/loss")
+            if loss is not None and running.part < part < PARTS:
+                running.part = part
+                with suppress(optuna.exceptions.UpdateFinishedTrialError):
+                    trial.report(loss, part)
+                if trial.should_prune():
+                    running.pruned = True
+                    running.process.terminate()
+
+    def _fill(self, study: "Study", left: Mapping[str, Trial]) -> None:
+        """Enqueues the runs that are left, and starts waiting ones in the free slots."""
+        states, entries = ("WAITING", "RUNNING"), study.get_trials(deepcopy=False)
+        there = {entry.user_attrs["run"] for entry in entries if entry.state.name in states}
+        for id, trial in left.items():
+            if id not in there:
+                study.enqueue_trial({}, user_attrs={"run": id, "label": trial.label})
+        for entry in study.get_trials(deepcopy=False):
+            id, here = entry.user_attrs["run"], [running.trial.id for running in self._running]
+            busy = [running.slot for running in self._running]
+            free = next((slot for slot in self.slots if slot not in busy), None)
+            if free and entry.state.name == "WAITING" and id in left and id not in here:
+                self._start(study, entry, left[id], free)
+
+    def _start(self, study: "Study", entry: "FrozenTrial", trial: Trial, slot: Slot) -> None:
+        """Starts a run, unless another driver has it."""
+        if self.storage is not None:
+            self._database.record_heartbeat(entry._trial_id)  # before it runs, or it is never stale
+        if not self._set(entry, "RUNNING"):
+            return
+        # Drivers that look at the same time enqueue a run twice: the lowest number counts.
+        for other in study.get_trials(deepcopy=False):
+            same = other.user_attrs["run"] == trial.id and other.number < entry.number
+            if same and other.state.name != "FAIL":
+                self._set(entry, "FAIL")
+                return
+        folder = self.folder_of(trial.id, trial.label)
+        process = self.child(trial, folder, slot)
+        self._running.append(Running(entry, trial, folder, slot, process))
+
+    def child(self, trial: Trial, folder: Path, slot: Slot) -> BaseProcess:
+        """Starts a trial in `folder`, where it resumes."""
+        words, log = trial.arguments(folder), folder / LOG
+        return children.start(children.train_recipe, trial.recipe, words, trial.files, slot, log)
+
+    def _wait(self, study: "Study", stop: StopRequest) -> None:
+        """Waits until a run has ended, or for `LOOK` seconds. Shows and looks for signs of life."""
+        import optuna
+
+        until = time.monotonic() + LOOK
+        while time.monotonic() < until:
+            if stop.reason is not None:
+                print(f"stopped ({stop.reason}): the same command continues", flush=True)
+                raise KeyboardInterrupt
+            if time.monotonic() > self._beaten + HEARTBEAT:
+                for running in [*self._running] if self.storage is not None else []:
+                    self._database.record_heartbeat(running.entry._trial_id)
+                    state = self._database.get_trial(running.entry._trial_id).state.name
+                    if state != "RUNNING":  # this driver was silent, and another has taken it
+                        children.stop([running.process], 0)
+                        self._running.remove(running)
+                self._beaten = children.alive.value = time.monotonic()
+                optuna.storages.fail_stale_trials(study)
+            ended = [running for running in self._running if not running.process.is_alive()]
+            for running in ended:
+                self._end(running)
+            if ended:
+                return
+            time.sleep(PAUSE)
+
+    def _end(self, running: Running, stopped: bool = False) -> None:
+        """Records a run whose child has ended. One that was stopped waits again, one that failed is named."""
+        self._running.remove(running)
+        entry, id, code = running.entry, running.trial.id, running.process.exitcode
+        try:
+            found, reason = read_run(running.trial, running.folder), ""
+        except ValueError as error:
+            found, reason = None, str(error)
+        last = last_line(running.folder / LOG)
+        stopped |= code in (0, -signal.SIGTERM) or "is in use by process" in last
+        if found is not None:
+            self.results[id] = found
+            self._set(entry, "COMPLETE", found)
+            if not self.keep_models:
+                remove_weights(running.folder)
+        elif running.pruned:
+            self._set(entry, "PRUNED")
+            remove_weights(running.folder)
+        elif stopped and not reason:
+            self._set(entry, "WAITING")
+        else:
+            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else last
+            self.failed[id] = reason or killed or f"exit code {code}"
+            self._set(entry, "FAIL")
+            log = running.folder / LOG
+            print(f"run {id} failed: {self.failed[id]} ({log})", file=sys.stderr, flush=True)
+
+    def _set(self, entry: "FrozenTrial", state: str, result: Result | None = None) -> bool:
+        """Sets the state of an entry. Returns False if another driver has taken or ended it."""
+        import optuna
+
+        id, state = entry._trial_id, optuna.trial.TrialState[state]
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            if result is not None:
+                self._database.set_trial_user_attr(id, "result", asdict(result))
+            return self._database.set_trial_state_values(id, state, result and [result.loss])
+        return False
+
+    def _stop(self) -> None:
+        """Stops the children that still train, with their checkpoints, and lets any driver take their runs."""
+        children.stop([running.process for running in self._running])
+        for running in [*self._running]:
+            self._end(running, stopped=True)
 
     def _write(self) -> None:
-        """Writes the table, with the rows of other processes. The one that writes last has seen all records."""
+        """Writes the table, with the rows that others wrote."""
         self.results = read_table(self.table) | self.results
         if self.results:
             write_table(self.table, self.results.values())
 
-    def _fail(self, running: Running) -> None:
-        """Notes that a run has failed."""
-        folder = self.folder_of(running.id)
-        status = read_status(folder)
-        code = running.child.code or 0
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        other = ", ".join(other_settings(running.trial, folder))
-        changed = (
-            other and f"it trained with another {other}, since its recipe changed: remove {folder}"
-        )
-        reason = (
-            changed
-            or status.get("reason")
-            or killed
-            or last_line(folder / LOG)
-            or f"exit code {code}"
-        )
-        self.failed[running.id] = reason
-        print(f"run {running.id} failed: {reason} ({folder / LOG})", file=sys.stderr, flush=True)
-
-    def _stop_children(self) -> None:
-        """Stops the children that still train, with their checkpoints, and releases their claims."""
-        for running in self._running:
-            running.child.stop()
-        while not all(running.child.ended() for running in self._running):
-            time.sleep(PAUSE)
-        for running in self._running:
-            if not running.claim.superseded():
-                self._record(running.trial, running.id)
-            running.claim.release()
-
-    def _say_who(self, id: str, folder: Path) -> None:
-        """Prints, once, who trains a run that this process waits for."""
-        if id not in self._said:
-            self._said.add(id)
-            print(f"run {id} is trained by {holder(folder)}", flush=True)
+    def tokens_per_second(self, trial: Trial) -> float:
+        """Returns the tokens per second of a run that trains alone, over the second half of `PROBE` updates. Raises
+        `ValueError` if it fails."""
+        off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "log_every": PROBE // 2}
+        probe = trial.lasting(PROBE).changed(**off)
+        with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as place:
+            process = self.child(probe, Path(place), self.slots[0])
+            while process.is_alive():
+                children.alive.value = time.monotonic()
+                process.join(1)
+            lines = read_json_lines(f"{place}/metrics.jsonl")
+            if process.exitcode or not lines:
+                raise ValueError(f"the speed was not measured: {last_line(Path(place, LOG))}")
+        return lines[-1]["train/tokens_per_second"]
 
 
-def other_settings(trial: Trial, folder: Path) -> list[str]:
-    """Returns the settings that change numbers and that the run in `folder` has other values of than the trial."""
-    path = folder / "config.yaml"
-    own = load_yaml(str(path), "config") if path.exists() else {}
-    return [n for n, v in trial.resolved.items() if n not in INERT and own.get(n, v) != v]
+def last_line(path: Path) -> str:
+    """Returns the last line of a file that has words; empty if there is none."""
+    lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
+    return next((line for line in reversed(lines) if re.search(r"\w", line)), "")
 
 
 def remove_weights(folder: Path) -> None:
     """Removes the checkpoints and the model of a run; its metrics stay."""
-    for path in (*folder.glob("checkpoint-*"), folder / "best", folder / "latest"):
-        if path.is_symlink() or path.is_file():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob("*.safetensors"):
-        path.unlink(missing_ok=True)
-
-
-def last_line(path: Path) -> str:
-    """Returns the last line of a file that is not empty."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if line.strip()), "")
+    for kind in ("checkpoint-*", "best", "latest", "*.safetensors"):
+        for path in folder.glob(kind):
+            remove(path)

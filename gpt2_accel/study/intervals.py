@@ -10,14 +10,6 @@ CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
-def require_scipy() -> None:
-    """Raises `ValueError` if SciPy is not installed."""
-    try:
-        import scipy  # noqa: F401
-    except ImportError as error:
-        raise ValueError("intervals need SciPy: pip install 'scipy>=1.13'") from error
-
-
 @functools.cache
 def student(runs: int, confidence: float = CONFIDENCE) -> float:
     """Returns the two-sided quantile of Student's t with `runs` - 1 degrees of freedom."""

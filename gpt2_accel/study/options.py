@@ -1,10 +1,11 @@
-"""The options of every study: where it records, and how its runs are launched."""
+"""The options of every study: where it records, and how many runs train at a time."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.study.children import launch_environment, slots
+from gpt2_accel.study.children import precision, slots
 from gpt2_accel.study.engine import Engine
 
 
@@ -14,22 +15,31 @@ class EngineOptions:
 
     output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
     table: str | None = setting(
-        None, "CSV file that records the runs; default runs.csv in the folder"
+        None, "CSV file that lists the recorded runs; default runs.csv in the folder"
     )
-    accelerate_config: str | None = setting(
-        None, "Accelerate config for each run: its precision and compilation; one process"
+    storage: str | None = setting(
+        None,
+        "database of several machines, postgresql://USER@HOST/NAME; default SQLite in the folder",
     )
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
+    gpus_per_run: int = setting(1, "GPUs of each run; without a GPU its processes")
     keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
+    dry_run: bool = setting(False, "print the runs, their FLOPs and hours, then exit")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="processes")
+        check_ranges(self, positive="processes gpus_per_run")
+        kind, slashes, _ = (self.storage or "postgresql://").partition("://")
+        if not slashes or kind == "sqlite":
+            raise ValueError(
+                f"storage must be postgresql://USER@HOST/NAME, got {self.storage!r}: leave it out for one machine"
+            )
+        if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            raise ValueError(
+                f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
+            )
 
-    def engine(self, folder: Path, part: tuple[int, int] = (0, 1)) -> Engine:
+    def engine(self, folder: Path) -> Engine:
         """Returns the engine of a study in `output_dir`, by default `folder`."""
-        folder = Path(self.output_dir or folder)
-        name = "runs.csv" if part == (0, 1) else f"runs-{part[0]}-of-{part[1]}.csv"
-        table = Path(self.table or folder / name)
-        env, precision = launch_environment(self.accelerate_config)
-        found = slots(self.processes, env)
-        return Engine(folder, table, found, env, precision, self.keep_models, part)
+        folder, each = Path(self.output_dir or folder), self.gpus_per_run
+        table, found = Path(self.table or folder / "runs.csv"), slots(self.processes, each)
+        return Engine(folder, table, found, self.storage, precision(each), self.keep_models)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +26,9 @@ from gpt2_accel.estimate.law import (
 )
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.study.children import settings_of
-from gpt2_accel.study.engine import Engine, Plan, Trial
+from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.law_fit import fit
-from gpt2_accel.study.speed import speed
-from gpt2_accel.study.table import Result
+from gpt2_accel.study.trials import Result, Trial
 
 RATIO = 1.4  # of the parameters of neighbouring sizes, about
 SIDE = 2  # sizes on each side of the lowest loss
@@ -53,7 +50,7 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.trial.config.max_steps * self.trial.config.total_batch_size
+        return self.trial.tokens
 
     @property
     def shape(self) -> ModelConfig:
@@ -125,13 +122,14 @@ class Grid:
             )
         return range(middle - SIDE, last + 1)
 
-    def plan(self, budget: float) -> Plan[list[Run]]:
-        """The plan of a budget; returns its runs by size."""
+    def runs(self, budget: float, engine: Engine) -> list[Run]:
+        """Returns the runs of a budget by size, as far as the engine's results tell which ones are needed."""
         places = self.first(budget)
         while True:
             runs = [self.run(place, budget) for place in places]
-            results = yield [run.trial for run in runs]
-            runs = [run._replace(result=r) for run, r in zip(runs, results, strict=True)]
+            runs = [run._replace(result=engine.results.get(run.trial.id)) for run in runs]
+            if not all(engine.knows(run.trial) for run in runs):
+                return runs
             best = places[lowest(runs)]
             low, high = best - SIDE, best + SIDE + 1
             while low < places[0] and not self.allowed(low, budget):
@@ -160,7 +158,8 @@ def with_budget(size: Trial, budget: float, rules: Rules) -> Run:
     """Returns the run of a size with the tokens that a budget in FLOPs pays for, in whole updates."""
     tokens, config = budget / size.flops_per_token, size.config
     settings = rules.settings(config.n_embd, tokens, config.tokens_per_sequence)
-    return Run(size.changed(**settings), budget, None)
+    label = f"{budget:.3g}-width{config.n_embd}"
+    return Run(size.changed(label=label, **settings), budget, None)
 
 
 @dataclass
@@ -194,8 +193,12 @@ class Scaling:
 
 def train_grid(grid: Grid, engine: Engine) -> Scaling:
     """Trains a grid and fits a law to its runs. Raises `ValueError` for a grid that repeats the data too often."""
-    found = engine.run([grid.plan(budget) for budget in grid.budgets])
-    outcome = Scaling(grid, dict(zip(grid.budgets, found, strict=True)), engine.failed)
+
+    def needed() -> dict[float, list[Run]]:
+        return {budget: grid.runs(budget, engine) for budget in grid.budgets}
+
+    engine.run(lambda: [run.trial for runs in needed().values() for run in runs])
+    outcome = Scaling(grid, needed(), engine.failed)
     outcome.law = fit_runs(outcome)
     return outcome
 
@@ -251,7 +254,7 @@ def flops_per_second(grid: Grid, engine: Engine, device: str | None) -> float:
         return GPUS[device].peak_flops * TYPICAL_MFU
     budget = max(grid.budgets)
     trial = grid.run(grid.first(budget)[SIDE], budget).trial
-    return speed(engine, trial) * trial.flops_per_token * len(engine.slots)
+    return engine.tokens_per_second(trial) * trial.flops_per_token * len(engine.slots)
 
 
 def memory(run: Run) -> int:
@@ -266,9 +269,3 @@ def best_run(outcome: Scaling, flops: float) -> Run:
     law, grid = outcome.law, outcome.grid
     place = int(law.point.best(flops, law.sizes))
     return with_budget(grid.base.changed(**sizes()[place]), flops, grid.rules)
-
-
-def base_trial(recipe: Path, settings: dict[str, Any]) -> Trial:
-    """Returns the trial that a grid's runs share. Raises `ValueError` if the recipe refuses the settings."""
-    empty = Trial(recipe, settings, {})
-    return Trial(recipe, settings, settings_of(recipe, empty.arguments(Path("runs/study"))))

@@ -27,7 +27,7 @@ from gpt2_accel.study.scaling import (
     best_size,
     memory,
 )
-from gpt2_accel.study.table import code_fingerprint
+from gpt2_accel.study.trials import code_fingerprint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -465,12 +465,8 @@ def chat() -> Iterator[Row]:
     study = {"s.yaml": "recipe: quickstart\nvariants: {a: {}}"}
     for arguments, words in (
         ("none.yaml", "none.yaml: there is no such file"),
-        ("s.yaml --part 3/3", "part must be I/N with I below N"),
+        ("s.yaml --storage study.db", "storage must be postgresql://USER@HOST/NAME"),
         ("s.yaml --processes 0", "processes must be at least 1"),
-        (
-            f"s.yaml --accelerate_config {ROOT}/accelerate_configs/8xa100.yaml",
-            "give a config for one",
-        ),
         ("--output_dir d", "the following arguments are required: --study"),
     ):
         yield Row("compare", arguments, words, study)

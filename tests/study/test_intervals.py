@@ -8,7 +8,7 @@ from launching import ROOT
 from scipy.stats import ttest_1samp
 
 from gpt2_accel.study.intervals import MOST_SEEDS, interval, judge
-from gpt2_accel.study.table import read_table
+from gpt2_accel.study.trials import read_table
 
 
 def test_the_interval_is_students():

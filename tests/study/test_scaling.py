@@ -13,10 +13,9 @@ from launching import ROOT, Started, python
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.estimate.law import Rules, ScalingLaw, follow_law
-from gpt2_accel.study.engine import Trial
-from gpt2_accel.study.scaling import SIDE, Grid, Run, Scaling, fit_runs
+from gpt2_accel.study.scaling import SIDE, Grid, Scaling, fit_runs
 from gpt2_accel.study.scaling_outcome import as_text, write_page
-from gpt2_accel.study.table import Result
+from gpt2_accel.study.trials import Result, Trial
 
 RECIPE = ROOT / "recipes/scaling_laws.py"
 
@@ -26,16 +25,24 @@ def grid_of(data_dir, budgets=(1e11, 1e12), max_epochs=1e9):
     return Grid(Trial(RECIPE, {}, settings), budgets, Rules(), max_epochs)
 
 
+class Formula:
+    """Stands for an engine whose losses are a formula of N and D."""
+
+    def __init__(self, loss):
+        self.loss, self.results = loss, {}
+
+    def knows(self, trial):
+        return trial.id in self.results
+
+
 def grow(grid, budget, loss):
-    """Runs the plan of a budget with losses by a formula of N and D; returns its runs."""
-    plan, results = grid.plan(budget), None
-    while True:
-        try:
-            runs = [Run(trial, budget, None) for trial in plan.send(results)]
-        except StopIteration as end:
-            return end.value
-        losses = [loss(one.parameters(), one.tokens) for one in runs]
-        results = [Result("", "", 1, 1, 1, 1.0, loss) for loss in losses]
+    """Returns the runs of a budget with losses by a formula of N and D."""
+    engine = Formula(loss)
+    while not all(engine.knows(one.trial) for one in grid.runs(budget, engine)):
+        for one in grid.runs(budget, engine):
+            found = loss(one.parameters(), one.tokens)
+            engine.results[one.trial.id] = Result("", "", 1, 1, 1, 1.0, found)
+    return grid.runs(budget, engine)
 
 
 @pytest.mark.parametrize("A, B", [(40, 60), (400, 20), (20, 80)])

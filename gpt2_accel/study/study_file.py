@@ -1,0 +1,157 @@
+"""Reads the YAML file of a study, which docs/studies.md describes."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gpt2_accel.config import TrainConfig, load_yaml, parse_config
+from gpt2_accel.options import suggestion
+from gpt2_accel.study.trials import WARMUP, as_words
+
+METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+UNITS = ("tokens", "flops")
+PRUNERS = ("none", "median")
+NAME = re.compile(r"[\w.+=,:()%/-][\w.+=,:()%/ -]*")  # of a variant, in tables and pictures
+OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
+ENDING = ("max_hours", "patience", *TrainConfig.commands())  # which end a run before its budget
+KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
+
+
+@dataclass
+class StudyFile:
+    """The content of a study's YAML file, and its path. Raises `ValueError` for what a study cannot have."""
+
+    recipe: str
+    variants: dict
+    settings: dict = field(default_factory=dict)
+    baseline: str = ""
+    budget: dict = field(default_factory=dict)
+    seeds: int = 3
+    metric: str = "loss"
+    tune: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.variants = {name: own or {} for name, own in self.variants.items()}
+        if not self.variants:
+            raise ValueError("variants is empty: name at least one, such as `as_it_is: {}`")
+        for name, own in self.variants.items():
+            if not isinstance(name, str) or not NAME.fullmatch(name) or name.startswith("_"):
+                raise ValueError(
+                    f"{name!r} cannot be a variant's name: quote a text of letters, digits, spaces and .+=,:()%/-"
+                )
+            check_settings(name, own)
+        check_settings("settings", self.settings)
+        self.baseline = self.baseline or next(iter(self.variants))
+        for name, choices in (("baseline", self.variants), ("metric", METRICS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        self.unit, self.budgets = read_budgets(self.budget)
+        self.axes, self.trials, self.pruner = read_tuning(self.tune) if self.tune else ({}, 0, "")
+
+
+def read_study(path: Path, recipes: Path) -> StudyFile:
+    """Reads a study's YAML file; a recipe without a slash is one of the folder `recipes`.
+
+    Raises `FileNotFoundError` if it or the recipe is missing, `ValueError` for anything that it cannot hold.
+    """
+    values = load_yaml(str(path), "STUDY.yaml")
+    try:
+        kinds = {part.name: part.type for part in fields(StudyFile)}
+        for name in values:
+            if name not in kinds:
+                raise ValueError(f"unknown part {name!r}{suggestion(str(name), kinds, '')}")
+        for name, kind in kinds.items():
+            value = values.get(name, None if name in ("recipe", "variants") else kind())
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, expected {KINDS[kind]}")
+        study = StudyFile(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    is_path = "/" in study.recipe or study.recipe.endswith(".py")
+    study.recipe = Path(study.recipe) if is_path else recipes / f"{study.recipe}.py"
+    if not study.recipe.is_file():
+        raise FileNotFoundError(f"{path}: there is no recipe {study.recipe}")
+    return study
+
+
+def check_settings(where: str, own: Any) -> None:
+    """Raises `ValueError` for settings that a study cannot give a run."""
+    if not isinstance(own, dict):
+        raise ValueError(f"{where} is {own!r}, expected {KINDS[dict]}")
+    for name, value in own.items():
+        if name in OWN:
+            raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
+        if name in ENDING and value:
+            raise ValueError(
+                f"{where} sets {name}, which ends a run before its budget: leave it out"
+            )
+        if value is None:
+            raise ValueError(f"{where} has no value for {name}: give one, or leave {name} out")
+    if {"warmup_steps", WARMUP} <= own.keys():
+        raise ValueError(f"{where} sets warmup_steps and {WARMUP}: leave one out")
+
+
+def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
+    """Returns the unit of the budgets, and the budgets from the smallest; [None] for the recipe's own length of a run."""
+    if not budget:
+        return "", [None]
+    [(unit, amounts), *more] = budget.items()
+    if more or unit not in UNITS:
+        raise ValueError(
+            f"budget has {', '.join(map(str, budget))}: give one of {', '.join(UNITS)}"
+        )
+    try:  # YAML reads 1e6 as a text
+        found = {float(amount) for amount in (amounts if isinstance(amounts, list) else [amounts])}
+    except (TypeError, ValueError):
+        found = set()
+    if not found or not all(0 < amount < math.inf for amount in found):
+        raise ValueError(f"budget is {amounts!r}: give numbers above 0")
+    return unit, sorted(found)
+
+
+def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
+    """Returns the values to try by setting, numbers from the smallest, the trials of each variant, and the pruner."""
+    own = {"axes": None, "trials": None, "pruner": "none", **tune}
+    axes, trials, pruner, *more = own.values()
+    if more or not isinstance(axes, dict) or type(trials) is not int or pruner not in PRUNERS:
+        raise ValueError(
+            f"tune has axes (values by setting), trials (a number), and a pruner ({' or '.join(PRUNERS)})"
+        )
+    check_settings("tune", axes)
+    found = {}
+    for name, values in axes.items():
+        if not isinstance(values, list) or len(values) < 2:
+            raise ValueError(f"tune: {name} needs a list of at least two values")
+        try:
+            found[name] = [typed(name, value) for value in values]
+        except ValueError as error:
+            raise ValueError(f"tune: {error}") from error
+        if ordered(found[name]):
+            found[name].sort()
+    return found, max(2, trials), pruner
+
+
+def typed(name: str, value: Any) -> Any:
+    """Returns a YAML value of a setting in the type that a run has it in. Raises `ValueError` for one that is out of range."""
+    if name == WARMUP:
+        return share(value)
+    return getattr(parse_config(TrainConfig, [f"--{name}", *as_words(name, value)]), name)
+
+
+def share(value: Any) -> float:
+    """Returns a YAML value as a share. Raises `ValueError` if it is not between 0 and 1."""
+    if not 0 <= float(value) <= 1:
+        raise ValueError(f"{WARMUP} is {value!r}: give a number from 0 to 1")
+    return float(value)
+
+
+def ordered(values: list) -> bool:
+    """Whether the values of an axis are numbers."""
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

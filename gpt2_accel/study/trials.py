@@ -1,0 +1,253 @@
+"""The runs of a study: a trial is a recipe with its settings, a result what its run's folder recorded; `runs.csv` lists them."""
+
+import csv
+import functools
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gpt2_accel
+from gpt2_accel.checkpoint.find import model_directory, read_status
+from gpt2_accel.config import TrainConfig, plain_text
+from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.estimate.dry_run import model_shape
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.files import digest, read_json_lines, write_file
+from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.runtime.guard import Diverged
+from gpt2_accel.study.children import ask, recipe_source, settings_of
+
+WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
+# Settings that do not change a run's numbers. The fingerprint of the data counts.
+INERT = {
+    *(
+        "data_dir",
+        "output_dir",
+        "resume_from",
+        "save_every",
+        "keep_last",
+        "keep_every",
+        "keep_best",
+    ),
+    *(
+        "report_to",
+        "sample_every",
+        "sample_prompts",
+        "sample_tokens",
+        "push_to_hub",
+        "hub_strategy",
+    ),
+    *("hub_private_repo", "license", "max_hours", "log_every", "ignore_changes"),
+}
+NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a study: a recipe, its command line, and what follows from it.
+
+    `changes` are the settings on the command line; `resolved` are all settings of the run, as `TrainConfig` has them.
+    `files` holds the SHA-256 of the modules of the project that the recipe imports, and of the model of `init_from`, by
+    path; `precision` what of the launch changes numbers; `label` what a run's folder is called beside its id.
+    """
+
+    recipe: Path
+    changes: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+    files: Mapping[str, str] = field(default_factory=dict)
+    precision: Mapping[str, str] = field(default_factory=dict)
+    label: str = "run"
+
+    def changed(self, label: str | None = None, **changes: Any) -> "Trial":
+        """Returns the trial with other values of settings of `TrainConfig`. Raises `ValueError` for one that is out of its
+        range."""
+        both = {"changes": {**self.changes, **changes}, "resolved": {**self.resolved, **changes}}
+        trial = replace(self, **both, label=label or self.label)
+        assert trial.config
+        return trial
+
+    def lasting(self, updates: int) -> "Trial":
+        """Returns the trial with this number of updates, and the warmup steps of its `WARMUP`, if it has one."""
+        changes: dict[str, Any] = {"max_steps": updates}
+        if (share := self.resolved.get(WARMUP)) is not None:
+            changes["warmup_steps"] = round(share * updates)
+        trial = self.changed(**changes)
+        for own in (trial.changes, trial.resolved):
+            own.pop(WARMUP, None)
+        return trial
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """The settings, without those that only the recipe has."""
+        names = TrainConfig.__dataclass_fields__
+        return TrainConfig(**{name: v for name, v in self.resolved.items() if name in names})
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """The FLOPs of forward and backward per token. Raises `ValueError` if the model's shape is not possible."""
+        vocab_size = read_manifest(self.config.data_dir)["tokenizer"]["vocab_size"]
+        return flops_per_token(
+            model_shape(self.config, vocab_size), self.config.tokens_per_sequence
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the whole run."""
+        return self.config.max_steps * self.config.total_batch_size
+
+    @cached_property
+    def id(self) -> str:
+        """What identifies the run: 12 hexadecimal digits of the SHA-256 of its settings that differ from the defaults and
+        change numbers, its data, the content of `files`, and its precision."""
+        default, missing = TrainConfig().settings(), object()
+        own: dict[str, Any] = {
+            name: value
+            for name, value in self.resolved.items()
+            if name not in INERT | {"init_from"} and default.get(name, missing) != value
+        }
+        own["recipe"] = self.recipe.name
+        if self.files:
+            own["files"] = sorted((Path(path).name, sha) for path, sha in self.files.items())
+        content = [own, data_fingerprint(self.config.data_dir), self.precision]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+    def arguments(self, output_dir: Path) -> list[str]:
+        """Returns the command line of the recipe."""
+        settings = {**self.changes, "output_dir": str(output_dir), "resume_from": "latest"}
+        return [word for name, v in settings.items() for word in (f"--{name}", *as_words(name, v))]
+
+
+def read_trial(
+    recipe: Path, changes: Mapping[str, Any], precision: Mapping[str, str] | None = None
+) -> Trial:
+    """Returns the trial of a recipe's command line, with all settings that the recipe trains with. Raises `ValueError` for
+    settings that the recipe refuses."""
+    recipe_source(recipe)  # before the fork
+    words = Trial(recipe, changes, {}).arguments(Path("runs/study"))
+    resolved, files = ask(settings_of, recipe, words)
+    if resolved["init_from"]:
+        folder = Path(local_directory(model_directory(resolved["init_from"])))
+        weights = [path for kind in ("safetensors", "bin") for path in folder.glob(f"*.{kind}")]
+        files |= {str(path): digest(path) for path in (folder / "config.json", *weights)}
+    return Trial(
+        recipe,
+        {n: resolved.get(n, v) for n, v in changes.items()},
+        resolved,
+        files,
+        precision or {},
+    )
+
+
+def as_words(name: str, value: Any) -> list[str]:
+    """Returns the value of a setting as words of a command line. Raises `ValueError` for what is no scalar or list of scalars."""
+    values = value if isinstance(value, list) else [value]
+    try:
+        return [plain_text(item) for item in values]
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be {value!r}") from error
+
+
+@dataclass(frozen=True)
+class Result:
+    """A recorded run.
+
+    `id` is that of its trial; `settings` is the JSON of those that the study changed. `loss` is the val/loss after the last
+    update in nats per token, infinite if the run diverged, and `bits_per_byte` its val/bits_per_byte, None if the data's
+    bytes are unknown. `code` is the fingerprint of the code that trained it. There is no time in it: a run that was killed
+    and continued has the same row.
+    """
+
+    id: str
+    settings: str
+    parameters: int
+    updates: int
+    tokens: int
+    flops: float
+    loss: float
+    bits_per_byte: float | None = None
+    code: str = ""
+
+    @property
+    def diverged(self) -> bool:
+        return math.isinf(self.loss)
+
+    def metric(self, name: str) -> float:
+        """Returns `loss` or `bits_per_byte`. Raises `ValueError` if it is unknown."""
+        value = math.inf if self.diverged else getattr(self, name)
+        if value is None:
+            raise ValueError(f"run {self.id} has no {name}: compare by loss")
+        return value
+
+
+@functools.cache  # of what this process has imported: files may change later
+def code_fingerprint(recipe: Path) -> str:
+    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of what of this package a run's numbers depend on."""
+    package = Path(gpt2_accel.__file__).parent
+    sources = [
+        p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_TRAINED
+    ]
+    content = b"\0".join([recipe_source(recipe), *(path.read_bytes() for path in sorted(sources))])
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def read_run(trial: Trial, folder: Path) -> Result | None:
+    """Returns the result of the run in `folder`, None if it neither finished nor diverged.
+
+    Raises `ValueError` if its metrics lack the evaluation after its last update."""
+    status = read_status(folder)
+    diverged = status.get("state") == "failed" and status["reason"].startswith(Diverged.__name__)
+    if status.get("state") != "finished" and not diverged:
+        return None
+    lines = read_json_lines(folder / "metrics.jsonl")
+    line = lines[-1] if lines else {}
+    loss, tokens = line.get("val/loss"), line.get("tokens", 0)
+    if not diverged and (loss is None or line["step"] != status["step"]):
+        raise ValueError(f"its metrics lack the last val/loss: remove {folder}")
+    settings = {n: v for n, v in trial.changes.items() if n not in INERT or n == "data_dir"}
+    return Result(
+        trial.id,
+        json.dumps(settings, sort_keys=True),
+        json.loads((folder / "run.json").read_text(encoding="utf-8"))["parameters"],
+        status["step"],
+        tokens,
+        float(tokens * trial.flops_per_token),
+        math.inf if diverged else loss,
+        None if diverged else line.get("val/bits_per_byte"),
+        code_fingerprint(trial.recipe),
+    )
+
+
+def read_table(path: Path) -> dict[str, Result]:
+    """Returns the rows of a CSV file by id; empty if there is no such file. Raises `ValueError` if it is no such table."""
+    kinds = {
+        field.name: float if field.name == "bits_per_byte" else field.type
+        for field in fields(Result)
+    }
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        rows = [
+            Result(**{name: kinds[name](value) for name, value in row.items() if value})
+            for row in csv.DictReader(text.splitlines())
+        ]
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no table of runs ({error!r}): restore it from a copy, or remove the damaged rows"
+        ) from error
+    return {row.id: row for row in rows}
+
+
+def write_table(path: Path, results: Iterable[Result]) -> None:
+    """Writes the CSV file atomically, in the order of the settings, so that the same runs give the same file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Result)], lineterminator="\n")
+    writer.writeheader()
+    for result in sorted(results, key=lambda result: (result.settings, result.id)):
+        writer.writerow(asdict(result))
+    if not path.exists() or path.read_text(encoding="utf-8") != text.getvalue():
+        write_file(path, text.getvalue())
