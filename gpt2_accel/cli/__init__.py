@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 
 from gpt2_accel.files import sentence
 from gpt2_accel.options import suggestion
+from gpt2_accel.runtime.signals import die_with_launcher
+
+die_with_launcher()  # now: the imports of a recipe take seconds
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONNECTION = timedelta(seconds=5)  # time limit of a connection to the launcher's store

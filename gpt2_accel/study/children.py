@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import psutil
 import torch
 import tqdm
 
@@ -27,7 +28,7 @@ import gpt2_accel.train
 from gpt2_accel.cores import stay_on, usable_cores, usable_cpus
 from gpt2_accel.device import accelerator_count
 from gpt2_accel.files import digest, first_line
-from gpt2_accel.runtime.signals import end_with_parent
+from gpt2_accel.runtime.signals import adopt_orphans, end_with_parent
 
 tqdm.tqdm.monitor_interval = 0  # no second thread, whose locks a fork would copy
 
@@ -169,7 +170,9 @@ def train_recipe(
 
 
 def launch(recipe: Path, arguments: Sequence[str], processes: int) -> int:
-    """Runs a recipe by `accelerate launch`, which ends with this process; returns its exit code."""
+    """Runs a recipe by `accelerate launch`, which ends with this process; returns its exit code. Stops the trainers of a
+    launcher that was killed."""
+    adopt_orphans()
     own = precision(processes)
     flags = ["--multi_gpu", "--num_processes", str(processes), "--main_process_port", "0"]
     flags += ["--mixed_precision", own["mixed_precision"], "--dynamo_backend", own["dynamo"]]
@@ -178,7 +181,10 @@ def launch(recipe: Path, arguments: Sequence[str], processes: int) -> int:
         preexec_fn=lambda: end_with_parent(signal.SIGTERM),
     )
     signal.signal(signal.SIGTERM, lambda *_: launcher.terminate())
-    return launcher.wait()
+    code = launcher.wait()
+    for trainer in psutil.Process().children(recursive=True):
+        trainer.terminate()
+    return code
 
 
 class Captured(BaseException):

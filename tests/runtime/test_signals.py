@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,6 +72,36 @@ def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():
     warning = int(re.search(r"--signal=USR1@(\d+)", SBATCH)[1])
     assert 30 <= int(EXPORTED["PET_SHUTDOWN_TIMEOUT"]) < warning
     assert "/" not in re.search(r"--output=(\S+)", SBATCH)[1]  # a fresh clone has no runs/
+
+
+@long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this signal")
+def test_a_trainer_ends_with_its_launcher_while_it_imports(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path / "run", max_steps=10**5)
+    for library in ("libtorch_cpu", "tokenizers"):  # what the trainer imports first and late
+        launcher = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "accelerate.commands.launch",
+                "tests/train_script.py",
+                *as_flags(config),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        )
+        process = psutil.Process(launcher.pid)
+        while not (trainers := [p for p in process.children() if "-m" not in p.cmdline()]):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        maps = Path(f"/proc/{trainers[0].pid}/maps")
+        while library not in maps.read_text():
+            time.sleep(0.02)
+        launcher.kill()
+        _, alive = psutil.wait_procs(trainers, timeout=5)
+        for trainer in alive:
+            trainer.kill()
+        assert not alive, library
 
 
 PARENT = """

@@ -395,3 +395,20 @@ def test_a_run_of_several_processes(data_dir, tmp_path):
     assert done.returncode == 0, [log.read_text() for log in tmp_path.glob("out/runs/*/log.txt")]
     [metadata] = tmp_path.glob("out/runs/*/run.json")
     assert json.loads(metadata.read_text())["hardware"].startswith("2 x cpu")
+
+
+@long
+def test_the_trainers_of_a_killed_launcher_end(data_dir, tmp_path):
+    path, out = study_file(tmp_path, data_dir, variants={"one": {}}, seeds=1), tmp_path / "out"
+    options = ("--output_dir", out, "--gpus_per_run", 2)
+    started = Started(COMPARE, path, *options, log=tmp_path / "log")
+
+    def below(word):
+        found = psutil.Process(started.pids[0]).children(recursive=True)
+        return [p for p in running(found) if p.cmdline()[1:2] == [word]]
+
+    wait_until(lambda: len(below("-m")) == 1 and len(below("-u")) == 2)
+    [launcher], trainers = below("-m"), below("-u")
+    launcher.kill()
+    assert started.wait() == 1
+    assert not running(trainers) and "failed: " in (tmp_path / "log").read_text()
