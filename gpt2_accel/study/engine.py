@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from optuna.storages import RDBStorage
     from optuna.trial import FrozenTrial
 
-INSTALL = "pip install 'optuna>=5' 'psycopg[binary]>=3.2' 'scipy>=1.13' 'matplotlib>=3.9'"
+INSTALL = "pip install 'optuna>=5.0' 'scipy>=1.13' 'matplotlib>=3.9'"
+POSTGRES = "for postgresql:// pip install 'psycopg[binary]>=3.2'"
 PAUSE = 0.1  # seconds between looks at the children
 LOOK = 2.0  # seconds between looks at the database
 HEARTBEAT = 10  # seconds between signs of life
@@ -64,24 +65,24 @@ def require_study() -> None:
 def open_storage(url: str) -> "RDBStorage":
     """Opens Optuna's storage, with heartbeats unless it is SQLite, which one driver uses. Raises `ValueError` if it cannot."""
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
-    from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
+    from sqlalchemy.exc import SQLAlchemyError
 
     beats = {
         "heartbeat_interval": HEARTBEAT,
         "grace_period": STALE,
         "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback(),
     }
-    url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
-    for tries_left in range(4, -1, -1):
+    full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
+    place, problem = url.rpartition("@")[-1], ""  # without a password
+    for _ in range(4):  # drivers that start together create the same tables
         try:
-            return RDBStorage(url, **({} if url.startswith("sqlite") else beats))
-        except (SQLAlchemyError, ImportError) as error:
-            # Drivers that start together create the same tables.
-            if not tries_left or not isinstance(error, IntegrityError | ProgrammingError):
-                place = url.rpartition("@")[-1]  # without a password
-                raise ValueError(f"{place} cannot be opened: {first_line(error)}") from error
+            return RDBStorage(full, **({} if url.startswith("sqlite") else beats))
+        except ImportError as error:
+            raise ValueError(f"{place} cannot be opened: {POSTGRES}") from error
+        except SQLAlchemyError as error:
+            problem = first_line(error)
             time.sleep(1)
-    raise AssertionError
+    raise ValueError(f"{place} cannot be opened: {problem}")
 
 
 @dataclass

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from launching import ROOT, Started, python
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.study import children
 from gpt2_accel.study.compare import Comparison, first_trials, with_budget
-from gpt2_accel.study.engine import Engine
+from gpt2_accel.study.engine import Engine, open_storage, require_study
 from gpt2_accel.study.study_file import StudyFile, read_study
 from gpt2_accel.study.trials import Result, read_trial
 
@@ -337,6 +338,15 @@ def test_the_weights_of_init_from_are_in_a_runs_identity(data_dir, tmp_path):
     assert read_trial(Path(RECIPE), changes | {"init_from": str(moved)}).id == first.id
     run(tiny_config(data_dir, model, **settings, seed=2))
     assert read_trial(Path(RECIPE), changes).id != first.id
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "optuna", None)
+        with pytest.raises(ValueError, match="a study needs optuna.*: pip install 'optuna"):
+            require_study()
+    with pytest.raises(ValueError, match="^127.0.0.1:1/none cannot be opened: .*refused"):
+        open_storage("postgresql://me:secret@127.0.0.1:1/none")
 
 
 def test_a_variants_warmup_steps_replace_the_share_of_all(data_dir, tmp_path):
