@@ -211,11 +211,12 @@ class RunContext:
         return [self._status, terminal, stack.enter_context(trackers), files]
 
     def _lacks_evaluation(self, earlier: list[dict]) -> bool:
-        """Whether `metrics.jsonl` lacks the evaluation of the update from which the run resumes, because of a signal or a
-        full disk. Then its line is written again. `earlier` are the lines of the file, on the main process."""
+        """Whether `metrics.jsonl` lacks the evaluation of the update from which the run resumes in its folder, because of a
+        signal or a full disk. Then its line is written again. `earlier` are the lines of the file, on the main process."""
         step, every = self.state.step, self.config.eval_every
         is_due = every > 0 and step > 0 and (step % every == 0 or step == self.inputs.updates)
-        return is_due and on_main_process(
+        resumes_here = self._saved_step is not None
+        return (is_due and resumes_here) and on_main_process(
             self.accelerator,
             lambda: not any(line["step"] == step and "val/loss" in line for line in earlier),
         )
