@@ -104,8 +104,8 @@ class Engine:
     """Trains the runs of a study in `folder` and records them in the database `storage`, by default a file of the folder, and
     in the CSV file `table`. A run in the table is done.
 
-    `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the recorded runs by id, `failed` the
-    reasons of those that failed, `pruned` the last loss of those that the pruner ended.
+    `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
+    recorded runs by id, `failed` the reasons of those that failed, `pruned` the last loss of those that the pruner ended.
     """
 
     folder: Path
@@ -173,12 +173,13 @@ class Engine:
                 self._read(study)
                 if known != (known := len({*self.results, *self.failed, *self.pruned})):
                     trials = {trial.id: trial for trial in wanted()}
+                    if self.results:
+                        write_table(self.table, self.results.values())
                 left = {id: trial for id, trial in trials.items() if not self.knows(trial)}
                 seen |= left.keys()
                 bar.expect(len(seen))
                 bar.advance(len(seen - left.keys()) - done)
                 done = len(seen - left.keys())
-                self._write()
                 if not left:
                     return
                 self._fill(study, left)
@@ -329,12 +330,6 @@ class Engine:
         children.stop([running.process for running in self._running])
         for running in [*self._running]:
             self._end(running, stopped=True)
-
-    def _write(self) -> None:
-        """Writes the table, with the rows that others wrote."""
-        self.results = read_table(self.table) | self.results
-        if self.results:
-            write_table(self.table, self.results.values())
 
     def tokens_per_second(self, trial: Trial) -> float:
         """Returns the tokens per second of a run that trains alone, over the second half of `PROBE` updates. Raises

@@ -25,26 +25,10 @@ from gpt2_accel.study.children import ask, recipe_source, settings_of
 
 WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 # Settings that do not change a run's numbers. The fingerprint of the data counts.
-INERT = {
-    *(
-        "data_dir",
-        "output_dir",
-        "resume_from",
-        "save_every",
-        "keep_last",
-        "keep_every",
-        "keep_best",
-    ),
-    *(
-        "report_to",
-        "sample_every",
-        "sample_prompts",
-        "sample_tokens",
-        "push_to_hub",
-        "hub_strategy",
-    ),
-    *("hub_private_repo", "license", "max_hours", "log_every", "ignore_changes"),
-}
+INERT = set(
+    "data_dir output_dir resume_from save_every keep_last keep_every keep_best report_to sample_every sample_prompts "
+    "sample_tokens push_to_hub hub_strategy hub_private_repo license max_hours log_every ignore_changes".split()
+)
 NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
 
 
@@ -225,10 +209,7 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
 
 def read_table(path: Path) -> dict[str, Result]:
     """Returns the rows of a CSV file by id; empty if there is no such file. Raises `ValueError` if it is no such table."""
-    kinds = {
-        field.name: float if field.name == "bits_per_byte" else field.type
-        for field in fields(Result)
-    }
+    kinds = {part.name: part.type for part in fields(Result)} | {"bits_per_byte": float}
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         rows = [
@@ -249,5 +230,4 @@ def write_table(path: Path, results: Iterable[Result]) -> None:
     writer.writeheader()
     for result in sorted(results, key=lambda result: (result.settings, result.id)):
         writer.writerow(asdict(result))
-    if not path.exists() or path.read_text(encoding="utf-8") != text.getvalue():
-        write_file(path, text.getvalue())
+    write_file(path, text.getvalue())
