@@ -94,6 +94,7 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
             lambda own=tuning: [with_budget(study, t, study.budgets[-1]) for t in own.tried()],
             f"tune {name}",
             pruner_of(study.pruner),
+            study.trials,
         )
         trials[name] = tuning.best()
     runs = runs_of(study, trials)

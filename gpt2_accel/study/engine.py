@@ -136,10 +136,11 @@ class Engine:
         wanted: Callable[[], Sequence[Trial]],
         name: str = "runs",
         pruner: "BasePruner | None" = None,
+        least: int = 0,
     ) -> None:
         """Trains the trials that `wanted` returns, until it returns none that is not known. It is called again when there are
         new results, and follows from them only: each driver has its own. `name` is that of the Optuna study, whose `pruner`
-        ends hopeless runs.
+        ends hopeless runs. `least` is the number of trials that it will return at least.
 
         A run that fails is named, and the others go on. A signal stops the children with their checkpoints and raises
         `KeyboardInterrupt`. Raises `OSError` if another driver uses the same SQLite file, `ValueError` if the database does
@@ -157,7 +158,7 @@ class Engine:
                     stack.enter_context(lock_folder(self.folder, SHARED, wait=wait))
                 stop = stack.enter_context(StopRequest())
                 stack.callback(self._stop)
-                self._train(wanted, self._open(name, pruner), stop)
+                self._train(wanted, self._open(name, pruner), stop, least)
         except StorageInternalError as error:
             problem = first_line(error.__cause__ or error)
             raise ValueError(
@@ -165,9 +166,9 @@ class Engine:
             ) from error
 
     def _train(
-        self, wanted: Callable[[], Sequence[Trial]], study: "Study", stop: StopRequest
+        self, wanted: Callable[[], Sequence[Trial]], study: "Study", stop: StopRequest, least: int
     ) -> None:
-        seen, done, known = set(), 0, -1
+        known, before, shown = -1, None, 0
         with Progress("runs", None, unit="run") as bar:
             while True:
                 self._read(study)
@@ -176,10 +177,11 @@ class Engine:
                     if self.results:
                         write_table(self.table, self.results.values())
                 left = {id: trial for id, trial in trials.items() if not self.knows(trial)}
-                seen |= left.keys()
-                bar.expect(len(seen))
-                bar.advance(len(seen - left.keys()) - done)
-                done = len(seen - left.keys())
+                done = len(trials) - len(left)
+                before = done if before is None else before  # recorded earlier
+                bar.expect(max(least, len(trials)) - before)
+                bar.advance(done - before - shown)
+                shown = done - before
                 if not left:
                     return
                 self._fill(study, left)

@@ -117,7 +117,8 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
 
 
 def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
-    """Returns the values to try by setting, numbers from the smallest, the trials of each variant, and the pruner."""
+    """Returns the values to try by setting, numbers from the smallest, the trials of each variant, at most one
+    for each combination, and the pruner."""
     own = {"axes": None, "trials": None, "pruner": "none", **tune}
     axes, trials, pruner, *more = own.values()
     if more or not isinstance(axes, dict) or type(trials) is not int or pruner not in PRUNERS:
@@ -135,7 +136,7 @@ def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
             raise ValueError(f"tune: {error}") from error
         if ordered(found[name]):
             found[name].sort()
-    return found, max(2, trials), pruner
+    return found, min(max(2, trials), math.prod(map(len, found.values()))), pruner
 
 
 def typed(name: str, value: Any) -> Any:

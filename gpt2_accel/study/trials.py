@@ -25,10 +25,26 @@ from gpt2_accel.study.children import ask, recipe_source, settings_of
 
 WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 # Settings that do not change a run's numbers. The fingerprint of the data counts.
-INERT = set(
-    "data_dir output_dir resume_from save_every keep_last keep_every keep_best report_to sample_every sample_prompts "
-    "sample_tokens push_to_hub hub_strategy hub_private_repo license max_hours log_every ignore_changes".split()
-)
+INERT = {
+    "data_dir",
+    "output_dir",
+    "resume_from",
+    "save_every",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "report_to",
+    "sample_every",
+    "sample_prompts",
+    "sample_tokens",
+    "push_to_hub",
+    "hub_strategy",
+    "hub_private_repo",
+    "license",
+    "max_hours",
+    "log_every",
+    "ignore_changes",
+}
 NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
 
 
