@@ -22,7 +22,7 @@ from gpt2_accel.study.compare import Comparison
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.study_file import METRICS
-from gpt2_accel.study.trials import code_fingerprint
+from gpt2_accel.study.trials import caveats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,12 +103,7 @@ def remarks(outcome: Comparison) -> list[str]:
             f"of {count} comparisons of equal variants, {round(0.05 * count, 2):g} are called better or worse by chance"
         )
     used = {result for own in outcome.results.values() for result in own if result}
-    other = sum(result.code != code_fingerprint(study.recipe) for result in used)
-    if other:
-        lines.append(
-            f"{other} of {len(used)} runs were recorded by other code than this: another --output_dir trains all of them again"
-        )
-    return lines + [f"run {id} failed: {reason}" for id, reason in outcome.failed.items()]
+    return lines + caveats(study.recipe, used, outcome.failed)
 
 
 def as_text(outcome: Comparison) -> str:

@@ -27,7 +27,7 @@ from gpt2_accel.study.scaling import (
     best_size,
     memory,
 )
-from gpt2_accel.study.trials import code_fingerprint
+from gpt2_accel.study.trials import caveats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -183,12 +183,8 @@ def remarks(outcome: Scaling, target: float | None) -> list[str]:
             f"with {scientific(budget)} FLOPs fewer than {SIDE} {side} sizes stand beside the lowest loss: its minimum is not "
             f"certain, and {side} ones {why}"
         )
-    if other := sum(r.result.code != code_fingerprint(grid.base.recipe) for r in outcome.finished):
-        lines.append(
-            f"{other} of {len(outcome.finished)} runs were recorded by other code than this: another --output_dir trains all of "
-            "them again"
-        )
-    return lines + [f"run {id} failed: {reason}" for id, reason in outcome.failed.items()]
+    finished = [run.result for run in outcome.finished]
+    return lines + caveats(grid.base.recipe, finished, outcome.failed)
 
 
 def described(outcome: Scaling, run: Run) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -194,6 +194,15 @@ def code_fingerprint(recipe: Path) -> str:
     ]
     content = b"\0".join([recipe_source(recipe), *(path.read_bytes() for path in sorted(sources))])
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def caveats(recipe: Path, results: Collection[Result], failed: Mapping[str, str]) -> list[str]:
+    """Returns what is to be said of a study's runs: how many other code recorded, and which failed."""
+    other = sum(result.code != code_fingerprint(recipe) for result in results)
+    lines = [
+        f"{other} of {len(results)} runs were recorded by other code than this: another --output_dir trains all of them again"
+    ]
+    return lines[: other > 0] + [f"run {id} failed: {reason}" for id, reason in failed.items()]
 
 
 def read_run(trial: Trial, folder: Path) -> Result | None:
