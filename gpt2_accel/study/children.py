@@ -36,7 +36,6 @@ SILENCE = 60.0  # seconds without a sign of life of the parent after which a chi
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
 FORK = multiprocessing.get_context("fork")
 PACKAGE = Path(gpt2_accel.train.__file__).parent
-train = gpt2_accel.train.train
 alive = FORK.Value(
     "d", lock=False
 )  # when the parent last showed a sign of life, seconds of `time.monotonic`
@@ -143,19 +142,15 @@ def train_recipe(
 ) -> None:
     """Runs a recipe in this process, or for several processes by `accelerate launch`. Its output is appended to `log`.
 
-    Raises `ValueError` if one of `files` has another SHA-256 than here when the recipe has imported its modules.
+    Raises `SystemExit` if one of `files` no longer has the SHA-256 here.
     """
-
-    def checked(config: Any) -> bool:
-        for path, sha in files.items():
-            if not Path(path).exists() or digest(Path(path)) != sha:
-                raise ValueError(f"{path} has changed since the study started: start it again")
-        return train(config)
-
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    for path, sha in files.items():
+        if not Path(path).exists() or digest(Path(path)) != sha:
+            sys.exit(f"{path} has changed since the study started: start it again")
     if slot.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
     else:
@@ -165,7 +160,6 @@ def train_recipe(
     if slot.core is not None:
         stay_on(slot.core)
         torch.set_num_threads(1)
-    gpt2_accel.train.train = checked
     run_recipe(recipe, arguments)
 
 
