@@ -185,3 +185,10 @@ def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
 
 def test_no_extra_needs_the_package_itself():
     assert not any("gpt2_accel" in word for word in requirements())
+
+
+def test_a_library_of_studies_comes_with_its_extra_only():
+    options, extras = SETUP["options"], SETUP["options.extras_require"]
+    for library, extra in (("optuna", "study"), ("scipy", "study"), ("psycopg", "postgresql")):
+        assert [name for name in extras if library in extras[name]] == [extra]
+        assert library not in options["install_requires"]
