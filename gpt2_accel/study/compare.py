@@ -169,9 +169,12 @@ def dry_run(study: StudyFile, engine: Engine) -> str:
             f"{own[0].config.max_steps:,}",
             f"{flops:.3g}",
         ]
-    first, total = own[0], sum(trial.tokens * trial.flops_per_token for trial in left)
-    speed = engine.tokens_per_second(first) * first.flops_per_token * len(engine.slots)
     table = markdown(["variant", "runs", "updates of each", "FLOPs of each"], rows)
+    if not left:
+        return f"{table}\n\nall runs are recorded"
+    first = runs[study.baseline, study.budgets[-1]][0]
+    total = sum(trial.tokens * trial.flops_per_token for trial in left)
+    speed = engine.tokens_per_second(first) * first.flops_per_token * len(engine.slots)
     return (
         f"{table}\n\n{len(left)} runs are not recorded: {total:.3g} FLOPs, {duration(total / speed)} with {len(engine.slots)} at a "
         "time, by the measured speed of a run alone, without evaluations"

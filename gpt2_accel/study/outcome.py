@@ -62,7 +62,7 @@ def title(outcome: Comparison, budget: float | None) -> str:
 
 
 def remarks(outcome: Comparison) -> list[str]:
-    """Returns what else is to be said: spread, unequal budgets, shares of tokens, tuning, chance, failures."""
+    """Returns remarks on spread, unequal budgets, shares of tokens, tuning, chance and failures."""
     study, lines = outcome.study, []
     for budget in study.budgets:
         values = [*filter(math.isfinite, outcome.values(study.baseline, budget))]

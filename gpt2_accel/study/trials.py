@@ -197,7 +197,7 @@ def code_fingerprint(recipe: Path) -> str:
 
 
 def caveats(recipe: Path, results: Collection[Result], failed: Mapping[str, str]) -> list[str]:
-    """Returns what is to be said of a study's runs: how many other code recorded, and which failed."""
+    """Returns remarks on the runs that other code recorded, and on those that failed."""
     other = sum(result.code != code_fingerprint(recipe) for result in results)
     lines = [
         f"{other} of {len(results)} runs were recorded by other code than this: another --output_dir trains all of them again"
