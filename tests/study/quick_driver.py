@@ -1,4 +1,4 @@
-"""Runs recipes/compare.py with signs of life every second, so that a test need not wait for minutes."""
+"""Runs recipes/compare.py with signs of life every second, and short waits, so that a test need not wait for minutes."""
 
 import runpy
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpt2_accel.study import children, engine
 
-engine.HEARTBEAT, engine.STALE = 1, 10
+engine.HEARTBEAT, engine.STALE, engine.LOOK = 1, 10, 0.2
 children.SILENCE, children.GRACE = 3.0, 4.0
 sys.argv[0] = str(Path(__file__).parents[2] / "recipes/compare.py")
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -25,6 +25,7 @@ from gpt2_accel.study.trials import Result, read_trial
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
+QUICK = str(ROOT / "tests/study/quick_driver.py")
 SMALL = {
     "n_layer": 1,
     "n_head": 2,
@@ -227,18 +228,19 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
 
 
 def test_hopeless_trials_are_pruned(data_dir, tmp_path):
-    rates = [1e-7 * 2**i for i in range(6)] + [5e-3, 1e-2]
+    decays = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 90.0, 100.0]  # the last two leave no weights
     parts = {
         "variants": {"one": {"learning_rate": 1e-2}},
-        "settings": {"eval_every": 40, "data_dir": str(data_dir)},
-        "budget": {"tokens": 400 * 128},
+        "settings": {"eval_every": 60},
+        "budget": {"tokens": 600 * 128},
         "seeds": 1,
-        "tune": {"trials": 8, "axes": {"learning_rate": rates}, "pruner": "median"},
+        "tune": {"trials": 8, "axes": {"weight_decay": decays}, "pruner": "median"},
     }
-    done = compare(study_file(tmp_path, data_dir, **parts), tmp_path / "out", "--processes", 1)
+    path = study_file(tmp_path, data_dir, **parts)
+    done = python(QUICK, path, "--output_dir", tmp_path / "out", "--processes", 1)
     assert done.returncode == 0, done.stderr
-    assert "one: 8 trials chose learning_rate" in done.stdout
-    assert len(rows(tmp_path / "out")) <= 9
+    assert "one: 8 trials chose weight_decay 0.0" in done.stdout
+    assert len(rows(tmp_path / "out")) <= 6 + 1
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ import optuna
 import psutil
 import pytest
 from conftest import long
-from launching import ROOT, Started, free_port
-from test_studies import compare, rows, study_file, wait_until
+from launching import Started, free_port
+from test_studies import QUICK, compare, rows, study_file, wait_until
 
 from gpt2_accel.study.engine import open_storage
 
-DRIVER = str(ROOT / "tests/study/quick_driver.py")
 UPDATES = 500
 
 
@@ -75,7 +74,7 @@ def alone(data_dir, tmp_path_factory):
 )
 def test_two_drivers(how, database, alone, data_dir, tmp_path):
     path, out = study(tmp_path, data_dir), tmp_path / how.replace(" ", "_")
-    command = (DRIVER, path, "--output_dir", out, "--storage", database, "--processes", 1)
+    command = (QUICK, path, "--output_dir", out, "--storage", database, "--processes", 1)
     both = [Started(*command, log=tmp_path / f"log{n}") for n in range(2)]
     drivers = [psutil.Process(started.pids[0]) for started in both]
 
