@@ -2,8 +2,9 @@
 
     python benchmarks/pruning.py
 
-`results/cpu/pruning.csv` has the val/loss of each trial after each tenth of it. A replay takes 20 trials of one optimizer in a
-random order, one after the other, as `tune` does, and asks the pruner after each tenth.
+`results/cpu/pruning.csv` has the val/loss of each trial after each tenth of it: AdamW, 2 layers of 64, 200 updates of 768 tokens of
+the quickstart's text, seed 0, settings by TPE out of 12 rates, 4 schedules, 4 decays, 5 values of beta2 and 4 warmups. A replay
+takes 20 trials in a random order, one after the other, and asks the pruner after each tenth.
 """
 
 import csv
