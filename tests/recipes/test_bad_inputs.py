@@ -190,7 +190,7 @@ def data() -> Iterator[Row]:
     yield Row("pretrain_124m", train + "--n_positions 100000", "tokens", {"d": Copy("data")})
     long = train + "--eval_every 2 --n_positions 1000 --total_batch_size 4000"
     yield Row("pretrain_124m", long, "val", {"d": Copy("data")})
-    for recipe in ("evaluate --model {run}", "prepare_data --verify", "prepare_data --stats"):
+    for recipe in ("evaluate --model {run}", "prepare_data --verify", "prepare_data "):
         name, _, arguments = recipe.partition(" ")
         files = {"d": Copy("data"), "d/train_000000.bin": BINARY}
         yield Row(name, arguments + " --data_dir d", "train_000000.bin", files)
@@ -355,7 +355,7 @@ def preparation() -> Iterator[Row]:
         "mix {data}=1 --data_dir {data}": "{data}",
         "mix {data}=1 {data}=2 --data_dir d": "is named twice",
         "--verify --data_dir nowhere": "nowhere",
-        "--stats --data_dir {text}": "{text}",
+        "--data_dir {text}": "{text}",
     }.items():
         yield Row("prepare_data", arguments, words)
     table = pyarrow.table({"text": [make_text(50, seed) for seed in range(50)]})
