@@ -45,6 +45,7 @@ from gpt2_accel.tokenizer import (
 )
 
 TEXT = "def f(x):\n    return x + 1\n\ndef g(y):\n    return f(y) * 2\n" * 20
+BPE = train_bpe([TEXT], 300)
 
 
 def save_model(tokenizer, folder):
@@ -60,7 +61,7 @@ def raw_ids(bpe: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [byte_tokenizer(), train_bpe([TEXT], 300), char_tokenizer(TEXT), char_tokenizer(PROBE), None],
+    [byte_tokenizer(), BPE, char_tokenizer(TEXT), char_tokenizer(PROBE), None],
     ids=["bytes", "bpe", "char", "chars of the probe", "gpt2"],
 )
 def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
@@ -90,9 +91,6 @@ def test_ids_are_utf8_bytes_and_tiktokens(text):
     assert encode(byte_tokenizer(), [text]) == [list(text.encode())]
     assert token_encoder(byte_tokenizer())(text).tolist() == list(text.encode())
     assert BPE.decode(encode(BPE, [text])[0]) == text
-
-
-BPE = train_bpe([TEXT], 300)
 
 
 def test_gpt2_ids_are_tiktokens(gpt2):
@@ -149,68 +147,57 @@ def test_special_tokens_in_a_message_are_no_control_tokens(chat_base):
             prompt_tokens(tokenizer, [{"role": "user", "content": f"a{token}b"}])
 
 
-def plain_bpe(pre_tokenizer=None) -> Tokenizer:
-    """A byte-level BPE with `<|endoftext|>`, as the tokenizers library makes it, by default with GPT-2's word splitting."""
+def byte_level(**options) -> pre_tokenizers.ByteLevel:
+    return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
+
+
+def train(**parts) -> Tokenizer:
+    """A byte-level BPE with `<|endoftext|>` and the given parts, by default with GPT-2's word splitting."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = byte_level()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator([PROBE, TEXT], trainer)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(["<|endoftext|>"])
+    for name, part in parts.items():
+        setattr(bpe, name, part)
     return bpe
 
 
-def change_pre_tokenizer(bpe):
-    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s+(?!\S)|\s*[\r\n]+"), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-
-
-def add_prefix_space(bpe):
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-
-
-def leave_words_whole(bpe):
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-
-def normalize(bpe):
-    bpe.normalizer = normalizers.NFC()
-
-
-def keep(bpe):
-    bpe.add_tokens([AddedToken("it's", lstrip=True), AddedToken("four", single_word=True)])
-
-
-def separate_digits(bpe):
-    """SmolLM2's pre-tokenizer: its files name GPT2Tokenizer, with which transformers loses the digits' splitting."""
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-
-
-def write_files(bpe, folder, tokenizer_class=None, config=True):
+def write_files(bpe, folder, tokenizer_class="PreTrainedTokenizerFast"):
     """Writes tokenizer.json, tokenizer_config.json and a GPT-2's config.json, as a Hub repository has them."""
     folder.mkdir()
     bpe.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|endoftext|>", **named})
-    )
-    if config:
-        GPT2Config(vocab_size=bpe.get_vocab_size()).save_pretrained(folder)
+    settings = {"eos_token": "<|endoftext|>", **named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    GPT2Config(vocab_size=bpe.get_vocab_size()).save_pretrained(folder)
 
 
-CHANGES = [change_pre_tokenizer, add_prefix_space, leave_words_whole, normalize, separate_digits]
+def splitting(*parts) -> dict:
+    return {"pre_tokenizer": pre_tokenizers.Sequence([*parts])}
+
+
+PARTS = {
+    "as GPT-2": {},
+    "space first": {"pre_tokenizer": byte_level(add_prefix_space=True)},
+    "whole words": {"pre_tokenizer": byte_level(use_regex=False)},
+    "NFC": {"normalizer": normalizers.NFC()},
+    "regex": splitting(
+        pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s+(?!\S)|\s*[\r\n]+"), "isolated"),
+        byte_level(use_regex=False),
+    ),
+    "SmolLM2": splitting(pre_tokenizers.Digits(individual_digits=True), byte_level()),
+}
 
 
 @pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "Qwen2Tokenizer"])
-@pytest.mark.parametrize("change", [lambda bpe: None, keep, *CHANGES])
-def test_the_token_ids_are_those_of_tokenizer_json(change, name, tmp_path):
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_token_ids_are_those_of_tokenizer_json(parts, name, tmp_path):
     """`AutoTokenizer` replaces parts of some tokenizers by those of the named class."""
-    bpe = plain_bpe()
-    change(bpe)
+    bpe = train(**PARTS[parts])
+    bpe.add_tokens([AddedToken("it's", lstrip=True), AddedToken("four", single_word=True)])
     write_files(bpe, tmp_path / "model", name)
     ids = raw_ids(bpe, PROBE)
     tokenizer = load_tokenizer(tmp_path / "model")
@@ -226,11 +213,9 @@ def test_the_token_ids_are_those_of_tokenizer_json(change, name, tmp_path):
 @pytest.mark.parametrize("bomb", ["(a+)+b", r"(\w+\s?)+$"], ids=["on some text", "on any text"])
 def test_a_slow_regular_expression_is_named(bomb, tmp_path):
     """The library panics, and its `PanicException` is no `Exception`."""
-    bpe, text = plain_bpe(), "a" * 60 + "!"
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    text = "a" * 60 + "!"
     split = pre_tokenizers.Split(Regex(bomb), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    write_files(bpe, tmp_path / "model", "PreTrainedTokenizerFast")
+    write_files(train(**splitting(split, byte_level(use_regex=False))), tmp_path / "model")
     tokenizer = load_tokenizer(tmp_path / "model")
     tokenizer.chat_template = CHATML
     said = [{"role": "user", "content": text}]
@@ -246,41 +231,29 @@ def test_a_slow_regular_expression_is_named(bomb, tmp_path):
             encodes()
 
 
-def sentencepiece(kind) -> Tokenizer:
-    """A BPE as TinyLlama's: U+2581 for a space, also before a text, and byte tokens such as <0x0A>."""
-    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    if kind == "Prepend":
-        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        bpe.normalizer = normalizers.Sequence(parts)
-    else:
-        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    special = ["<unk>", "<s>", "<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
-    bpe.train_from_iterator([TEXT], trainer)
-    return bpe
-
-
-@pytest.mark.parametrize("kind", ["Prepend", "Metaspace"])
-def test_a_tokenizer_of_sentencepieces_kind_is_refused(kind, tmp_path):
-    write_files(sentencepiece(kind), tmp_path / "model", "PreTrainedTokenizerFast")
-    with pytest.raises(ValueError, match="model has a tokenizer of SentencePiece's kind, which"):
+@pytest.mark.parametrize(
+    "parts",
+    [{"normalizer": normalizers.Prepend("\u2581")}, {"pre_tokenizer": pre_tokenizers.Metaspace()}],
+)
+def test_a_tokenizer_of_sentencepieces_kind_is_refused(parts, tmp_path):
+    bpe = train(**parts)
+    write_files(bpe, tmp_path / "model")
+    with pytest.raises(ValueError, match="model has a tokenizer of SentencePiece's kind"):
         load_tokenizer(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece(kind))
-    with pytest.raises(ValueError, match="data/tokenizer has a tokenizer of SentencePiece's kind"):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    with pytest.raises(ValueError, match="data/tokenizer has a tokenizer of SentencePiece's"):
         prepare({"train": [TEXT]}, tokenizer, tmp_path / "data", source="test")
 
 
 def test_a_tokenizer_in_python_is_refused(tmp_path):
     ByT5Tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="ByT5Tokenizer, .* use a tokenizer that has a tokenizer.json"
-    ):
+    with pytest.raises(ValueError, match=r"ByT5Tokenizer, .* that has a tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
 def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
     tokenizer = train_bpe([TEXT, PROBE], 400)
-    leave_words_whole(tokenizer.backend_tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
     with pytest.raises(ValueError, match=f"{tmp_path}/model as GPT2Tokenizer, .*make it"):
         save_model(tokenizer, tmp_path / "model")
     assert not list((tmp_path / "model").glob("*"))
@@ -293,11 +266,11 @@ def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
 
 
 def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
-    bpe = plain_bpe()
+    bpe = train()
     expected = [raw_ids(bpe, text) for text in (PROBE, "a")]
     bpe.enable_truncation(5)
     bpe.enable_padding(length=9)
-    write_files(bpe, tmp_path / "model", "PreTrainedTokenizerFast")
+    write_files(bpe, tmp_path / "model")
     tokenizer = load_tokenizer(tmp_path / "model")
     for _ in range(2):
         assert encode(tokenizer, [PROBE, "a"]) == expected

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import reset_accelerate
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.evals import chat
@@ -18,12 +17,6 @@ SHAPE = GPTConfig(259, n_positions=128, n_layer=1, n_head=1, n_embd=8)
 
 def build_chat(items, tokenizer):
     return ChatAnswers([Item(f"item {n}", item) for n, item in enumerate(items)], tokenizer, SHAPE)
-
-
-@pytest.fixture
-def accelerator():
-    reset_accelerate()
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture

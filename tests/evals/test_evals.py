@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.evals import formulas, likelihood
+from gpt2_accel.evals import likelihood
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.likelihood import Question, encode_question, log_likelihoods
@@ -23,12 +23,6 @@ from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 POSITIONS = 64
 SHAPE = GPTConfig(257, n_positions=POSITIONS, n_layer=1, n_head=1, n_embd=8)
-
-
-@pytest.fixture
-def accelerator():
-    reset_accelerate()
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +172,6 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat
     assert found["val/loss"] == pytest.approx(nats / tokens)
 
 
-WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-
-
 def test_the_host_waits_for_the_device_only_after_the_last_batch(
     accelerator, models, data_dir, monkeypatch
 ):
@@ -188,22 +179,18 @@ def test_the_host_waits_for_the_device_only_after_the_last_batch(
     events = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *a, **k: events.append("f") or forward(*a, **k))
-    for name in WAITS:
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         plain = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda *a, f=plain, **k: events.append("w") or f(*a, **k)
-        )
-    loader = EvalLoader(
-        open_split(data_dir, "val"), sequence_length=32, batch_size=2, max_tokens=320
-    )
+        waits = lambda *a, f=plain, **k: events.append("w") or f(*a, **k)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    val = open_split(data_dir, "val")
+    loader = EvalLoader(val, sequence_length=32, batch_size=2, max_tokens=320)
     validation_loss(accelerator, model, loader=loader)
-    assert "".join(events).startswith("fffff") and events.count("f") == 5
-    assert "f" not in events[5:] and events.count("w") == 1
+    assert events[:6] == [*"fffffw"] and len(events) == 6
     for task in (build_hellaswag(hellaswag_items(400)), build_text(make_text(2000, 1))):
         events.clear()
         task(accelerator, model)
-        first = events.index("w")
-        assert first > 1 and "f" not in events[first:]
+        assert "".join(events).rstrip("w") == "f" * events.count("f") != "f"
 
 
 def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
@@ -238,25 +225,6 @@ def test_ranks_share_the_batches_and_count_each_once(accelerator, models, monkey
     for index in range(2):
         found = log_likelihoods(Rank(accelerator, index), model, task.questions)
     assert found == whole and len(parts) == len(rows)
-
-
-def test_formulas_of_the_metrics():
-    loss = {"loss": 0.75, "loss_stderr": 0.125}
-    assert formulas.mean_loss([2.0, 1.0], [3, 1]) == loss
-    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}
-    assert formulas.perplexity(2e6) == math.inf
-    assert formulas.bits_per_byte([math.log(2) * 3], 2) == pytest.approx(1.5)
-    assert formulas.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
-    assert formulas.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
-    for call in (
-        lambda: formulas.mean_loss([], []),
-        lambda: formulas.choice_accuracy([], []),
-        lambda: formulas.choice_accuracy([[1, 2]], [2]),
-        lambda: formulas.choice_accuracy([[1, 2]], [-1]),
-        lambda: formulas.bits_per_byte([1.0], 0),
-    ):
-        with pytest.raises(ValueError):
-            call()
 
 
 def test_bad_items_are_refused_by_number():

@@ -1,4 +1,4 @@
-"""The metrics of the `evaluate` library, used through that library only."""
+"""The formulas of the metrics, and the metrics of the `evaluate` library that compute them."""
 
 import math
 
@@ -7,33 +7,39 @@ import pytest
 from gpt2_accel.evals import formulas
 from gpt2_accel.evals.metrics import BitsPerByte, ChoiceAccuracy, Perplexity, TokenLoss
 
-NATS, TOKENS, BYTES = [3.5, 0.25, 7.0, 1.0, 2.0], [2, 1, 9, 1, 3], [5, 1, 20, 2, 9]
-CHOICES, LABELS = (
-    [[-1.0, -2.0], [-3.0, -1.0, -2.0], [0.5, 0.25], [1.0, 2.0], [4.0, 3.0]],
-    [0, 1, 1, 1, 1],
-)
 
-
-def test_batches_and_one_call_give_the_same_result():
-    loss = TokenLoss(keep_in_memory=True)
-    loss.add_batch(nats=NATS[:1], tokens=TOKENS[:1])
-    loss.add_batch(nats=NATS[1:], tokens=TOKENS[1:])
-    assert loss.compute() == formulas.mean_loss(NATS, TOKENS)
-    assert formulas.mean_loss(NATS, TOKENS)["loss"] == sum(NATS) / sum(TOKENS)
-    found = Perplexity(keep_in_memory=True).compute(nats=NATS, tokens=TOKENS)
-    assert found == {"perplexity": pytest.approx(math.exp(13.75 / 16))}
-    found = BitsPerByte(keep_in_memory=True).compute(nats=NATS, bytes=BYTES)
-    assert found == {"bits_per_byte": pytest.approx(13.75 / math.log(2) / 37)}
-    found = ChoiceAccuracy(keep_in_memory=True).compute(predictions=CHOICES, references=LABELS)
-    assert found == formulas.choice_accuracy(CHOICES, LABELS) and found["accuracy"] == 3 / 5
-    assert "nats" in loss.inputs_description and "mean loss per token" in loss.description
-
-
-def test_bad_samples_are_refused():
-    metric = ChoiceAccuracy(keep_in_memory=True)
-    with pytest.raises(
-        ValueError, match="sample 1 has the label 2: give the index of one of its 2 choices"
+def test_formulas():
+    loss = {"loss": 0.75, "loss_stderr": 0.125}
+    assert formulas.mean_loss([2.0, 1.0], [3, 1]) == loss
+    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}
+    assert formulas.perplexity(2e6) == math.inf
+    assert formulas.bits_per_byte([math.log(2) * 3], 2) == pytest.approx(1.5)
+    assert formulas.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
+    assert formulas.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
+    for call in (
+        lambda: formulas.mean_loss([], []),
+        lambda: formulas.choice_accuracy([], []),
+        lambda: formulas.choice_accuracy([[1, 2]], [-1]),
+        lambda: formulas.bits_per_byte([1.0], 0),
     ):
-        metric.compute(predictions=CHOICES[2:], references=[0, 2, 1])
-    with pytest.raises(ValueError, match="at least one"):
-        TokenLoss(keep_in_memory=True).compute(nats=[], tokens=[])
+        with pytest.raises(ValueError):
+            call()
+
+
+def test_metrics_of_batches_and_of_one_call():
+    loss = TokenLoss(keep_in_memory=True)
+    loss.add_batch(nats=[2.0], tokens=[3])
+    loss.add_batch(nats=[1.0], tokens=[1])
+    assert loss.compute() == {"loss": 0.75, "loss_stderr": 0.125}
+    assert "nats" in loss.inputs_description and "mean loss per token" in loss.description
+    found = Perplexity(keep_in_memory=True).compute(nats=[2.0, 1.0], tokens=[3, 1])
+    assert found == {"perplexity": math.exp(0.75)}
+    found = BitsPerByte(keep_in_memory=True).compute(nats=[math.log(2) * 3, 0.0], bytes=[1, 1])
+    assert found == {"bits_per_byte": pytest.approx(1.5)}
+    choices = {"predictions": [[-1.0, -2.0], [-3.0, -1.0, -2.0]], "references": [0, 2]}
+    found = ChoiceAccuracy(keep_in_memory=True).compute(**choices)
+    assert found == {"accuracy": 0.5, "accuracy_stderr": 0.5}
+    choices["references"] = [0, 3]
+    message = "sample 1 has the label 3: give the index of one of its 3 choices"
+    with pytest.raises(ValueError, match=message):
+        ChoiceAccuracy(keep_in_memory=True).compute(**choices)
