@@ -7,16 +7,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
@@ -151,15 +142,9 @@ def byte_level(**options) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
 
 
-def train(**parts) -> Tokenizer:
-    """A byte-level BPE with `<|endoftext|>` and the given parts, by default with GPT-2's word splitting."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = byte_level()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([PROBE, TEXT], trainer)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(["<|endoftext|>"])
+def changed(**parts) -> Tokenizer:
+    """A byte-level BPE with `<|endoftext|>` and GPT-2's word splitting, but for the given parts."""
+    bpe = Tokenizer.from_str(train_bpe([PROBE, TEXT], 400).backend_tokenizer.to_str())
     for name, part in parts.items():
         setattr(bpe, name, part)
     return bpe
@@ -196,7 +181,7 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS)
 def test_the_token_ids_are_those_of_tokenizer_json(parts, name, tmp_path):
     """`AutoTokenizer` replaces parts of some tokenizers by those of the named class."""
-    bpe = train(**PARTS[parts])
+    bpe = changed(**PARTS[parts])
     bpe.add_tokens([AddedToken("it's", lstrip=True), AddedToken("four", single_word=True)])
     write_files(bpe, tmp_path / "model", name)
     ids = raw_ids(bpe, PROBE)
@@ -215,7 +200,7 @@ def test_a_slow_regular_expression_is_named(bomb, tmp_path):
     """The library panics, and its `PanicException` is no `Exception`."""
     text = "a" * 60 + "!"
     split = pre_tokenizers.Split(Regex(bomb), "isolated")
-    write_files(train(**splitting(split, byte_level(use_regex=False))), tmp_path / "model")
+    write_files(changed(**splitting(split, byte_level(use_regex=False))), tmp_path / "model")
     tokenizer = load_tokenizer(tmp_path / "model")
     tokenizer.chat_template = CHATML
     said = [{"role": "user", "content": text}]
@@ -236,7 +221,7 @@ def test_a_slow_regular_expression_is_named(bomb, tmp_path):
     [{"normalizer": normalizers.Prepend("\u2581")}, {"pre_tokenizer": pre_tokenizers.Metaspace()}],
 )
 def test_a_tokenizer_of_sentencepieces_kind_is_refused(parts, tmp_path):
-    bpe = train(**parts)
+    bpe = changed(**parts)
     write_files(bpe, tmp_path / "model")
     with pytest.raises(ValueError, match="model has a tokenizer of SentencePiece's kind"):
         load_tokenizer(tmp_path / "model")
@@ -266,7 +251,7 @@ def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
 
 
 def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
-    bpe = train()
+    bpe = changed()
     expected = [raw_ids(bpe, text) for text in (PROBE, "a")]
     bpe.enable_truncation(5)
     bpe.enable_padding(length=9)
@@ -281,10 +266,9 @@ def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
 
 def test_another_normalizer_is_not_encoded_by_tiktoken_or_as_bytes(gpt2):
     for plain in (gpt2, byte_tokenizer()):
-        changed = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(plain.backend_tokenizer.to_str())
-        )
-        changed.backend_tokenizer.normalizer = normalizers.NFC()
-        for tokenizer in (plain, changed):
+        other = Tokenizer.from_str(plain.backend_tokenizer.to_str())
+        other.normalizer = normalizers.NFC()
+        other = PreTrainedTokenizerFast(tokenizer_object=other)
+        for tokenizer in (plain, other):
             assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
-        assert encode(plain, [PROBE]) != encode(changed, [PROBE])
+        assert encode(plain, [PROBE]) != encode(other, [PROBE])

@@ -203,18 +203,6 @@ def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, mode
     model.eval()
 
 
-class Rank:
-    """An accelerator as on one of two ranks."""
-
-    num_processes = 2
-
-    def __init__(self, accelerator, index):
-        self.accelerator, self.process_index = accelerator, index
-
-    def __getattr__(self, name):
-        return getattr(self.accelerator, name)
-
-
 def test_ranks_share_the_batches_and_count_each_once(accelerator, models, monkeypatch):
     model, _ = models
     task = build_hellaswag(hellaswag_items(80))
@@ -222,8 +210,10 @@ def test_ranks_share_the_batches_and_count_each_once(accelerator, models, monkey
     assert len(likelihood.build_batches(rows, 257)) % 2  # the last round has one batch
     whole, parts = log_likelihoods(accelerator, model, task.questions), []
     monkeypatch.setattr(likelihood, "gather_object", lambda own: parts.extend(own) or parts)
-    for index in range(2):
-        found = log_likelihoods(Rank(accelerator, index), model, task.questions)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    for rank in range(2):
+        monkeypatch.setattr(Accelerator, "process_index", rank)
+        found = log_likelihoods(accelerator, model, task.questions)
     assert found == whole and len(parts) == len(rows)
 
 
