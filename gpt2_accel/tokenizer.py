@@ -190,8 +190,8 @@ def check_spaces(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None
     It puts a space before each text, so the bytes of a text are not the sum of its tokens', and a continuation does not
     begin with the tokens of the text before it.
     """
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    if "\u2581" in str((parts["normalizer"], parts["pre_tokenizer"])):
+    backend = tokenizer.backend_tokenizer
+    if "\u2581" in f"{backend.normalizer} {backend.pre_tokenizer}":
         raise ValueError(
             f"{name} has a tokenizer of SentencePiece's kind, which puts a space before each text, and only tokenizers "
             "that keep a text as it is can be used: take a model with a byte-level BPE, such as GPT-2 or SmolLM2"

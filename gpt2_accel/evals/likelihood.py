@@ -163,7 +163,8 @@ def log_likelihoods(
     `Evaluation`.
     """
     plain = unwrap(accelerator, model)
-    numbers, rows = zip(*build_rows(questions, plain.config.n_positions), strict=True)
+    numbered = build_rows(questions, plain.config.n_positions)
+    rows = [row for _, row in numbered]
     batches = build_batches(rows, plain.config.vocab_size)
     found: list[tuple[list[int], torch.Tensor]] = []
     with evaluating(plain):
@@ -185,7 +186,7 @@ def log_likelihoods(
             sums.append((index, [-math.fsum(islice(values, length)) for length in lengths]))
     results: list[list[float]] = [[] for _ in questions]
     for index, values in sorted(gather_object(sums)):
-        results[numbers[index]] += values
+        results[numbered[index][0]] += values
     return results
 
 
