@@ -294,14 +294,19 @@ def encode(
 def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
     """Returns a function that encodes one text as `encode`, on one core, to (tokens,) of an integer dtype.
 
-    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`; UTF-8 encodes bytes.
+    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`; bytes and characters are looked
+    up.
     """
     backend = tokenizer.backend_tokenizer
-    plain = functools.partial(encode_text, backend)
+    vocab, plain = backend.get_vocab(), functools.partial(encode_text, backend)
     if fingerprint(tokenizer) == GPT2_FINGERPRINT:
         fast = functools.partial(gpt2_encoding(backend).encode_to_numpy, disallowed_special=())
-    elif backend.get_vocab() == byte_tokenizer().get_vocab():
+    elif vocab == byte_tokenizer().get_vocab():
         fast = encode_bytes
+    elif backend.to_str() == char_tokenizer("".join(vocab)).backend_tokenizer.to_str():
+        table = np.full(sys.maxunicode + 1, -1, np.int32)
+        table[list(map(ord, vocab))] = list(vocab.values())
+        return functools.partial(encode_characters, backend, table)
     else:
         return plain
     # The same vocabulary and merges may have another normalizer or pre-tokenizer.
@@ -316,6 +321,12 @@ def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
 def encode_bytes(text: str) -> np.ndarray:
     """Encodes a text by `byte_tokenizer`, to (bytes,) uint8."""
     return np.frombuffer(text.encode(), np.uint8)
+
+
+def encode_characters(backend: Tokenizer, table: np.ndarray, text: str) -> np.ndarray:
+    """Encodes a text by the tokens of each code point, -1 for none, to (characters,) int32. Raises as `encode_text`."""
+    ids = table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+    return ids if ids.min(initial=0) >= 0 else encode_text(backend, text)
 
 
 def gpt2_encoding(backend: Tokenizer) -> "tiktoken.Encoding":

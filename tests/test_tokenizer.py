@@ -272,3 +272,6 @@ def test_another_normalizer_is_not_encoded_by_tiktoken_or_as_bytes(gpt2):
         for tokenizer in (plain, other):
             assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
         assert encode(plain, [PROBE]) != encode(other, [PROBE])
+    characters = char_tokenizer("abc")
+    characters.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert token_encoder(characters)("ABC").tolist() == [0, 1, 2]
