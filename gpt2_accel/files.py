@@ -348,11 +348,6 @@ class JsonLines:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written:]
 
-    def sync(self) -> None:
-        """Syncs the lines to disk, as far as it has space."""
-        with suppress(OSError):
-            os.fsync(self._file.fileno())
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

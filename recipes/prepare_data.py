@@ -8,7 +8,7 @@
     python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model runs/pretrain_124m \
         --sequence_length 1024 --data_dir data/smoltalk
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
-    python recipes/prepare_data.py --verify --stats --data_dir data/mine
+    python recipes/prepare_data.py --data_dir data/mine  # shows what it holds; --verify checks it
 
 The same command, started again after a kill, does what is missing.
 
@@ -17,7 +17,7 @@ The same command, started again after a kill, does what is missing.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
 - text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
-  .parquet files. `--unique` leaves out files whose content an earlier one has.
+  .parquet files.
 - hf: any data set that `datasets` can load.
 - chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
   ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
@@ -48,7 +48,13 @@ from gpt2_accel.data.data_sets import hub_parts
 from gpt2_accel.data.documents import Drawn
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
 from gpt2_accel.data.rows import Column
-from gpt2_accel.data.shards import verify_data, write_mixture
+from gpt2_accel.data.shards import (
+    TOKEN_ID,
+    load_data_tokenizer,
+    read_manifest,
+    verify_data,
+    write_mixture,
+)
 from gpt2_accel.data.sources import (
     Joined,
     Source,
@@ -57,7 +63,6 @@ from gpt2_accel.data.sources import (
     text_files,
     text_source,
     tiny_shakespeare,
-    unique_files,
 )
 from gpt2_accel.data.workers import plan_of, run_parts, worker_context
 from gpt2_accel.tokenizer import (
@@ -68,6 +73,7 @@ from gpt2_accel.tokenizer import (
     train_bpe,
 )
 
+SHOWN_TOKENS = 40  # of each split
 BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
 BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
 
@@ -113,7 +119,6 @@ def parse_options() -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--data_dir", help="folder of the shards")
     common.add_argument("--verify", action="store_true", help="check all shards' checksums")
-    common.add_argument("--stats", action="store_true", help="print statistics of the shards")
     parser = cli.Parser(
         description=__doc__,
         parents=[common],
@@ -148,9 +153,6 @@ def parse_options() -> argparse.Namespace:
     text = commands.add_parser("text", parents=[work, tokens])
     text.add_argument("sources", nargs="+", metavar="PATH")
     text.add_argument("--pattern", help="pattern of a folder's files, such as '*.py'")
-    text.add_argument(
-        "--unique", action="store_true", help="leave out files whose content an earlier one has"
-    )
     for name in ("hf", *DATASETS):
         command = commands.add_parser(name, parents=[work, tokens, data_set])
         command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
@@ -179,7 +181,7 @@ def parse_options() -> argparse.Namespace:
     if "data_dir" not in options:
         parser.error("the following arguments are required: --data_dir")
     given = {name: value for name, value in vars(options).items() if value is not None}
-    defaults = {"verify": False, "stats": False, **vars(options)}
+    defaults = {"verify": False, **vars(options)}
     return argparse.Namespace(**{**defaults, **DATASETS.get(options.command, {}), **given})
 
 
@@ -196,11 +198,7 @@ def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | 
         files, lines = text_files(options.sources, options.pattern)
         for line in lines:
             print(line, file=sys.stderr)
-        source, found = ", ".join(options.sources), len(files)
-        if options.unique:
-            files = unique_files(files)
-            source += f" ({found - len(files):,} of {found:,} files are copies, left out)"
-        return file_parts(files, column, tokens), source, None
+        return file_parts(files, column, tokens), ", ".join(options.sources), None
     numbered = options.command == "openwebtext"
     rows, revision = hub_parts(
         options.dataset,
@@ -304,15 +302,15 @@ def prepare_chat(options: argparse.Namespace) -> dict:
 
 def summarize(manifest: dict) -> None:
     """Prints the counts of a manifest."""
+    if "sequence_length" in manifest:
+        summarize_chat(manifest)
+        return
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
-        line = f"{split}: {entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})"
-        if entry["shards"]:  # a mixture has none of its own
-            line = (
-                f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens ({entry['tokens'] / total:.1%}), "
-                f"{entry['bytes']:,} bytes, {plural(len(entry['shards']), 'shard')}"
-            )
-        print(line)
+        known = {name: entry[name] for name in ("documents", "bytes") if entry[name] is not None}
+        counts = [f"{count:,} {name}" for name, count in known.items()]
+        counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
+        print(f"{split}: {', '.join(counts)}")
     counts, first = manifest.get("counts", {}), manifest.get("first_not_utf8")
     labels = {
         "empty": "documents without text, left out",
@@ -338,6 +336,21 @@ def summarize_chat(manifest: dict) -> None:
         print(line)
 
 
+def show(data_dir: str) -> None:
+    """Prints what a data folder holds, and the beginning of each split."""
+    from gpt2_accel.data.loader import open_split  # imports torch
+
+    manifest, tokenizer = read_manifest(data_dir), load_data_tokenizer(data_dir)
+    print(
+        f"{manifest['source']}; tokenizer {manifest['tokenizer'].get('name')} of {len(tokenizer):,}"
+    )
+    summarize(manifest)
+    for split in manifest["splits"]:
+        for stream, _ in open_split(data_dir, split):
+            ids = stream.read(0, min(SHOWN_TOKENS, stream.tokens)) & int(TOKEN_ID)
+            print(f"{split} begins with {tokenizer.decode(ids.tolist())!r}")
+
+
 def main() -> None:
     options = parse_options()
     if options.command == "mix":
@@ -345,15 +358,13 @@ def main() -> None:
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, dict(options.parts)))
     elif options.command == "chat":
-        summarize_chat(prepare_chat(options))
+        summarize(prepare_chat(options))
     elif options.command:
         summarize(prepare_corpus(options))
     if options.verify:
         print(f"all {verify_data(options.data_dir)} shards are intact")
-    if options.stats or not (options.command or options.verify):
-        from gpt2_accel.data.stats import describe
-
-        print(describe(options.data_dir))
+    if not (options.command or options.verify):
+        show(options.data_dir)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ LOCAL = {
     ),
     "python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/stories": CORPUS,
     "python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both": "",
-    "python recipes/prepare_data.py --verify --stats --data_dir data/mine": "",
+    "python recipes/prepare_data.py --data_dir data/mine": "",
+    "python recipes/prepare_data.py --verify --data_dir data/mine": "",
     "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/shakespeare_char.py "
     "--config my_settings.yaml --learning_rate 5e-4 --optimizer muon": (
         f"{SMALL} --input my_texts/0.txt"

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,8 @@ from gpt2_accel.data.documents import Document
 from gpt2_accel.data.shards import (
     MANIFEST,
     VERSION,
+    Shard,
     ShardWriter,
-    open_shard,
     read_manifest,
     token_dtype,
 )
@@ -28,7 +27,6 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
 )
 from gpt2_accel.data.workers import run_parts
-from gpt2_accel.files import scratch_path, sync
 from gpt2_accel.tokenizer import END_OF_TEXT, bytes_per_token, token_encoder
 
 if TYPE_CHECKING:
@@ -101,31 +99,30 @@ class TextWriter:
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
 
     def write(self, folder: Path, number: int, part: Source) -> dict:
-        """Tokenizes a part into one shard per split; leaves no partial files after an error.
+        """Tokenizes a part into one shard per split; returns its record.
 
         Raises `ValueError` for a character that is not in the vocabulary.
         """
-        shards: dict[str, NewShard] = {}
+        shards: dict[str, ShardWriter] = {}
         totals: dict[str, Counter] = {}
         counts, first_not_utf8 = Counter(dict.fromkeys(COUNTS, 0)), None
-        with ExitStack() as stack:
-            for document in part.documents():
-                split, invalid = document.split, counts["not_utf8"]
-                if split not in shards:
-                    path = folder / f"{split}_{number:06d}.bin"
-                    shards[split] = stack.enter_context(NewShard(path, self.dtype))
-                    totals[split] = Counter(documents=0, bytes=0)
-                totals[split].update(self.write_document(document, shards[split], counts))
-                if counts["not_utf8"] > invalid:
-                    first_not_utf8 = first_not_utf8 or str(document.place)
+        for document in part.documents():
+            split, invalid = document.split, counts["not_utf8"]
+            if split not in shards:
+                path = folder / f"{split}_{number:06d}.bin"
+                shards[split] = ShardWriter(path, self.dtype)
+                totals[split] = Counter(documents=0, bytes=0)
+            totals[split].update(self.write_document(document, shards[split], counts))
+            if counts["not_utf8"] > invalid:
+                first_not_utf8 = first_not_utf8 or str(document.place)
         splits = {
-            split: {"tokens": shard.tokens, **totals[split], "shards": [shard.entry]}
-            for split, shard in shards.items()
+            split: split_entry([self.close(shards[split], total["documents"])], **total)
+            for split, total in totals.items()
         }
         return {"counts": counts, "first_not_utf8": first_not_utf8, "splits": splits}
 
     def write_document(
-        self, document: Document, shard: "NewShard", counts: Counter
+        self, document: Document, shard: ShardWriter, counts: Counter
     ) -> dict[str, int]:
         """Appends a document's tokens to a shard and adds its `COUNTS`; returns its documents (0 or 1) and bytes."""
         size = 0
@@ -137,13 +134,16 @@ class TextWriter:
                 raise ValueError(f"{document.place}: {error}") from error
             if document.begins and not size and self.separator is not None:
                 shard.append(np.array([self.separator]))
-                shard.documents += 1
             shard.append(tokens)
             size += len(text) if text.isascii() else len(text.encode())
             counts["not_utf8"] += invalid
             counts["literal_separator"] += text.count(END_OF_TEXT)
         counts["empty"] += not size
         return {"documents": int(document.begins and size > 0), "bytes": size}
+
+    def close(self, shard: ShardWriter, documents: int) -> dict:
+        """Closes a shard; returns its entry in the manifest, whose `documents` are the separators in it."""
+        return {**shard.close(), "documents": 0 if self.separator is None else documents}
 
     def assemble(self, folder: Path, records: list[dict]) -> dict:
         """Adds up the records. Raises `ValueError` if a split would be empty."""
@@ -161,14 +161,14 @@ class TextWriter:
                 raise ValueError(
                     f"{self.source} holds no text for the split {split!r}: add documents{shorter}"
                 )
-        counts, first = Counter(), (record["first_not_utf8"] for record in records)
+        counts = Counter()
         for record in records:
             counts.update(record["counts"])
         return {
             "version": VERSION,
             "dtype": self.dtype.name,
             "counts": counts,
-            "first_not_utf8": next(filter(None, first), None),
+            "first_not_utf8": next(filter(None, (r["first_not_utf8"] for r in records)), None),
             "splits": splits,
         }
 
@@ -179,47 +179,29 @@ class TextWriter:
         """
         shards, tokens = list(train["shards"]), np.empty(0, self.dtype)
         while shards and len(tokens) < self.validation_tokens:
-            shard = open_shard(folder / shards.pop(0)["file"])
-            tokens = np.concatenate((tokens, shard.read(0, len(shard))))
+            shard = Shard(folder, shards.pop(0), self.dtype)
+            tokens = np.concatenate((tokens, shard.read(0, shard.tokens)))
         first, rest = np.split(tokens, [self.validation_tokens])
-        val = self.store(folder / "val_000000.bin", first)
+        val = [self.store(folder / "val_000000.bin", first)]
         if len(rest):
             shards.insert(0, self.store(folder / "train_rest.bin", rest))
         size = int(self.token_bytes[first].sum())
-        return {"val": split_of([val], size), "train": split_of(shards, train["bytes"] - size)}
+        return {
+            split: split_entry(found, sum(shard["documents"] for shard in found), text_bytes)
+            for split, found, text_bytes in (
+                ("val", val, size),
+                ("train", shards, train["bytes"] - size),
+            )
+        }
 
     def store(self, path: Path, tokens: np.ndarray) -> dict:
         """Writes a shard; returns its entry in the manifest."""
-        with NewShard(path, self.dtype) as shard:
-            shard.append(tokens)
-            shard.documents = int(np.count_nonzero(tokens == self.separator))
-        return shard.entry
+        shard = ShardWriter(path, self.dtype)
+        shard.append(tokens)
+        return self.close(shard, int(np.count_nonzero(tokens == self.separator)))
 
 
-def split_of(shards: list[dict], text_bytes: int) -> dict:
-    """Returns the manifest's entry of a split."""
-    counts = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
-    return {**counts, "bytes": text_bytes, "shards": shards}
-
-
-class NewShard(ShardWriter):
-    """A shard that gets its name when it is complete and on disk, at the end of its context.
-
-    `documents` are its separators, `entry` is then its entry in the manifest.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype):
-        super().__init__(scratch_path(path), dtype)
-        self.name, self.documents, self.entry = path.name, 0, {}
-
-    def __enter__(self) -> "NewShard":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        try:
-            self.entry = {**self.close(), "file": self.name, "documents": self.documents}
-            if kind is None:
-                sync(self.path)
-                self.path.rename(self.path.with_name(self.name))
-        finally:
-            self.path.unlink(missing_ok=True)
+def split_entry(shards: list[dict], documents: int, bytes: int) -> dict:
+    """Returns the manifest's entry of a split; `bytes` are those of its text."""
+    tokens = sum(shard["tokens"] for shard in shards)
+    return {"tokens": tokens, "documents": documents, "bytes": bytes, "shards": shards}

@@ -44,7 +44,6 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
-from gpt2_accel.files import atomic_directory, parse_json, write_json
+from gpt2_accel.files import atomic_directory, parse_json, plain_name, write_json
 from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint
@@ -102,44 +101,55 @@ class ShardWriter:
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """Writes the header and closes the file; returns its entry in the manifest."""
+        """Writes the header, syncs and closes the file; returns its entry in the manifest."""
         digest = self._digest.digest()
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, self.version, self.dtype.itemsize, self.tokens, digest))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
 
 class Shard:
-    """The token ids of an open shard: `tokens` ids of `dtype` from byte `offset` of its file.
+    """The token ids of a shard that the manifest lists as `entry`; an entry with an `offset` has no header.
 
     They are read by `pread`, not mapped: a mapped file that is truncated kills the process. Several threads may read.
-    `sha256` (hex) is that of the header, None without one.
+
+    Raises `FileNotFoundError`, or `ValueError` if the file holds other tokens than the entry says, by its size or header.
     """
 
-    _descriptor = -1
-
-    def __init__(self, path: str | Path, dtype: np.dtype, tokens: int, offset: int):
-        self.path, self.dtype, self.tokens, self.offset = Path(path), dtype, tokens, offset
-        self.sha256: str | None = None
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-    def __len__(self) -> int:
-        return self.tokens
+    def __init__(self, data_dir: Path, entry: dict, dtype: np.dtype):
+        self.path, self.dtype = data_dir / entry["file"], dtype
+        self.tokens, self.sha256 = entry["tokens"], entry["sha256"]
+        self.offset = entry.get("offset", HEADER.size)
+        try:
+            self._file = open(self.path, "rb", buffering=0)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.path} is missing: prepare the data again") from None
+        size = self.offset + self.tokens * dtype.itemsize
+        if "offset" in entry:
+            same = self.file_size() >= size
+        else:
+            digest, header = bytes.fromhex(self.sha256), self._file.read(HEADER.size)
+            same = self.file_size() == size and header in [
+                HEADER.pack(MAGIC, version, dtype.itemsize, self.tokens, digest)
+                for version in (VERSION, PACKED_VERSION)
+            ]
+        if not same:
+            raise ValueError(
+                f"{self.path} is not the shard that the manifest lists, by its size or header: prepare the data again"
+            )
 
     def file_size(self) -> int:
         """Returns the size of the file, in bytes."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._file.fileno()).st_size
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns the tokens [start, start + count), (count,). Raises `UnreadableData` if the file no longer has them."""
         size = count * self.dtype.itemsize
         try:
-            data = os.pread(self._descriptor, size, self.offset + start * self.dtype.itemsize)
+            data = os.pread(self._file.fileno(), size, self.offset + start * self.dtype.itemsize)
         except OSError as error:
             raise UnreadableData(f"{self.path} cannot be read: {error.strerror}") from error
         if len(data) < size:
@@ -148,47 +158,6 @@ class Shard:
                 "data again"
             )
         return np.frombuffer(data, self.dtype)
-
-
-def open_shard(path: str | Path) -> Shard:
-    """Opens a shard by its header. Raises `FileNotFoundError`, or `ValueError` if it is incomplete or not a shard."""
-    try:
-        shard = Shard(path, np.dtype("u1"), 0, 0)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
-    size = shard.file_size()
-    header = bytes(shard.read(0, min(HEADER.size, size))).ljust(HEADER.size, b"\0")
-    magic, version, width, shard.tokens, digest = HEADER.unpack(header)
-    if magic != MAGIC or version not in (VERSION, PACKED_VERSION) or width not in (2, 4):
-        raise ValueError(
-            f"{path} is not a token shard of format version {VERSION} or {PACKED_VERSION}: prepare the data again"
-        )
-    expected = HEADER.size + shard.tokens * width
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size:,} bytes, its header says {expected:,}: prepare the data again"
-        )
-    shard.dtype, shard.offset, shard.sha256 = DTYPES[f"uint{8 * width}"], HEADER.size, digest.hex()
-    return shard
-
-
-def open_listed(data_dir: Path, entry: dict, dtype: np.dtype) -> Shard:
-    """Opens a shard by its entry in the manifest; other trainers' files have an `offset` there, and no header.
-
-    Raises the errors of `open_shard`, and `ValueError` if it holds other tokens than the manifest lists.
-    """
-    path, tokens = data_dir / entry["file"], entry["tokens"]
-    if "offset" in entry:
-        shard = Shard(path, dtype, tokens, entry["offset"])
-        same = shard.file_size() >= shard.offset + tokens * dtype.itemsize
-    else:
-        shard = open_shard(path)
-        same = (shard.dtype, shard.tokens, shard.sha256) == (dtype, tokens, entry["sha256"])
-    if not same:
-        raise ValueError(
-            f"{path} holds other tokens than the manifest lists, by its size or header: prepare the data again"
-        )
-    return shard
 
 
 def read_manifest(data_dir: str | Path) -> dict:
@@ -215,33 +184,29 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def check_manifest(manifest: dict) -> None:
-    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for another format or an impossible entry."""
+    """Raises `ValueError`, `KeyError` or `TypeError` for another format, a missing entry or a wrong sum."""
     found = (manifest["format"], manifest["version"])
     if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
         raise ValueError(
             f"it is {found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
         )
-    DTYPES[manifest["dtype"]], manifest["source"], manifest["tokenizer"]["fingerprint"]
-    counts = [manifest["tokenizer"]["vocab_size"]]
+    DTYPES[manifest["dtype"]], manifest["source"]
+    manifest["tokenizer"]["fingerprint"], manifest["tokenizer"]["vocab_size"]
     for name, entry in manifest["splits"].items():
-        files, totals = list(entry["shards"]), [entry["tokens"]]
-        if files or "mixture" not in manifest:
-            totals.append(sum(shard["tokens"] for shard in files))
-        if "sequence_length" in manifest:
-            files.append(entry["targets"])
-            totals.append(manifest["sequence_length"] * entry["targets"]["tokens"])
-        # Other trainers' files do not say how many bytes and documents they hold, nor do conversations.
-        counts += [*totals, entry["bytes"] or 0, *(shard["tokens"] for shard in files)]
-        if len(set(totals)) > 1:
+        files, tokens = (
+            [(shard["file"], shard["tokens"]) for shard in entry["shards"]],
+            entry["tokens"],
+        )
+        if "mixture" not in manifest and tokens != sum(count for _, count in files):
             raise ValueError(f"the split {name!r} has other tokens than its files")
-        for file in (shard["file"] for shard in files):
-            if Path(file).name != file:
-                raise ValueError(f"it names a shard outside its folder, {file!r}")
-    for part in manifest.get("mixture", []):
-        if not 0 < part["weight"] < math.inf or not isinstance(part["data_dir"], str):
-            raise ValueError(f"it has the impossible part {part!r}")
-    if wrong := [count for count in counts if type(count) is not int or count < 0]:
-        raise ValueError(f"it has the impossible count {wrong[0]!r}")
+        if "targets" in entry:
+            windows = entry["targets"]["tokens"]
+            files.append((entry["targets"]["file"], windows))
+            if tokens != windows * manifest["sequence_length"]:
+                raise ValueError(f"the split {name!r} has other windows than its files")
+        for file, count in files:
+            if not plain_name(file) or count < 0:
+                raise ValueError(f"it has the impossible shard {file!r}")
 
 
 def data_fingerprint(data_dir: str | Path) -> str:
@@ -286,7 +251,7 @@ def check_tokenizer(
 
 
 def verify_data(data_dir: str | Path) -> int:
-    """Checks the checksums of all shards, several at a time, and the tokenizer; returns the number of shards.
+    """Checks the checksums of all shards and the tokenizer; returns the number of shards.
 
     Other trainers' files have no checksums, only their sizes are checked. Raises `ValueError` for the first shard that
     has changed, or if the tokenizer has changed.
@@ -295,21 +260,15 @@ def verify_data(data_dir: str | Path) -> int:
     if "format" in manifest:
         load_data_tokenizer(data_dir)
     splits = manifest["splits"].values()
-    shards = [shard for split in splits for shard in split["shards"]]
-    shards += [split["targets"] for split in splits if "targets" in split]
-
-    def verify(entry: dict) -> None:
-        shard, digest = open_listed(data_dir, entry, DTYPES[manifest["dtype"]]), hashlib.sha256()
-        if shard.sha256 is None:
-            return
-        for start in range(0, len(shard), BLOCK):
-            digest.update(shard.read(start, min(BLOCK, len(shard) - start)))
-        if digest.hexdigest() != shard.sha256:
+    entries = [shard for split in splits for shard in split["shards"]]
+    entries += [split["targets"] for split in splits if "targets" in split]
+    for entry in progress(entries, "verifying", len(entries)):
+        shard, digest = Shard(data_dir, entry, DTYPES[manifest["dtype"]]), hashlib.sha256()
+        for start in range(0, shard.tokens if shard.sha256 else 0, BLOCK):
+            digest.update(shard.read(start, min(BLOCK, shard.tokens - start)))
+        if shard.sha256 not in (None, digest.hexdigest()):
             raise ValueError(f"{shard.path} does not match its checksum: prepare the data again")
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(progress(pool.map(verify, shards), "verifying", len(shards)))
-    return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
+    return len(entries) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
 
 
 def part_manifests(folders: Iterable[Path], mixture: dict | None = None) -> dict[Path, dict]:

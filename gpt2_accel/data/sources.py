@@ -13,7 +13,6 @@ import hashlib
 import http.client
 import itertools
 import re
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from gpt2_accel.data.documents import (
     split_of,
 )
 from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT
-from gpt2_accel.files import digest, first_line
+from gpt2_accel.files import first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
 PARTS, SMALLEST_PART = 32, 2**20  # of a corpus; bytes
@@ -177,14 +176,6 @@ def not_text(path: Path) -> str | None:
     return "not UTF-8" if 2 * wrong > not_ascii and 1000 * wrong > len(text) else None
 
 
-def unique_files(files: dict[Path, str]) -> dict[Path, str]:
-    """Returns the files without those whose content is that of an earlier one."""
-    first: dict[str, Path] = {}
-    for path in files:
-        first.setdefault(digest(path), path)
-    return {path: files[path] for path in first.values()}
-
-
 def read_text(path: str | Path) -> str:
     """Returns the text of a UTF-8 file.
 
@@ -300,17 +291,13 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
     """
     if path is not None:
         return read_text(path)
-    pauses = [3, 1, 0.5]
-    while True:
-        try:
-            with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
-                return response.read().decode()
-        except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
-            if not pauses:
-                raise ConnectionError(
-                    f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): give the text by --input FILE"
-                ) from error
-            time.sleep(pauses.pop())
+    try:
+        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
+            return response.read().decode()
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+        raise ConnectionError(
+            f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text by --input FILE"
+        ) from error
 
 
 def split_text(text: str) -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from gpt2_accel.data.shards import (
     TOKEN_ID,
     Shard,
     UnreadableData,
-    open_listed,
     read_manifest,
 )
 
@@ -87,15 +85,14 @@ class TokenStream:
 def disk_reader(data_dir: Path, shards: list[dict], dtype: np.dtype) -> Read:
     """Returns a function that reads the shards of a folder; at most `OPEN_SHARDS` are open.
 
-    Each is opened now to check it, and checked whenever it is opened again. Raises the errors of `open_listed`.
+    Each is opened now to check it, and checked whenever it is opened again. Raises the errors of `Shard`.
     """
     listed = {shard["file"]: shard for shard in shards}
 
     @functools.lru_cache(maxsize=OPEN_SHARDS)
     def opened(file: str) -> Shard:
-        return open_listed(data_dir, listed[file], dtype)
+        return Shard(data_dir, listed[file], dtype)
 
-    with ThreadPoolExecutor(16) as pool:  # a network disk has a high latency
-        for _ in pool.map(lambda shard: len(open_listed(data_dir, shard, dtype)), shards):
-            pass
+    for file in listed:
+        opened(file)
     return lambda shard, offset, count: opened(shard["file"]).read(offset, count)

@@ -32,14 +32,13 @@ from gpt2_accel.device import (
 from gpt2_accel.kernels.cpu import tune_memory
 
 
-def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) -> Accelerator:
+def build_accelerator(deterministic: bool = False) -> Accelerator:
     """Builds the `Accelerator` from Accelerate's config file and environment, and checks that they took effect.
 
-    `deterministic` turns on torch's deterministic algorithms. With `gather_fp32`, FSDP2 gathers weights in fp32.
+    `deterministic` turns on torch's deterministic algorithms.
 
     Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
-    config sets gradient accumulation, which follows from the batch size here. Raises `RuntimeError` if the processes
-    cannot exchange tensors.
+    config sets gradient accumulation, which follows from the batch size here.
     """
     set_environment()
     if deterministic:
@@ -77,7 +76,7 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
 
         # Accelerate's default policy also reduces gradients and returns outputs in low precision.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=None if gather_fp32 else DTYPES[accelerator.mixed_precision],
+            param_dtype=DTYPES[accelerator.mixed_precision],
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -94,7 +93,6 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
         accelerator.print(
             "there is no GPU: this run uses the CPU, for which cpu.yaml is the launch config"
         )
-    check_exchange(accelerator)
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin
@@ -137,7 +135,7 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     )
     # Inductor reports a choice of its own for few rows, once for each graph.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
+    # A run compiles for its micro-batch and for the evaluation, and a program may train several runs. Dynamo runs any beyond the limit, by
     # default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64
 
@@ -161,42 +159,6 @@ def prepare(
 def user_cache() -> Path:
     """Returns the user's cache folder of this package; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
-
-
-def check_exchange(accelerator: Accelerator) -> None:
-    """Checks with an all-reduce that the processes reach each other; with several nodes prints the bandwidth.
-
-    Raises `RuntimeError` if the sum of ones is not the number of processes.
-    """
-    if accelerator.num_processes == 1:
-        return
-    ones = torch.ones((), device=accelerator.device)
-    if int(accelerator.reduce(ones, "sum")) != accelerator.num_processes:
-        raise RuntimeError(
-            f"{accelerator.num_processes} processes were started, but their all-reduce of ones gives another "
-            "number: check that all have the same --main_process_ip and port"
-        )
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        speed = exchange_speed(accelerator)
-        accelerator.print(f"all-reduce between the nodes: {speed / 1e9:.1f} GB/s per process")
-
-
-def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5) -> float:
-    """Measures the bus bandwidth of an all-reduce of `size` bytes, in bytes per second and process.
-
-    As in nccl-tests: a ring all-reduce over n processes sends 2 (n - 1) / n of the buffer.
-    """
-    n = accelerator.num_processes
-    buffer = torch.ones(size // 4, device=accelerator.device)
-    seconds = []
-    for _ in range(repeats + 1):
-        accelerator.wait_for_everyone()
-        begun = time.perf_counter()
-        torch.distributed.all_reduce(buffer)
-        buffer[0].item()  # waits for the device
-        buffer.fill_(1)
-        seconds.append(time.perf_counter() - begun)
-    return size * 2 * (n - 1) / n / min(seconds[1:])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import math
 import statistics
 
+MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
 WINDOW = 100  # the last good updates, whose mean and standard deviation define a spike
 # The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
 # the cause: the gradients themselves are not finite.
@@ -77,18 +78,15 @@ class EarlyStopping:
     def __init__(self, limit: int = 0):
         self.limit, self.waited = limit, 0
         self.best: float | None = None
-        self.step: int | None = None  # of the last evaluation that counted
 
-    def exhausted(self, loss: float | None, step: int) -> bool:
-        """Counts the evaluation of an update, once, unless `loss` is None. Returns whether the run ends."""
-        if loss is None or step == self.step:
-            return self.ended
-        self.step = step
+    def count(self, loss: float | None) -> None:
+        """Counts one evaluation, unless `loss` is None."""
+        if loss is None:
+            return
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
-        return self.ended
 
     @property
     def ended(self) -> bool:
@@ -97,9 +95,8 @@ class EarlyStopping:
 
     def state(self) -> dict:
         """Returns the state to save in a checkpoint."""
-        return {"best": self.best, "waited": self.waited, "step": self.step}
+        return {"best": self.best, "waited": self.waited}
 
     def load(self, state: dict) -> None:
         """Restores the result of `state()`."""
         self.best, self.waited = state.get("best"), state.get("waited", 0)
-        self.step = state.get("step")

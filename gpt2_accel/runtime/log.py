@@ -23,9 +23,6 @@ class Sink:
     def sample(self, sample: dict) -> None:
         """Takes a sample: `step`, `prompt` and `text`."""
 
-    def sync(self) -> None:
-        """Puts what it got on disk: a checkpoint of this update follows."""
-
     def print_line(self, text: str) -> None:
         """Takes a line for the user, also from a thread that writes or uploads a checkpoint."""
 
@@ -52,10 +49,6 @@ class RunFiles(Sink):
 
     def sample(self, sample: dict) -> None:
         self._samples.write(sample)
-
-    def sync(self) -> None:
-        self._metrics.sync()
-        self._samples.sync()
 
 
 class RunLog:
@@ -90,11 +83,9 @@ class RunLog:
 
     def advance(self, step: int) -> None:
         """Notes that `step` updates are done."""
-        estimate = self.clock.advance(step)
+        self.clock.advance(step)
         for sink in self._sinks:
             sink.advance(step)
-        if estimate:
-            self.print_line(estimate)
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, and the training speed since the last call."""
@@ -117,8 +108,8 @@ class RunLog:
         self.print_line(in_words(results))
 
     def at_this_step(self, name: str) -> float | None:
-        """Returns a metric of the last update; None if it was not logged."""
-        return self._line.get(name)
+        """Returns a result of an evaluation after the last update; None if there was none."""
+        return self.results[name] if self.evaluated.get(name) == self.step else None
 
     def sample(self, prompt: str, text: str) -> None:
         """Logs and prints a sample."""
@@ -130,20 +121,13 @@ class RunLog:
         for sink in self._sinks:
             sink.print_line(f"step {self.step}: {text}")
 
-    def end_step(self) -> None:
+    def write(self) -> None:
         """Hands the metrics of this update to the sinks, if any were logged."""
         if self._line:
             line = {"step": self.step, "tokens": self.clock.tokens_at(self.step), **self._line}
             for sink in self._sinks:
                 sink.write(line)
         self._line = {}
-        self.clock.resume()
-
-    def sync(self) -> None:
-        """Ends the update and syncs the sinks to disk, before its checkpoint is written."""
-        self.end_step()
-        for sink in self._sinks:
-            sink.sync()
 
 
 def in_words(results: dict[str, float]) -> str:

@@ -12,8 +12,8 @@ class TrainState:
     """The state that training changes.
 
     `model` and `optimizer` are prepared by Accelerate. `step` is the number of updates done, `schedule` the sequences of
-    each update, `guard` and `early_stopping` what they have seen, and `run_id` the run's id in the trackers. `processes` is
-    the number of processes. Raises the errors of `TrainConfig.batch_schedule`.
+    each update, `guard` and `early_stopping` what they have seen, and `run_id` the run's id in the trackers. `unevaluated` says
+    that the checkpoint of a resume has no validation loss. `processes` is the number of processes. Raises the errors of `TrainConfig.batch_schedule`.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class TrainState:
         self.guard = AnomalyGuard(config.spike_z)
         self.early_stopping = EarlyStopping(config.patience)
         self.step, self.run_id = 0, None
+        self.unevaluated = False
 
     def state_dict(self) -> dict:
         """Returns the state beside the tensors, for a checkpoint.

@@ -15,7 +15,6 @@ from gpt2_accel.data.shards import (
     verify_data,
     write_mixture,
 )
-from gpt2_accel.data.stats import describe
 from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
 
@@ -171,7 +170,7 @@ def test_what_datatrove_writes_trains(merge, trained_bpe, tmp_path):
     text = load_data_tokenizer(data).decode(ids.tolist())
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
     assert read_manifest(data)["tokenizer"]["end_of_text"] == 299
-    assert f"{train.tokens:,} tokens, " in describe(data) and verify_data(data) > 2
+    assert verify_data(data) > 2
     last = run(
         tiny_config(data, tmp_path / "run", max_steps=30, eval_every=30, document_mask=True)
     )[-1]
