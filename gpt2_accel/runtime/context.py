@@ -197,7 +197,7 @@ class RunContext:
                 self.stopping = not results
                 self.log.evaluation(results)
                 check_results(results)
-                self.state.early_stopping.count(results.get("val/loss"))
+                self.state.early_stopping.count(results.get("val/loss"), self.state.step)
 
     def sample(self) -> None:
         """Generates a sample from each prompt if one is due: on the main process only, uncompiled, in fp32.

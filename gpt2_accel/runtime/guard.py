@@ -78,11 +78,13 @@ class EarlyStopping:
     def __init__(self, limit: int = 0):
         self.limit, self.waited = limit, 0
         self.best: float | None = None
+        self.step: int | None = None  # of the last evaluation that counted
 
-    def count(self, loss: float | None) -> None:
-        """Counts one evaluation, unless `loss` is None."""
-        if loss is None:
+    def count(self, loss: float | None, step: int) -> None:
+        """Counts the evaluation of an update, once, unless `loss` is None."""
+        if loss is None or step == self.step:
             return
+        self.step = step
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:
@@ -95,8 +97,9 @@ class EarlyStopping:
 
     def state(self) -> dict:
         """Returns the state to save in a checkpoint."""
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "step": self.step}
 
     def load(self, state: dict) -> None:
         """Restores the result of `state()`."""
         self.best, self.waited = state.get("best"), state.get("waited", 0)
+        self.step = state.get("step")

@@ -193,6 +193,48 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     assert status(config.output_dir)["state"] == "finished"
 
 
+LOSING = """
+import os, runpy, signal, sys, time
+from pathlib import Path
+from gpt2_accel.files import JsonLines
+
+_, dropped, folder, *sys.argv = sys.argv
+write = JsonLines.write
+
+def write_until_4(self, entry):
+    if entry["step"] == 4:
+        for _ in range(20):  # a checkpoint that does not wait for its line is complete by now
+            time.sleep(0 if Path(folder, "checkpoint-4").exists() else 0.05)
+        if dropped == "true":
+            return
+    if entry["step"] >= 4:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, entry)
+
+JsonLines.write = write_until_4
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["kill", "full disk"])
+def test_the_metrics_of_a_checkpoint_are_never_missing(dropped, data_dir, tmp_path):
+    """A kill comes between the line of an update and its checkpoint, or a full disk takes the line and a kill follows."""
+    settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
+    settings["patience"] = 1  # the evaluation that is made again counts once
+    expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    script = tmp_path / "losing.py"
+    script.write_text(LOSING)
+    done = python(script, str(dropped).lower(), config.output_dir, SCRIPT, *as_flags(config))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "run/checkpoint-4").exists() == dropped
+    lines = run(config)
+    assert [(x["step"], x.get("val/loss"), x.get("val/bits_per_byte")) for x in lines] == [
+        (x["step"], x.get("val/loss"), x.get("val/bits_per_byte")) for x in expected
+    ]
+
+
 def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
     """Update 9 has a finite loss and destroys the weights, which its checkpoint holds."""
     settings = {"keep_last": 1, "warmup_steps": 0}
