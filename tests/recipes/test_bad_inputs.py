@@ -213,7 +213,7 @@ def checkpoints() -> Iterator[Row]:
     )
     resume = SMALL + "--data_dir {data} --output_dir run --resume_from {model}"
     folder = resume.replace("{model}", "{run}")
-    yield Row("pretrain_124m", folder, "did you mean --resume_from {run}/checkpoint-2?")
+    yield Row("pretrain_124m", folder, "{run} is not a checkpoint of this toolkit")
     yield Row("pretrain_124m", resume, "{model} is not a checkpoint of this toolkit")
 
 
@@ -387,8 +387,8 @@ def averaging() -> Iterator[Row]:
         "{run} {chars_model} --output_dir m": "{chars_model} has another tokenizer than {run}",
         "{run} {model} --output_dir {data}": "{data} exists already",
         "{run} {model} --output_dir {text}": "{text} exists already",
-        "{run} {model} --output_dir {text}/m": "{text}/m",
-        "{run} {model} --output_dir ''": "output_dir is '', which is no folder",
+        "{run} {model} --output_dir {text}/m": "Not a directory",
+        "{run} {model} --output_dir ''": ". exists already",
         "{run} {model} --output_dir m --weights 1 2": "--weights",
     }.items():
         yield Row("average_checkpoints", arguments, words)
@@ -504,7 +504,7 @@ def the_rest() -> Iterator[Row]:
         ("import_checkpoint", "--input {data} --output_dir m --tokenizer none", "{data}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer none", "{text}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer nowhere", "nowhere"),
-        ("import_checkpoint", "--input {text} --output_dir ''", "output_dir is '', which is no"),
+        ("import_checkpoint", "--input {text} --output_dir ''", ". exists already"),
         ("import_checkpoint", "--input {text} --output_dir {model}", "{model} exists already"),
         ("export", "--model {run}", "--output"),
         ("export", "--model nowhere --output x.gguf", "nowhere"),

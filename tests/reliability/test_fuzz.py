@@ -133,4 +133,4 @@ def test_a_manifest_cannot_name_files_outside_its_folder(data_dir, tmp_path, nam
         json.dumps({"files": {name: {"bytes": 1, "sha256": ""}}}, indent=2, sort_keys=True) + "\n"
     )
     (folder / "training_state/manifest.json").write_text(text)
-    assert find_corruption(folder) == "its manifest is damaged"
+    assert find_corruption(folder) == "its manifest is missing or damaged"
