@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from gpt2_accel.files import first_line, not_finite, write_file
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
 from gpt2_accel.options import from_launch, suggestion, whole_number
 from gpt2_accel.recipe_command import recipe_command
 
@@ -118,7 +118,6 @@ class TrainConfig:
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"
     )
-    verify_data: Command[bool] = setting(False, "check all data against its checksums first")
 
     architecture: str | None = setting(
         None, f"{', '.join(ARCHITECTURES)}; default that of init_from, or gpt2 without it"
@@ -219,9 +218,6 @@ class TrainConfig:
         "Accelerate config whose processes and precision --dry_run plans for; default the launch's",
     )
     device: Command[str | None] = setting(None, "GPU that --dry_run plans for, such as 'A100'")
-    eval_only: Command[bool] = setting(
-        False, "evaluate the model on the validation data, then exit"
-    )
     profile: Command[int] = setting(
         0, "updates to trace, after the first five, into trace-<rank>.json"
     )
@@ -271,6 +267,18 @@ class TrainConfig:
     def tokens_per_sequence(self) -> int:
         """The length of a training sequence."""
         return self.n_positions if self.sequence_length is None else self.sequence_length
+
+    def learning_rate_at(self, update: float) -> float:
+        """Returns the learning rate of an update, counted from 0 in updates of the full batch."""
+        return learning_rate(
+            update,
+            peak=self.learning_rate,
+            schedule=self.lr_schedule,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            min_ratio=self.min_lr_ratio,
+            decay_share=self.decay_share,
+        )
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
         """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not

@@ -40,10 +40,10 @@ def test_former_names_are_importable():
     from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
     from gpt2_accel.config import TrainConfig, parse_config, required, setting
     from gpt2_accel.data.prepare import prepare
-    from gpt2_accel.train import accumulate_gradients, due, train
+    from gpt2_accel.train import accumulate_gradients, train
 
     assert gpt2_accel.model.GPT is GPT and gpt2_accel.model.GPTConfig is GPTConfig
     names = "Completion DTYPES Sampling complete encode_prompt likeliest load stream tokens"
     assert all(hasattr(gpt2_accel.generate, name) for name in names.split())
     found = (from_pretrained, save_pretrained, TrainConfig, parse_config, required, setting)
-    assert all(map(callable, (*found, prepare, accumulate_gradients, due, train)))
+    assert all(map(callable, (*found, prepare, accumulate_gradients, train)))

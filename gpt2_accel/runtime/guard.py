@@ -78,15 +78,14 @@ class EarlyStopping:
         self.limit, self.waited = limit, 0
         self.best: float | None = None
 
-    def exhausted(self, loss: float | None) -> bool:
-        """Counts one evaluation, unless `loss` is None. Returns whether the run ends."""
+    def count(self, loss: float | None) -> None:
+        """Counts one evaluation, unless `loss` is None."""
         if loss is None:
-            return False
+            return
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
-        return self.ended
 
     @property
     def ended(self) -> bool:

@@ -167,23 +167,25 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    evaluate_due, reduce = train_module.evaluate_due, train_module.reduce_step_stats
+    context = train_module.RunContext
+    evaluate, reduce = context.evaluate, context.reduce
 
-    def interrupted(run_of, _):
-        return evaluate_due(run_of, lambda: run_of.state.step == step)
+    def interrupted(run_of):
+        run_of.interrupted = lambda: run_of.state.step == step
+        evaluate(run_of)
+        run_of.interrupted = lambda: False
 
-    count = iter(range(1, 9))
-
-    def reduced(*values):
-        loss, norm, _ = reduce(*values)
-        return loss, norm, next(count) == step
+    def reduced(run_of, *values):
+        found = reduce(run_of, *values)
+        run_of.stopping = run_of.state.step + 1 == step
+        return found
 
     config = tiny_config(data_dir, tmp_path / "stopped", **settings)
     with monkeypatch.context() as patch:
         if within:
-            patch.setattr(train_module, "evaluate_due", interrupted)
+            patch.setattr(context, "evaluate", interrupted)
         else:
-            patch.setattr(train_module, "reduce_step_stats", reduced)
+            patch.setattr(context, "reduce", reduced)
         lines = run(config)
     assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
