@@ -43,7 +43,7 @@ def find_checkpoint(
     for link in (run_dir / "latest", run_dir / "best"):
         if link.is_dir() and not link.is_symlink():
             raise FileExistsError(
-                f"{link} is a folder, where a run has a link to a checkpoint, and would become out of date: remove it"
+                f"{link} is a folder, not a link to a checkpoint, and would become out of date: remove it"
             )
     if resume_from is None:
         if newest is not None:
