@@ -37,7 +37,6 @@ OTHER_NAMES = {
     "keep_best": "load_best_model_at_end save_best",
     "patience": "early_stopping early_stopping_patience",
     "report_to": "wandb wandb_log wandb_project use_wandb tensorboard logger logger_name trackers",
-    "hub_private_repo": "private",
     "push_to_hub": "hub_model_id hub_repo repo_id",
     "repo_id": "hub_model_id push_to_hub repo repo_name name",
     "max_new_tokens": "n_tokens num_tokens tokens length max_length max_tokens n_predict",

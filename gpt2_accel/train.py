@@ -20,7 +20,7 @@ from gpt2_accel.estimate.law import follow_law
 from gpt2_accel.optim import set_learning_rate
 from gpt2_accel.runtime.accelerator import close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir
-from gpt2_accel.runtime.finish import finish, is_complete
+from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.runtime.progress import lasting_output
 from gpt2_accel.runtime.setup import setup, start_accelerator
 
@@ -61,13 +61,13 @@ def run_updates(run: RunContext) -> None:
     model.train()
     while run.goes_on():
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-        first, sequences = schedule.first(state.step), schedule.sequences(state.step)
+        first = schedule.first(state.step)
         lr = config.learning_rate_at(first / schedule.full)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
         with run.update():
             loss = accumulate_gradients(
-                accelerator, model, run.loader, first, sequences, run.interrupted
+                accelerator, model, run.loader, first, schedule.full, run.interrupted
             )
             if loss is None:  # a rank has to stop: the unfinished update is dropped
                 break

@@ -15,7 +15,7 @@ LEAVES = ("cores", "files", "device", "optim", "options", "progress", "recipe_co
 # From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
 PACKAGES = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "generation", "evals"),
-    *("estimate", "runtime", "report", "train", "study", "cli"),
+    *("estimate", "runtime", "report", "finish", "train", "study", "cli"),
 )
 SIDE_BY_SIDE = [
     ("config", "data"),
@@ -34,7 +34,7 @@ ALIASES = {
     "model": {"models"},
     "generate": {"generation"},
 }
-USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate", "study"}
+USE_ACCELERATE = {"finish", "train", "runtime", "checkpoint", "evals", "estimate", "study"}
 
 
 def modules():

@@ -22,6 +22,7 @@ from gpt2_accel.files import lock_folder, lock_id, read_json_lines, sync, write_
 from gpt2_accel.generation.sampling import Sampling, complete, whole_text
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.clock import TrainingClock
 from gpt2_accel.runtime.guard import Diverged
@@ -136,8 +137,8 @@ class RunContext:
 
     @property
     def diverged(self) -> bool:
-        """Whether `max_bad_steps` updates in a row were skipped."""
-        return self.state.guard.bad_in_a_row >= self.config.max_bad_steps
+        """Whether too many updates in a row were skipped."""
+        return self.state.guard.bad_in_a_row >= guard.MAX_BAD_STEPS
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -179,9 +180,9 @@ class RunContext:
         step = self.state.step
         self.log.advance(step)
         if problem is not None:
-            first, sequences = self._position(step - 1)
-            self.problem = problem
-            self.log.skipped(problem, self.inputs.loader.samples(first, sequences))
+            schedule, self.problem = self.state.schedule, problem
+            samples = self.inputs.loader.samples(schedule.first(step - 1), schedule.full)
+            self.log.skipped(problem, samples)
         elif step == 1 or self._due(self.config.log_every):
             self.log.training(figures)
         self.profile.step()
@@ -357,11 +358,6 @@ class RunContext:
             log.reopen([line for line in earlier if line["step"] == self.state.step])
         return log
 
-    def _position(self, step: int) -> tuple[int, int]:
-        """Returns the first sequence of the update after `step` updates, and its number of sequences."""
-        schedule = self.state.schedule
-        return schedule.first(step), schedule.sequences(step)
-
     def _tokens_at(self, step: int) -> int:
         """Returns the number of tokens in the first `step` updates."""
         return self.state.schedule.first(step) * self.config.tokens_per_sequence
@@ -373,7 +369,7 @@ class RunContext:
             self.inputs.tokenizer,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
-            keep_best=config.keep_best,
+            keep_best=config.keep_best and config.eval_every > 0,
             saved=self.uploads.push_checkpoint,
             print_line=self.log.print_line,
         )
@@ -400,7 +396,6 @@ def start_uploads(
         config.output_dir,
         print_line,
         strategy=config.hub_strategy,
-        private=config.hub_private_repo,
         seconds_left=lambda: stop.seconds_left,
     )
 

@@ -3,6 +3,7 @@
 import math
 import statistics
 
+MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
 WINDOW = 100  # the last good updates, whose mean and standard deviation define a spike
 # The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
 # the cause: the gradients themselves are not finite.

@@ -51,8 +51,7 @@ class TrainInputs:
     """The inputs that training only reads.
 
     `evaluations` are pairs of an interval in updates and an evaluation. `prompts` are those of the samples, turns of a user
-    if the data holds conversations. `updates` is the length of the whole run; with
-    a batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
+    if the data holds conversations. `updates` is the length of the whole run, other than `max_steps` after a resume with another batch size. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -71,7 +70,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
     check_trackers(config.report_to)
-    accelerator = build_accelerator(config.deterministic, config.gather_fp32)
+    accelerator = build_accelerator(config.deterministic)
     check_same_settings(config, accelerator)
     if config.push_to_hub:
         on_main_process(accelerator, check_login)

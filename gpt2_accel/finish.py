@@ -128,7 +128,8 @@ def is_complete(
 
 def has_final_model(config: TrainConfig, state: TrainState, inputs: TrainInputs) -> bool:
     """Whether the run's folder has the final model of this step, and the run's status says that it is finished."""
-    run_dir, status = Path(config.output_dir).resolve(), read_status(config.output_dir)
+    run_dir = Path(config.output_dir).resolve()
+    status = read_status(run_dir)
     return (
         inputs.checkpoint is not None
         and inputs.checkpoint.resolve().parent == run_dir
