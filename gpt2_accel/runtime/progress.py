@@ -38,9 +38,7 @@ class Terminal(Sink):
             mininterval=0.5,
             disable=not sys.stderr.isatty(),
         )
-        self._timed_from: tuple[int, float] | None = (
-            None  # after the first update, which may compile
-        )
+        self._timed_from: tuple[int, float] | None = None  # after the first update, which may compile
         self._next_line = 0.0
 
     def __enter__(self) -> "Terminal":
