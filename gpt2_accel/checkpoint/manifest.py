@@ -18,8 +18,8 @@ def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = parse_json(text)["files"]
-        intact = text == manifest_text(files) and all(map(plain_name, files))
-    except (OSError, ValueError, KeyError, TypeError):
+        intact = text == manifest_text(files) and all(map(plain_name, files.keys()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         return "its manifest is missing or damaged"
