@@ -170,8 +170,6 @@ NOT_RUN = {
     "python recipes/export.py --model runs/quickstart --format onnx --output quickstart.onnx": (
         "tests/hf/test_export.py does"
     ),
-    "python recipes/average_checkpoints.py runs/mine/checkpoint-3000 runs/mine/checkpoint-4000 "
-    "--output_dir runs/average": "tests/recipes/test_average_checkpoints.py does",
     **dict.fromkeys(
         SERVERS, "tests/hf/test_serving.py does, or docs/serving.md says that it does not run"
     ),

@@ -373,36 +373,6 @@ def preparation() -> Iterator[Row]:
         yield Row("prepare_data", arguments, words, {name: content})
 
 
-def averaging() -> Iterator[Row]:
-    for arguments, words in {
-        "": "required: MODEL, --output_dir",
-        "{run} {model}": "required: --output_dir",
-        "{run} --output_dir m": "{run} is the only model: give at least two",
-        "{run} nowhere --output_dir m": "nowhere",
-        "{run} nobody/none --output_dir m": "nobody/none",
-        "{run} {text} --output_dir m": "{text}",
-        "{run} {data} --output_dir m": "{data}",
-        "{run} {chars_model} --output_dir m": "{chars_model} has another tokenizer than {run}",
-        "{run} {model} --output_dir {data}": "{data} exists already",
-        "{run} {model} --output_dir {text}": "{text} exists already",
-        "{run} {model} --output_dir {text}/m": "Not a directory",
-        "{run} {model} --output_dir ''": ". exists already",
-        "{run} {model} --output_dir m --weights 1 2": "--weights",
-    }.items():
-        yield Row("average_checkpoints", arguments, words)
-    other = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_embd": 32}
-    other |= {"n_head": 4, "bos_token_id": 256, "eos_token_id": 256}
-    for name, content, words in (
-        ("config.json", None, "config.json is missing"),
-        ("config.json", json.dumps(other), "(n_head 4, not 2)"),
-        ("model.safetensors", None, "model.safetensors"),
-        ("model.safetensors", BINARY, "model.safetensors"),
-        ("tokenizer.json", None, "tokenizer"),
-    ):
-        files = {"m": Copy("model"), f"m/{name}": content}
-        yield Row("average_checkpoints", "{run} m --output_dir out", words, files)
-
-
 def chat() -> Iterator[Row]:
     for arguments, words in (
         ("--data_dir {data}", "{data} holds text, not conversations: prepare some by"),
@@ -536,7 +506,7 @@ def the_rest() -> Iterator[Row]:
 
 SECTIONS = (
     *(settings, config_files, environment, folders, data, checkpoints, models, sampling),
-    *(evaluation, preparation, averaging, chat, the_rest),
+    *(evaluation, preparation, chat, the_rest),
 )
 ROWS = [row for section in SECTIONS for row in section()]
 

@@ -11,7 +11,6 @@ from gpt2_accel.checkpoint.find import model_directory
 COMMANDS = {
     "sample": "--model MODEL --max_new_tokens 1 --num_samples 1",
     "export": "--model MODEL --format gguf --output OUTPUT/a.gguf",
-    "average_checkpoints": "MODEL MODEL --output_dir OUTPUT/average",
     "evaluate": f"--model MODEL --tasks text --data {__file__} --output OUTPUT/evaluation.json",
     "push_to_hub": "--model MODEL --repo_id a/b",
     "demo": "--model MODEL --write_space OUTPUT/space",
