@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_accel.files import is_running, own_name
+import psutil
 
 HEARTBEAT = 10.0  # seconds between renewals
 # Seconds without one after which a claim is stale. Network file systems show other machines' times up to a minute late.
@@ -89,3 +89,16 @@ def file_server_time(folder: Path) -> float:
 def number_of(path: Path) -> int:
     """Returns the number in a claim's name."""
     return int(path.name.rpartition("-")[2])
+
+
+def own_name() -> str:
+    """Returns the name of this process in a claim."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def is_running(name: str) -> bool:
+    """Whether `name`, `process PID on HOST`, is another running process of this machine."""
+    words = name.split()
+    if len(words) != 4 or words[3] != socket.gethostname() or not words[1].isdigit():
+        return False
+    return int(words[1]) != os.getpid() and psutil.pid_exists(int(words[1]))

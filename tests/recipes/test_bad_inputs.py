@@ -211,7 +211,7 @@ def checkpoints() -> Iterator[Row]:
     )
     resume = SMALL + "--data_dir {data} --output_dir run --resume_from {model}"
     folder = resume.replace("{model}", "{run}")
-    yield Row("pretrain_124m", folder, "did you mean --resume_from {run}/checkpoint-2?")
+    yield Row("pretrain_124m", folder, "{run} is not a checkpoint of this toolkit")
     yield Row("pretrain_124m", resume, "{model} is not a checkpoint of this toolkit")
 
 
@@ -472,7 +472,7 @@ def the_rest() -> Iterator[Row]:
         ("import_checkpoint", "--input {data} --output_dir m --tokenizer none", "{data}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer none", "{text}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer nowhere", "nowhere"),
-        ("import_checkpoint", "--input {text} --output_dir ''", "output_dir is '', which is no"),
+        ("import_checkpoint", "--input {text} --output_dir ''", ". exists already"),
         ("import_checkpoint", "--input {text} --output_dir {model}", "{model} exists already"),
         ("export", "--model {run}", "--output"),
         ("export", "--model nowhere --output x.gguf", "nowhere"),
