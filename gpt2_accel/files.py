@@ -6,8 +6,6 @@ process left behind (`remove_leftovers`).
 """
 
 import errno
-import fcntl
-import glob
 import hashlib
 import itertools
 import json
@@ -16,13 +14,13 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import psutil
+from filelock import FileLock, Timeout
 
 LOCK = ".lock"  # the name of a lock file
 
@@ -101,25 +99,13 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
 @contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
     """Yields an empty folder beside `path`, and removes it at the end. First removes those that killed processes left."""
-    remove_leftovers(path.parent, path.name)
+    remove_leftovers(path.parent)
     scratch = scratch_path(path)
     scratch.mkdir(parents=True)
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def discard(folder: Path) -> None:
-    """Removes a folder, or a link to one, so that a kill leaves no part of it under its name.
-
-    Raises `OSError` if that fails. The remainder then has a hidden name, which `remove_leftovers` removes later.
-    """
-    hidden = hide(folder)
-    if hidden.is_symlink():
-        hidden.unlink()
-    else:
-        shutil.rmtree(hidden)
 
 
 def hide(path: Path) -> Path:
@@ -135,11 +121,9 @@ def scratch_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{unique}.partial")
 
 
-def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Removes temporary files and folders of the target `name` in `folder` whose process on this machine has ended."""
-    host = socket.gethostname()
-    name = name if name == "*" else glob.escape(name)
-    for path in folder.glob(f".{name}.{glob.escape(host)}.*.partial"):
+def remove_leftovers(folder: Path) -> None:
+    """Removes the temporary files and folders in `folder` of processes of this machine that have ended."""
+    for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(path.name.split(".")[-3])):
                 remove(path)
@@ -147,18 +131,15 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 def remove(path: Path) -> None:
     """Removes a file, link or folder as far as possible; ignores what does not exist."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # a folder, or its rest
+        path.unlink()
 
 
 def sync_tree(folder: Path) -> None:
-    """Syncs everything below `folder` to disk."""
-    for path in folder.rglob("*"):
+    """Syncs a folder and everything below it to disk."""
+    for path in (folder, *folder.rglob("*")):
         sync(path)
-    sync(folder)
 
 
 def sync(path: Path) -> None:
@@ -174,122 +155,62 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def lock_folder(
-    folder: str | Path, hint: str = "choose another --output_dir", *, wait: float = 0.0
-) -> Iterator[None]:
-    """Locks `folder` for this process, and creates it if it does not exist. The system releases the lock if the process
-    dies.
+def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
+    """Locks an output folder for this process, and creates it if it does not exist. The lock ends with the process.
 
     Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
-    the block raises, removes a folder that this call created and that holds nothing else. On a file system without
-    locks (Lustre without `flock`) only a holder on this machine is noticed, by its name in the lock file.
+    the block raises, removes a folder that this call created and that holds nothing else.
 
-    Raises `OSError`, with `hint` at its end, if another process holds the lock or the folder is not writable.
+    Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
     folder = Path(folder)
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with wait_for_lock(folder, hint, wait):
-        try:
-            remove_leftovers(folder)
-            yield
-        except BaseException:
-            if created and {path.name for path in folder.glob("*")} <= {LOCK}:
-                (folder / LOCK).unlink(missing_ok=True)
-                for path in created:
-                    with suppress(OSError):  # not empty, or removed by the caller
-                        path.rmdir()
-            raise
-
-
-def wait_for_lock(folder: Path, hint: str, seconds: float) -> TextIO:
-    """Returns the locked lock file of `folder`. Tries for `seconds`; raises the errors of `lock_folder`."""
-    ends = time.monotonic() + seconds
-    waits = False
-    while True:
-        try:
-            return take_lock(folder, hint)
-        except BlockingIOError as error:
-            if time.monotonic() >= ends:
-                raise
-            if not waits:
-                in_use = first_line(error).partition(": ")[0]
-                print(f"{in_use}: waiting up to {seconds:.0f} seconds for it to end", flush=True)
-            waits = True
-            time.sleep(0.5)
-
-
-def take_lock(folder: Path, hint: str) -> TextIO:
-    """Returns the locked lock file of `folder`. Raises `BlockingIOError` if another process holds the lock, and the
-    other errors of `lock_folder`."""
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+", encoding="utf-8")
-    except OSError as error:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if wait:
+                print(
+                    f"{folder} is in use: waiting up to {wait:.0f} seconds for the process to end",
+                    flush=True,
+                )
+            lock.acquire(timeout=wait)
+    except Timeout as error:
         raise OSError(
-            f"{folder} is no folder that can be written to ({error.strerror}): {hint}"
+            f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
         ) from error
-    file.seek(0)
-    holder = file.read()
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = False
-    except BlockingIOError:
-        held = True
-    except OSError:
-        held = is_running(holder)
-        print(f"{folder} has no file locks: let no other run write there", file=sys.stderr)
-    if held:
-        file.close()
-        raise BlockingIOError(
-            f"{folder} is in use by {holder or 'another run'}: wait for it to end, or {hint}"
-        )
-    if not os.fstat(file.fileno()).st_nlink:  # the last holder removed it after it was opened here
-        file.close()
-        return take_lock(folder, hint)
-    file.truncate(0)
-    file.write(own_name())
-    file.flush()
-    return file
+        remove_leftovers(folder)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if created and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+        raise
+    finally:
+        lock.release()
 
 
-def lock_holder(folder: Path) -> str:
-    """Returns the name in a folder's lock file, `process PID on HOST`; empty if there is none."""
+def lock_id(folder: str | Path) -> int:
+    """Returns the inode of a folder's lock file; 0 if there is none. It changes if another process locks a new folder
+    under the same name."""
     try:
-        return (folder / LOCK).read_text(encoding="utf-8")
+        return (Path(folder) / LOCK).stat().st_ino
     except OSError:
-        return ""
-
-
-def own_name() -> str:
-    """Returns the name of this process in a lock file."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def is_running(holder: str) -> bool:
-    """Whether the holder named in a lock file, `process PID on HOST`, is another running process of this machine."""
-    words = holder.split()
-    if len(words) != 4 or words[3] != socket.gethostname() or not words[1].isdigit():
-        return False
-    return int(words[1]) != os.getpid() and psutil.pid_exists(int(words[1]))
+        return 0
 
 
 # Checks
 
 
 def check_unused(folder: str | Path) -> None:
-    """Raises `FileExistsError` if an output folder holds something or is a file, `NotADirectoryError` if it is below a
-    file, `ValueError` if its path is empty or "."."""
-    if Path(folder) == Path():  # the working directory cannot be replaced
-        raise ValueError(
-            f"output_dir is {str(folder)!r}, which is no folder: give the path of a new one"
-        )
+    """Raises `FileExistsError` if an output folder holds something, is a file or is the working directory."""
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists already: remove it or choose another folder")
-    if file := next((parent for parent in folder.parents if parent.is_file()), None):
-        raise NotADirectoryError(
-            f"{folder} is below {file}, which is a file: choose another folder"
-        )
+    if folder == Path() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already: choose another folder")
 
 
 def digest(path: Path) -> str:
@@ -345,12 +266,23 @@ class JsonLines:
         entry = {name: None if not_finite(value) else value for name, value in entry.items()}
         self._unwritten += json.dumps(entry, allow_nan=False).encode() + b"\n"
         with suppress(OSError):
-            written = self._file.write(self._unwritten)
-            self._unwritten = self._unwritten[written:]
+            self._flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file. Prints how many lines are lost if the disk is still full."""
+        try:
+            self._flush()
+        except OSError as error:
+            lost = self._unwritten.count(b"\n")
+            print(
+                f"{self._file.name} lacks its last {lost} lines: {sentence(error)}", file=sys.stderr
+            )
         self._file.close()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written:]
 
 
 def not_finite(value: object) -> bool:
@@ -360,19 +292,14 @@ def not_finite(value: object) -> bool:
 
 def read_json_lines(path: str | Path) -> list[dict]:
     """Returns the entries of a `JsonLines` file, without damaged lines; none if the file does not exist."""
-    if not Path(path).exists():
-        return []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    return [entry for line in lines if (entry := read_json_line(line)) is not None]
-
-
-def read_json_line(line: str) -> dict | None:
-    """Parses one line of a `JsonLines` file; None if it is incomplete."""
-    try:
-        entry = parse_json(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+    entries = []
+    if Path(path).exists():
+        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):  # incomplete
+                entry = parse_json(line)
+                if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                    entries.append(entry)
+    return entries
 
 
 # Errors

@@ -1,12 +1,12 @@
-"""Atomic writes and locks: with concurrent writers, and on file systems without locks or links."""
+"""Atomic writes and locks: with concurrent writers, on full disks, and on file systems without links."""
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,11 +14,14 @@ import pytest
 
 from gpt2_accel.checkpoint.find import point_to
 from gpt2_accel.files import (
+    JsonLines,
     atomic_directory,
     atomic_files,
     check_unused,
     lock_folder,
+    lock_id,
     parse_json,
+    read_json_lines,
     remove_leftovers,
     scratch_path,
     write_file,
@@ -63,12 +66,9 @@ def test_an_output_folder_must_be_new_or_empty(tmp_path):
     check_unused(tmp_path)
     file = tmp_path / "file"
     file.touch()
-    for used in (tmp_path, file):
+    for used in (tmp_path, file, ".", ""):
         with pytest.raises(FileExistsError, match=f"{used} exists already"):
             check_unused(used)
-    for name in ("", "."):
-        with pytest.raises(ValueError, match=f"output_dir is '{name}'"):
-            check_unused(name)
 
 
 def test_a_new_folder_may_be_an_empty_one_or_a_link_to_one(tmp_path):
@@ -138,35 +138,70 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
-def test_without_file_locks_a_running_holder_on_this_host_is_refused(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+def test_lines_that_a_full_disk_kept_back_are_written_or_counted(tmp_path, monkeypatch, capsys):
+    log = JsonLines(tmp_path / "metrics.jsonl", 0)
+    disk, full = log._file, True
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    holder = f"process {os.getppid()} on {socket.gethostname()}"
-    write_file(tmp_path / ".lock", holder)
-    with pytest.raises(OSError, match=f"in use by {holder}"), lock_folder(tmp_path):
-        raise AssertionError("not reached")
-    assert (tmp_path / ".lock").read_text() == holder
-    write_file(tmp_path / ".lock", "process 1 on another-machine")
-    with lock_folder(tmp_path):
-        assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
-    assert "has no file locks" in capsys.readouterr().err
+    class Disk:
+        name = disk.name
+        close = disk.close
+
+        def write(self, content):
+            if full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return disk.write(content[:7])  # a part, as on a disk that is nearly full
+
+    log._file = Disk()
+    log.write({"step": 1})
+    full = False
+    log.write({"step": 2})
+    assert [line["step"] for line in read_json_lines(disk.name)] == [1, 2]
+    full = True
+    log.write({"step": 3})
+    log.write({"step": 4})
+    log.close()
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"{disk.name} lacks its last 2 lines: No space left on device: free disk space and start again\n"
+    )
+    assert len(read_json_lines(disk.name)) == 2
+
+
+def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends(tmp_path, capsys):
+    folder = tmp_path / "new/run"
+    with lock_folder(folder):
+        first = lock_id(folder)
+        with pytest.raises(OSError, match="in use by another process: wait"), lock_folder(folder):
+            raise AssertionError("not reached")
+        folder.rename(tmp_path / "moved")
+        assert lock_id(folder) == 0
+        with lock_folder(folder):
+            assert lock_id(folder) not in (0, first)
+        held = threading.Event()
+        holder = threading.Thread(target=hold, args=(folder, held))
+        holder.start()
+        held.wait()
+        with lock_folder(folder, wait=30):
+            holder.join()
+    assert "waiting up to 30 seconds" in capsys.readouterr().out
+
+
+def hold(folder, held):
+    with lock_folder(folder):
+        held.set()
+        time.sleep(1)
 
 
 def test_missing_links_are_no_error(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "latest").mkdir()  # in a copied run
-    with pytest.raises(IsADirectoryError):
-        point_to(tmp_path / "latest", tmp_path / "checkpoint-4")
-    assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
 
     def refused(*_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "symlink", refused)
     point_to(tmp_path / "best", tmp_path / "checkpoint-4")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
     write_json(tmp_path / "a.json", 1)
 
 

@@ -15,12 +15,9 @@ SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this lon
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
     """Returns the checkpoints of a run's folder, oldest first."""
-    found = {
-        int(match[1]): path
-        for path in Path(run_dir).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
-    }
-    return [found[step] for step in sorted(found)]
+    found = Path(run_dir).glob("checkpoint-*")
+    checkpoints = [p for p in found if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(checkpoints, key=step_of)
 
 
 def find_checkpoint(
@@ -31,78 +28,90 @@ def find_checkpoint(
     `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `print_line`. A
     Hub id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
-    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or if `latest` finds only
-    damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a model.
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of release 0.1 or if
+    `latest` finds only damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a
+    model, or if `latest` or `best` is a folder.
     """
+    run_dir = Path(run_dir)
     checkpoints = list_checkpoints(run_dir)
-    if not checkpoints and any(Path(run_dir).glob("model*.safetensors")):
+    newest = checkpoints[-1] if checkpoints else None
+    if newest is None and any(run_dir.glob("model*.safetensors")):
         raise FileExistsError(
             f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the model: "
             "choose another --output_dir"
         )
-    if resume_from is None:
-        if checkpoints:
+    for link in (run_dir / "latest", run_dir / "best"):
+        if link.is_dir() and not link.is_symlink():
             raise FileExistsError(
-                f"{run_dir} holds {checkpoints[-1].name} of an earlier run: continue it with "
+                f"{link} is a folder, not a link to a checkpoint, and would become out of date: remove it"
+            )
+    if resume_from is None:
+        if newest is not None:
+            raise FileExistsError(
+                f"{run_dir} holds {newest.name} of an earlier run: continue it with "
                 "--resume_from latest, or choose another --output_dir"
             )
         return None
     if resume_from == "latest":
-        for path in reversed(checkpoints):
-            if (problem := find_corruption(path)) is None:
-                return path
-            print_line(f"{path} is skipped: {problem}")
-        if checkpoints:
-            raise ValueError(
-                f"all checkpoints in {run_dir} are damaged: choose another --output_dir to start afresh"
+        path = newest_intact(checkpoints, print_line)
+        if path is None:
+            return None
+    else:
+        path = named_checkpoint(resume_from, newest)
+        if newest is not None and newest.resolve() != path.resolve():
+            raise FileExistsError(
+                f"{run_dir} holds {newest.name}, which a resume from {path} would overwrite: "
+                "choose another --output_dir"
             )
-        return None
-    path = resolve_link(Path(resume_from))
-    if not path.exists() and hub.is_repo_id(resume_from):
-        path = hub.download(resume_from, ("*",), hub.LAST_CHECKPOINT)
-    if not is_checkpoint(path):
-        inside = [
-            Path(run_dir) / resume_from,
-            *reversed(list_checkpoints(path)),
-            *reversed(checkpoints),
-        ]
-        meant = next(filter(is_checkpoint, inside), None)
-        there = path.exists() or hub.is_repo_id(resume_from)
-        what = "is not a checkpoint of this toolkit" if there else "does not exist"
-        raise FileNotFoundError(
-            f"--resume_from {resume_from} {what}: "
-            + (
-                f"did you mean --resume_from {meant}?"
-                if meant
-                else "give a checkpoint-<step> folder, or a Hub id that a run with --hub_strategy checkpoint pushed to"
-            )
-        )
-    if problem := find_corruption(path):
-        raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
-    if checkpoints and checkpoints[-1].resolve() != path.resolve():
-        raise FileExistsError(
-            f"{run_dir} holds {checkpoints[-1].name}, which a resume from {path} would overwrite: "
-            "choose another --output_dir"
+    if read_state(path).get("position") is None:
+        raise ValueError(
+            f"{path} was written by release 0.1, which only releases up to 0.3 can resume: continue it with release 0.3 "
+            "until its next checkpoint, or start a new run from its weights with --init_from"
         )
     return path
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder holds a checkpoint of this toolkit."""
-    return (path / STATE / "state.json").is_file()
+def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) -> Path | None:
+    """Returns the newest undamaged checkpoint; None if there are no checkpoints. Raises `ValueError` if all are damaged."""
+    for path in reversed(checkpoints):
+        if (problem := find_corruption(path)) is None:
+            return path
+        print_line(f"{path} is skipped: {problem}")
+    if checkpoints:
+        raise ValueError(
+            f"all checkpoints in {checkpoints[0].parent} are damaged: choose another --output_dir to start afresh"
+        )
+    return None
+
+
+def named_checkpoint(name: str, newest: Path | None) -> Path:
+    """Returns the checkpoint that a path or a Hub id names. `newest` is the run's own, for the message.
+
+    Raises `FileNotFoundError` if it is not a checkpoint, `ValueError` if it is damaged.
+    """
+    path = Path(name)
+    if not path.exists() and hub.is_repo_id(name):
+        path = hub.download(name, ("*",), hub.LAST_CHECKPOINT)
+    if not (path / STATE / "state.json").is_file():
+        example = next(reversed(list_checkpoints(path)), newest)
+        raise FileNotFoundError(
+            f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that a run with "
+            f"--hub_strategy checkpoint pushed to, or a folder such as {example or 'RUN/checkpoint-1000'}"
+        )
+    if problem := find_corruption(path):
+        raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
+    return path
 
 
 def model_directory(name: str | Path) -> str | Path:
     """Returns the directory of a run's newest weights: its last checkpoint, or the run's folder if the run is finished,
-    or its `status.json` missing, and the folder has the final model. `latest` and `best` are resolved by `resolve_link`.
-    Any other name is returned unchanged."""
+    or its `status.json` missing, and the folder has the final model. Any other name is returned unchanged."""
     checkpoints = list_checkpoints(name)
-    if checkpoints:
-        # A finished run that trains on keeps its former model until it is finished again.
-        finished = read_status(Path(name)).get("state", "finished") == "finished"
-        return name if finished and (Path(name) / "config.json").exists() else checkpoints[-1]
-    found = resolve_link(Path(name))
-    return name if found == Path(name) else found
+    # A finished run that trains on keeps its former model until it is finished again.
+    finished = read_status(Path(name)).get("state", "finished") == "finished"
+    if not checkpoints or (finished and (Path(name) / "config.json").exists()):
+        return name
+    return checkpoints[-1]
 
 
 def read_status(run_dir: Path) -> dict:
@@ -110,14 +119,9 @@ def read_status(run_dir: Path) -> dict:
     `SILENCE` becomes `killed`."""
     try:
         status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(status, dict):
-        return {}
-    try:
         silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
-    except (KeyError, TypeError, ValueError):  # written by an older release
-        return status
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
     if status.get("state") == "running" and silent > SILENCE:
         status |= {"state": "killed", "reason": f"no heartbeat since {status['time']}"}
     return status
@@ -140,22 +144,6 @@ def verified_directory(
     return directory
 
 
-def resolve_link(path: Path) -> Path:
-    """Resolves a run's `latest` or `best` to a checkpoint; returns any other path unchanged.
-
-    They are links. In a copied run they may be folders, which later saves do not update.
-    """
-    if path.name not in ("latest", "best") or path.is_symlink() or not path.is_dir():
-        return path
-    others = list_checkpoints(path.parent)
-    if path.name == "best":
-        return best_checkpoint([path, *others]) or path
-    try:
-        return others[-1] if others and step_of(others[-1]) > read_state(path)["step"] else path
-    except ValueError:  # not a checkpoint
-        return path
-
-
 def step_of(checkpoint: Path) -> int:
     """Returns the number of updates in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
@@ -165,23 +153,17 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     """Returns the checkpoint with the lowest validation loss; None if none was evaluated."""
     losses = {}
     for path in checkpoints:
-        try:
-            loss = read_state(path)["val_loss"]
-        except ValueError:  # damaged since it was written
-            continue
-        if loss is not None:
-            losses[path] = loss
+        with suppress(ValueError):  # damaged since it was written
+            if (loss := read_state(path)["val_loss"]) is not None:
+                losses[path] = loss
     return min(losses, key=losses.get, default=None)
 
 
 def point_to(link: Path, target: Path) -> None:
     """Atomically makes `link` a symbolic link to `target`, in the same folder.
 
-    The link is optional: does nothing on file systems without symbolic links (buckets, Colab's Drive). Raises
-    `IsADirectoryError` if `link` is a folder, as in a copied run.
+    The link is optional: does nothing on file systems without symbolic links (buckets, Colab's Drive).
     """
-    if link.is_dir() and not link.is_symlink():
-        raise IsADirectoryError(f"{link} is a folder, not a link to {target.name}")
     new = scratch_path(link)
     with suppress(OSError):
         new.symlink_to(target.name)

@@ -86,30 +86,22 @@ def load_optimizer_tensors(
     Raises `ValueError` if names or shapes do not match its parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = parameter_names(optimizer)
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    by_name = dict(zip(parameter_names(optimizer), parameters, strict=True))
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in by_name}
     for key, tensor in tensors.items():
         name, _, kind = key.partition("/")
-        if name not in states:
+        parameter = by_name.get(name)
+        if parameter is None or (tensor.ndim and tensor.shape != parameter.shape):
             raise ValueError(
-                f"{source} has optimizer state of {name}, which the model lacks: resume with the "
-                "settings of the first run"
+                f"{source} has optimizer state {key} of shape {tuple(tensor.shape)}, which does not fit the model: "
+                "resume with the settings of the first run"
             )
-        states[name][kind] = tensor
-    for name, parameter in zip(names, parameters, strict=True):
-        for kind, tensor in states[name].items():
-            if tensor.ndim and is_shard(parameter) and tensor.shape == parameter.shape:
-                from torch.distributed.tensor import distribute_tensor
+        if tensor.ndim and is_shard(parameter):
+            from torch.distributed.tensor import distribute_tensor
 
-                mesh, placements = parameter.device_mesh, parameter.placements
-                states[name][kind] = distribute_tensor(
-                    tensor.to(mesh.device_type), mesh, placements
-                )
-            elif tensor.ndim and tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{source} has the state {kind} of {name} with shape {tuple(tensor.shape)}, not "
-                    f"{tuple(parameter.shape)}: resume with the settings of the first run"
-                )
+            mesh = parameter.device_mesh
+            tensor = distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
+        states[name][kind] = tensor
     optimizer.load_state_dict(
         {
             "state": dict(enumerate(states.values())),

@@ -12,7 +12,6 @@ host memory, then written in the background: into a temporary folder, with check
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,23 +29,13 @@ from gpt2_accel.checkpoint.state_dict import (
     optimizer_tensors,
 )
 from gpt2_accel.device import is_sharded
-from gpt2_accel.files import atomic_directory, discard, sentence, write_json
+from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class Snapshot:
-    """A checkpoint in host memory, ready to be written."""
-
-    model: LanguageModel
-    optimizer: dict[str, torch.Tensor]
-    state: dict
-    training: Training
 
 
 class CheckpointWriter:
@@ -57,7 +46,7 @@ class CheckpointWriter:
     newest may show that its weights are destroyed. The links `latest` and `best` point to the newest and the best.
 
     `saved` is called with each new checkpoint, also in the background. A failed write is reported through `print_line` and
-    leaves the older checkpoints unchanged. A path that cannot be removed or replaced by a link is reported once.
+    leaves the older checkpoints unchanged.
     """
 
     def __init__(
@@ -76,7 +65,6 @@ class CheckpointWriter:
         self.saved, self.print_line = saved, print_line
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._reported: set[Path] = set()
 
     def save(
         self,
@@ -103,8 +91,8 @@ class CheckpointWriter:
             "optimizer": optimizer_name(optimizer),
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
         }
-        snapshot = Snapshot(plain, optimizer_state, state, training)
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), daemon=True)
+        snapshot = (plain, optimizer_state, state, training)
+        self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "CheckpointWriter":
@@ -132,29 +120,28 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, snapshot: Snapshot) -> None:
-        step = snapshot.state["step"]
-        path = self.run_dir / f"checkpoint-{step}"
-        self.rotate(step - 1)  # by now their updates have followed
+    def _write(
+        self,
+        model: LanguageModel,
+        optimizer: dict[str, torch.Tensor],
+        state: dict,
+        training: Training,
+    ) -> None:
+        path = self.run_dir / f"checkpoint-{state['step']}"
+        self.rotate(state["step"] - 1)  # by now their updates have followed
         try:
             with atomic_directory(path, replace=True) as folder:
-                save_pretrained(
-                    snapshot.model,
-                    folder,
-                    self.tokenizer,
-                    training=snapshot.training,
-                    name=str(path),
-                )
+                save_pretrained(model, folder, self.tokenizer, training=training, name=str(path))
                 (folder / STATE).mkdir()
-                save_file(snapshot.optimizer, folder / STATE / "optimizer.safetensors")
-                write_json(folder / STATE / "state.json", snapshot.state)
+                save_file(optimizer, folder / STATE / "optimizer.safetensors")
+                write_json(folder / STATE / "state.json", state)
                 write_manifest(folder)
             self._error = None
         except Exception as error:  # the next write may succeed
             self._error = error
             self.print_line(f"{path.name} could not be written, training continues: {error}")
             return
-        self.link(step)
+        self.link(state["step"])
         self.saved(path)
 
     def rotate(self, step: int) -> None:
@@ -170,37 +157,23 @@ class CheckpointWriter:
             keep.append(best)
         for path in checkpoints:
             if path not in keep:
-                self._discard(path)
+                try:
+                    remove(hide(path))  # a kill leaves no part of it under its name
+                except OSError as error:
+                    self.print_line(
+                        f"{path.name} could not be removed, training continues: {error}"
+                    )
 
     def link(self, step: int) -> None:
         """Points the links to the newest and the best checkpoint up to `step`."""
         checkpoints = self._up_to(step)
         if self.keep_best and (best := best_checkpoint(checkpoints)):
-            self._point_to("best", best)
+            point_to(self.run_dir / "best", best)
         if checkpoints:
-            self._point_to("latest", checkpoints[-1])
+            point_to(self.run_dir / "latest", checkpoints[-1])
 
     def _up_to(self, step: int) -> list[Path]:
         return [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
-
-    def _discard(self, path: Path) -> None:
-        try:
-            discard(path)
-        except OSError as error:
-            self._print_once(path, f"{path.name} could not be removed, training continues: {error}")
-
-    def _point_to(self, name: str, target: Path) -> None:
-        try:
-            point_to(self.run_dir / name, target)
-        except IsADirectoryError as error:
-            self._print_once(
-                self.run_dir / name, f"{error}, and is not updated: remove it to get the link"
-            )
-
-    def _print_once(self, path: Path, text: str) -> None:
-        if path not in self._reported:
-            self._reported.add(path)
-            self.print_line(text)
 
 
 def load_training_state(

@@ -185,7 +185,7 @@ def exact_backend(tokenizer: "PreTrainedTokenizerBase") -> dict:
     if kind != "BPE":
         named = "a character tokenizer" if kind == "WordLevel" else f"of the type {kind}"
         raise ValueError(
-            f"the tokenizer is {named}, and GGUF export needs a byte-level BPE: export the model as onnx"
+            f"the tokenizer is {named}, and GGUF export needs a byte-level BPE: export it as ONNX (docs/serving.md)"
         )
     for name, allowed in EXACT.items():
         value = backend
@@ -228,5 +228,5 @@ def word_splitting(pre_tokenizer: dict | None) -> str:
 def raise_differs(reason: str) -> NoReturn:
     """Raises `ValueError`: llama.cpp cannot encode as the tokenizer does, for this reason."""
     raise ValueError(
-        f"llama.cpp cannot encode text as the tokenizer does ({reason}): export the model as onnx"
+        f"llama.cpp cannot encode text as the tokenizer does ({reason}): export it as ONNX (docs/serving.md)"
     )

@@ -125,7 +125,7 @@ def gguf_metadata(writer: "GGUFWriter", config: GPTConfig) -> None:
     A GGUF file does not name the activation: llama.cpp gives every GPT-2 the tanh approximation."""
     if config.gelu != "tanh":
         raise ValueError(
-            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as onnx"
+            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as ONNX (docs/serving.md)"
         )
     writer.add_feed_forward_length(4 * config.n_embd)
     writer.add_layer_norm_eps(1e-5)

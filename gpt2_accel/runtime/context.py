@@ -18,7 +18,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, is_sharded, peak_flops
-from gpt2_accel.files import lock_folder, lock_holder, own_name, read_json_lines, sync, write_json
+from gpt2_accel.files import lock_folder, lock_id, read_json_lines, sync, write_json
 from gpt2_accel.generation.sampling import Sampling, complete, whole_text
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
@@ -78,6 +78,7 @@ class RunContext:
         self._saved_step = state.step if resumes_here else None
         self._status: Status | None = None  # of the main process
         self._frozen = False
+        self._lock = lock_id(config.output_dir)
         self._save_due = False
         self.stopping, self.problem = False, ""
         self._stack = ExitStack()
@@ -309,13 +310,13 @@ class RunContext:
         Raises `OSError` if another run has locked a new one there."""
         self.writer.join()  # a slow disk may exceed the time limit of a collective
         run_dir = Path(self.config.output_dir)
-        holder = lock_holder(run_dir)
-        if holder not in ("", own_name()):
+        lock = lock_id(run_dir)
+        if lock not in (0, self._lock):
             raise OSError(
-                f"{run_dir} was removed or moved during the run, and {holder} trains there now: start this run "
+                f"{run_dir} was removed or moved during the run, and another process trains there now: start this run "
                 "again with another --output_dir"
             )
-        return not holder
+        return not lock
 
     def _open_sinks(self, stack: ExitStack, unevaluated: bool) -> list[Sink]:
         """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""

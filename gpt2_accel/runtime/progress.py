@@ -81,11 +81,8 @@ class Terminal(Sink):
             self._next_line = now + PAUSE
             figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
             text = f"step {self._done}/{self._total} ({self._done / self._total:.0%}): {figures}"
-            first, start = self._timed_from or (
-                self._done,
-                now,
-            )  # a resume may write its step again
-            if self._done > first + 1:
+            if self._timed_from and self._done > self._timed_from[0] + 1:
+                first, start = self._timed_from
                 seconds = (now - start) / (self._done - first) * (self._total - self._done)
                 text += f", {duration(seconds)} left"
             print(text, file=sys.stderr, flush=True)

@@ -49,15 +49,14 @@ class TrainState:
 
         Raises `ValueError` if a setting that determines the order of the data has changed, unless `ignore_changes` is
         set."""
-        config, seen = self._config, self.schedule.first(saved["step"])
-        if (position := saved["position"]) is not None:  # release 0.1 has none
-            for name, value in self._order.items():
-                if position[name] != value and not config.ignore_changes:
-                    raise ValueError(
-                        f"{source} was trained with --{name} {position[name]}, not {value}, which changes the order of "
-                        "the data: resume with the former value, or with --ignore_changes"
-                    )
-            seen = position["sequences"] * position["sequence_length"] // config.tokens_per_sequence
+        config, position = self._config, saved["position"]
+        for name, value in self._order.items():
+            if position[name] != value and not config.ignore_changes:
+                raise ValueError(
+                    f"{source} was trained with --{name} {position[name]}, not {value}, which changes the order of "
+                    "the data: resume with the former value, or with --ignore_changes"
+                )
+        seen = position["sequences"] * position["sequence_length"] // config.tokens_per_sequence
         self.step, self.run_id = saved["step"], saved["run_id"]
         self.guard.load(saved["guard"])
         self.early_stopping.load(saved["guard"])

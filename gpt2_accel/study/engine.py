@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel.files import (
     first_line,
-    is_running,
     lock_folder,
-    lock_holder,
     read_json_lines,
     remove,
 )
@@ -153,9 +151,7 @@ class Engine:
         try:
             with ExitStack() as stack:
                 if self.storage is None:
-                    # The children of a driver that was killed hold its lock until they have ended.
-                    wait = 0.0 if is_running(lock_holder(self.folder)) else 1.5 * GRACE
-                    stack.enter_context(lock_folder(self.folder, SHARED, wait=wait))
+                    self._lock(stack)
                 stop = stack.enter_context(StopRequest())
                 stack.callback(self._stop)
                 self._train(wanted, self._open(name, pruner), stop, least)
@@ -164,6 +160,13 @@ class Engine:
             raise ValueError(
                 f"the database does not answer ({problem}): the same command continues"
             ) from error
+
+    def _lock(self, stack: ExitStack) -> None:
+        """Locks the folder. The children of a driver that was killed hold its lock until they have ended."""
+        try:
+            stack.enter_context(lock_folder(self.folder, wait=1.5 * GRACE))
+        except OSError as error:
+            raise error if error.errno else OSError(f"{error}, or {SHARED}") from error
 
     def _train(
         self, wanted: Callable[[], Sequence[Trial]], study: "Study", stop: StopRequest, least: int
@@ -298,7 +301,7 @@ class Engine:
         except ValueError as error:
             found, reason = None, str(error)
         last = last_line(running.folder / LOG)
-        stopped |= code in (0, -signal.SIGTERM) or "is in use by process" in last
+        stopped |= code in (0, -signal.SIGTERM) or "is in use by another process" in last
         if found is not None:
             self.results[id] = found
             self._set(entry, "COMPLETE", found)

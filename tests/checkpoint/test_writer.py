@@ -58,7 +58,7 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     resumed = tiny_config(data_dir, tmp_path / "run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
     said = "".join(capsys.readouterr())
-    assert said.count("checkpoint-2 could not be removed, training continues") == 1
+    assert ("checkpoint-2 could not be removed, training continues" in said) == bool(stay)
     assert "could not be written" not in said
     assert status(tmp_path / "run")["state"] == "finished"
     assert (tmp_path / "run/model.safetensors").is_file()
@@ -98,7 +98,7 @@ def test_a_folders_lock_excludes_other_processes_and_ends_with_a_kill(tmp_path):
     while not (log.exists() and log.read_text() == "held\n"):
         assert other.poll() is None, log.read_text()
     with (
-        pytest.raises(OSError, match=f"is in use by process {other.pids[0]} on "),
+        pytest.raises(OSError, match="is in use by another process"),
         lock_folder(tmp_path),
     ):
         pass

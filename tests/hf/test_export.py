@@ -1,12 +1,11 @@
-"""`recipes/export.py`: GGUF files give transformers the same tokens and logits, ONNX files the same logits."""
+"""`recipes/export.py`: GGUF files give transformers the same tokens and logits."""
 
 import socket
 import sys
 
-import numpy as np
 import pytest
 import torch
-from conftest import load_recipe, randomized
+from conftest import randomized
 from launching import python
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -17,9 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.hf.gguf import DTYPES, write_gguf
-from gpt2_accel.hf.onnx import write_onnx
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, encode, train_bpe
@@ -195,7 +193,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_tokenizer_that_llama_cpp_lacks_is_refused(reason, tmp_path):
     tokenizer = REFUSED[reason]()
-    with pytest.raises(ValueError, match="export the model as onnx") as refused:
+    with pytest.raises(ValueError, match="export it as ONNX") as refused:
         write_gguf(random_model(300), tokenizer, tmp_path / "a.gguf")
     assert reason in str(refused.value)
     assert not (tmp_path / "a.gguf").exists()
@@ -219,8 +217,6 @@ def test_weights_that_are_not_finite_are_refused(value, tmp_path):
     for dtype in DTYPES:
         with pytest.raises(ValueError, match=words):
             write_gguf(model, own_bpe(), tmp_path / "a.gguf", dtype)
-    with pytest.raises(ValueError, match=words):
-        write_onnx(model, tmp_path / "a.onnx")
     assert not any(tmp_path.iterdir())
 
 
@@ -228,9 +224,6 @@ def test_a_missing_package_is_named_with_its_installation(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="GGUF files need gguf: pip install 'gguf>=0.17'"):
         write_gguf(random_model(280), own_bpe(), tmp_path / "a.gguf")
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(ValueError, match="ONNX files need onnxscript: pip install 'onnx>=1.20' "):
-        write_onnx(random_model(280), tmp_path / "a.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -258,33 +251,3 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     again = export(*flags)
     assert again.returncode == 1 and output.read_bytes() == before
     assert "tiny.gguf exists already, and an export does not overwrite it" in again.stderr
-
-
-def test_the_data_of_a_killed_onnx_export_is_no_obstacle(tmp_path):
-    """A kill between the two files of a large model leaves the second, which the same command replaces."""
-    (tmp_path / "a.onnx.data").touch()
-    load_recipe("export").Export(model="m", output=str(tmp_path / "a.onnx"), format="onnx")
-
-
-def test_onnx_gives_the_same_logits_for_every_batch_and_length(saved, tmp_path):
-    onnx = pytest.importorskip(
-        "onnx", reason="needs the extra: pip install onnx onnxscript onnxruntime"
-    )
-    import onnxruntime
-
-    output = tmp_path / "tiny.onnx"
-    done = export("--model", saved, "--format", "onnx", "--output", output)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    sizes = [np.prod(t.dims, dtype=int) for t in onnx.load(output).graph.initializer]
-    assert (
-        sum(sizes) < GPTConfig(280, **SHAPE).parameter_count + 104 * 64 + 100
-    )  # padding; one head
-    model = from_pretrained(saved).eval()
-    session = onnxruntime.InferenceSession(output)
-    for batch, length in ((1, 1), (1, 48), (3, 2), (2, 17)):
-        ids = torch.randint(0, 280, (batch, length))
-        [logits] = session.run(["logits"], {"input_ids": ids.numpy()})
-        with torch.no_grad():
-            expected = model(ids)
-        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-5, rtol=1e-5)

@@ -211,7 +211,7 @@ def checkpoints() -> Iterator[Row]:
     )
     resume = SMALL + "--data_dir {data} --output_dir run --resume_from {model}"
     folder = resume.replace("{model}", "{run}")
-    yield Row("pretrain_124m", folder, "did you mean --resume_from {run}/checkpoint-2?")
+    yield Row("pretrain_124m", folder, "{run} is not a checkpoint of this toolkit")
     yield Row("pretrain_124m", resume, "{model} is not a checkpoint of this toolkit")
 
 
@@ -468,17 +468,15 @@ def the_rest() -> Iterator[Row]:
         ("import_checkpoint", "--input {data} --output_dir m --tokenizer none", "{data}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer none", "{text}"),
         ("import_checkpoint", "--input {text} --output_dir m --tokenizer nowhere", "nowhere"),
-        ("import_checkpoint", "--input {text} --output_dir ''", "output_dir is '', which is no"),
+        ("import_checkpoint", "--input {text} --output_dir ''", ". exists already"),
         ("import_checkpoint", "--input {text} --output_dir {model}", "{model} exists already"),
         ("export", "--model {run}", "--output"),
         ("export", "--model nowhere --output x.gguf", "nowhere"),
         ("export", "--model {run} --output {text}", "{text} exists already"),
         ("export", "--model {run} --output {text}/x.gguf", "{text} is a file, not a folder"),
-        ("export", "--model {run} --output x --format pt", "format must be 'gguf' or 'onnx'"),
-        ("export", "--model {run} --output x --format onnx --dtype f16", "must be f32 for onnx"),
         ("export", "--model {run} --output x --dtype q4_0", "f32 or f16 or bf16 or q8_0 for gguf"),
         ("export", "--model {run} --output x/", "output is the path of a file to write"),
-        ("export", "--model {run} --output x.onnx", "give --format onnx, or choose another"),
+        ("export", "--model {run} --output x.onnx", "write ONNX by optimum-cli export onnx"),
         ("demo", "--model m", "m"),
         ("push_to_hub", "--model {run}", "required: --repo_id"),
         ("push_to_hub", "--model {run} --repo_id 'not a name'", "'not a name'"),

@@ -10,7 +10,7 @@ from gpt2_accel.checkpoint.find import model_directory
 # The command line of each recipe, for the model MODEL and the folder OUTPUT.
 COMMANDS = {
     "sample": "--model MODEL --max_new_tokens 1 --num_samples 1",
-    "export": "--model MODEL --format gguf --output OUTPUT/a.gguf",
+    "export": "--model MODEL --output OUTPUT/a.gguf",
     "evaluate": f"--model MODEL --tasks text --data {__file__} --output OUTPUT/evaluation.json",
     "push_to_hub": "--model MODEL --repo_id a/b",
     "demo": "--model MODEL --write_space OUTPUT/space",

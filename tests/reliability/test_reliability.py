@@ -335,7 +335,7 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(
     (newest / "model.safetensors").write_bytes(b"")
     (tmp_path / "run/model.safetensors").unlink()
     resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
-    assert "checkpoint-8 is skipped: model.safetensors has 0 bytes" in capsys.readouterr().out
+    assert "checkpoint-8 is skipped: model.safetensors does not match" in capsys.readouterr().out
     assert losses(resumed) == losses(whole) and find_corruption(newest) is None
     # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")

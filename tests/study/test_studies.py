@@ -177,7 +177,7 @@ def test_a_trainer_ends_with_its_driver_while_it_imports(data_dir, tmp_path):
     path, out = study_file(tmp_path, data_dir, recipe=str(slow)), tmp_path / "out"
     started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
     wait_until(lambda: list(out.glob("runs/*/log.txt")))
-    second = compare(path, out)
+    second = python(QUICK, path, "--output_dir", out)
     assert second.returncode == 1 and "--storage postgresql://" in second.stderr
     trainers = psutil.Process(started.pids[0]).children(recursive=True)
     started.send_signal(signal.SIGKILL)

@@ -83,12 +83,8 @@ def test_two_drivers(how, database, alone, data_dir, tmp_path):
         done = len(rows(out)) if (out / "runs.csv").exists() else 0
         for number, driver in enumerate(drivers):
             for trainer in driver.children() if done == 2 or how != "kill at the last" else []:
-                holders = [
-                    lock
-                    for lock in out.glob("runs/*/.lock")
-                    if f" {trainer.pid} " in lock.read_text()
-                ]
-                if any(list(lock.parent.glob("checkpoint-*")) for lock in holders):
+                locked = [Path(file.path) for file in trainer.open_files() if ".lock" in file.path]
+                if any(list(lock.parent.glob("checkpoint-*")) for lock in locked):
                     return number, trainer
         return None
 
