@@ -253,7 +253,7 @@ class TrainConfig:
             raise ValueError("patience needs evaluations: set eval_every above 0")
         if (self.accelerate_config or self.device) and not self.dry_run:
             raise ValueError(
-                f"--accelerate_config and --device are for --dry_run: {from_launch('device')}"
+                f"--accelerate_config and --device are for --dry_run: {from_launch('device', self.device or '')}"
             )
         choice_of = {
             "architecture": (*ARCHITECTURES, None),
@@ -366,7 +366,8 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
         names = [*hints, "config"]
-        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
+        word, value = [*unknown, ""][:2]
+        raise ValueError(f"unknown option {word}{suggestion(word, names, value=value)}")
     config.given = frozenset(given)
     return config
 

@@ -96,6 +96,11 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def launch_device() -> torch.device:
+    """Returns the device of a launch without flags: the GPU of this machine if torch can use one, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 @overridable
 def accelerator_count() -> int:
     """Returns the number of GPUs that this process sees. It may start their driver."""
