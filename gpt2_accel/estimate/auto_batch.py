@@ -2,6 +2,7 @@
 
 import gc
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,9 +28,10 @@ def fitting_batch_size(
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    On a GPU, sizes are tried: forward and backward with random tokens, with gradients, memory reserved for the optimizer
-    state, and a `MARGIN`. On a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
-    Parameters and random states do not change. `packed` says that batches have `documents`.
+    The memory is estimated. On a GPU the largest size that should fit is then tried: forward and backward with random
+    tokens, with gradients, memory reserved for the optimizer state, and a `MARGIN`. On a CPU, or with a sharded model,
+    running out of memory cannot be caught, and the estimate decides. Parameters and random states do not change. `packed`
+    says that batches have `documents`.
 
     Raises `ValueError` if not even one sequence fits.
     """
@@ -41,10 +43,10 @@ def fitting_batch_size(
     if config.ramp_tokens:
         per_rank = min(per_rank, config.ramp_start)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    caught = reports_out_of_memory(accelerator.device) and not is_sharded(model)
-    fits = partial(try_size, packed=packed) if caught else compute_size
-    # Bisection: each trial of a compiled model compiles it for that size.
-    fitting = bisect_left(sizes, True, key=lambda size: not fits(config, accelerator, model, size))
+    run = config, accelerator, model
+    fitting = bisect_left(sizes, True, key=lambda size: not compute_size(*run, size))
+    if reports_out_of_memory(accelerator.device) and not is_sharded(model):
+        fitting = count_fitting(sizes, fitting, partial(try_size, *run, packed=packed))
     best = sizes[fitting - 1] if fitting else 0
     best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
     if not best:
@@ -56,11 +58,23 @@ def fitting_batch_size(
     return best
 
 
+def count_fitting(sizes: list[int], estimated: int, fits: Callable[[int], bool]) -> int:
+    """Returns how many of the ascending `sizes` fit. It tries the largest of the first `estimated`, and its neighbours only
+    until one fits and the next does not: each trial of a compiled model compiles it for that size."""
+    count = estimated
+    if count and not fits(sizes[count - 1]):
+        return next((n for n in range(count - 1, 0, -1) if fits(sizes[n - 1])), 0)
+    while count < len(sizes) and fits(sizes[count]):
+        count += 1
+    return count
+
+
 def try_size(
     config: TrainConfig,
     accelerator: Accelerator,
     model: torch.nn.Module,
     size: int,
+    *,
     packed: bool,
 ) -> bool:
     """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""

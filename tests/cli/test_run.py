@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from launching import launch, launched, python
+from launching import forked, free_port, launch, launched, python
 
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.device import OVERRIDES
@@ -96,7 +96,8 @@ def test_a_slow_process_does_not_repeat_the_message(tmp_path):
 
 
 def test_a_launch_of_several_processes_for_gpus_without_any_says_so():
-    env = {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "False"}
-    env[OVERRIDES] = '{"accelerator_count": 0}'
-    done = python("recipes/quickstart.py", **env)
+    several = ["--num_processes", "2", "--main_process_port", free_port()]
+    command = ["--config_file", "accelerate_configs/8xa100.yaml", *several, "recipes/quickstart.py"]
+    argv, environments = launched(command, {**os.environ, OVERRIDES: '{"accelerator_count": 0}'})
+    done = forked(argv, environments)
     assert done.returncode == 1 and "the launch config is for several GPUs" in done.stderr
