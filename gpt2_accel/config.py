@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from gpt2_accel.files import first_line, not_finite, write_file
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
 from gpt2_accel.options import from_launch, suggestion, whole_number
 from gpt2_accel.recipe_command import recipe_command
 
@@ -29,6 +29,20 @@ PATHS = (
     "accelerate_config",
     "law",
 )
+# Settings of earlier releases: the default, and what to do instead.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "eval_only": (
+        False,
+        "recipes/evaluate.py --model RUN --data_dir DATA gives the validation loss",
+    ),
+    "verify_data": (False, "recipes/prepare_data.py --verify --data_dir DATA checks the data"),
+    "ramp_tokens": (0, "every update has the full batch; warmup_steps has the effect"),
+    "ramp_start": (32, "every update has the full batch; warmup_steps has the effect"),
+    "gather_fp32": (False, "train with --mixed_precision no to gather in fp32"),
+    "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
+    "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
+    "license": (None, "write it into the card on the Hub"),
+}
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
@@ -118,7 +132,6 @@ class TrainConfig:
     document_mask: bool = setting(
         False, "attention does not cross from one document to the next; GPT-2's does"
     )
-    verify_data: Command[bool] = setting(False, "check all data against its checksums first")
 
     architecture: str | None = setting(
         None, f"{', '.join(ARCHITECTURES)}; default that of init_from, or gpt2 without it"
@@ -142,16 +155,9 @@ class TrainConfig:
         8, "sequences per device and backward pass; 'auto' (or 0) takes as many as fit in memory"
     )
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
-    max_steps: int = setting(19073, "updates of the full batch")
-    ramp_tokens: int = setting(
-        0, "tokens over which the batch grows to its full size, as in the GPT-3 paper; 0 for none"
-    )
-    ramp_start: int = setting(32, "sequences of the first update of the ramp; it grows by as many")
+    max_steps: int = setting(19073, "updates")
     checkpoint_activations: bool = setting(
         False, "recompute each block in the backward pass: far less memory, a third more work"
-    )
-    gather_fp32: bool = setting(
-        False, "FSDP2 gathers weights in fp32: as exact as DDP, at twice the communication"
     )
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
@@ -166,14 +172,15 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW's decay of the mean")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 turns it off")
-    max_bad_steps: int = setting(5, "stop after N consecutive skipped updates")
     spike_z: float = setting(
         0.0,
         "skip an update whose loss or gradient norm is X standard deviations above the mean of the last "
         "100; 0 for never",
     )
 
-    eval_every: int = setting(250, "updates between evaluations; 0 for none at all")
+    eval_every: int = setting(
+        250, "updates between evaluations; 0 for none, which also turns off patience and keep_best"
+    )
     eval_tokens: int = setting(10_485_760, "validation tokens of one evaluation, at most")
     hellaswag_every: int = setting(0, "updates between HellaSwag evaluations; 0 for none at all")
     hellaswag_data: str | None = setting(
@@ -208,8 +215,6 @@ class TrainConfig:
         "what to push: 'end' the final model, 'every_save' also the model of each checkpoint, "
         "'checkpoint' also what --resume_from needs",
     )
-    hub_private_repo: bool = setting(True, "make the repository private if it is new")
-    license: str | None = setting(None, "the model's licence in its card, such as 'mit'")
 
     seed: int = setting(1337, "of the initial weights, the order of the data, dropout and samples")
     deterministic: bool = setting(False, "torch's deterministic algorithms: slower, repeatable")
@@ -219,9 +224,6 @@ class TrainConfig:
         "Accelerate config whose processes and precision --dry_run plans for; default the launch's",
     )
     device: Command[str | None] = setting(None, "GPU that --dry_run plans for, such as 'A100'")
-    eval_only: Command[bool] = setting(
-        False, "evaluate the model on the validation data, then exit"
-    )
     profile: Command[int] = setting(
         0, "updates to trace, after the first five, into trace-<rank>.json"
     )
@@ -230,9 +232,9 @@ class TrainConfig:
         check_ranges(
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
-            "eval_tokens sample_tokens keep_last max_bad_steps ramp_start depth",
+            "eval_tokens sample_tokens keep_last depth",
             not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every "
-            "sample_every save_every keep_every spike_z seed micro_batch_size patience ramp_tokens profile",
+            "sample_every save_every keep_every spike_z seed micro_batch_size patience profile",
             above_zero="max_hours",
             share="min_lr_ratio decay_share",
             below_one="beta1 beta2 dropout",
@@ -245,12 +247,6 @@ class TrainConfig:
                     else "give the path of one"
                 )
                 raise ValueError(f"{name} is {path!r}, which is no folder: {made}")
-        if self.keep_best and not self.eval_every:
-            raise ValueError(
-                "keep_best needs evaluations: set eval_every above 0, or keep_best to false"
-            )
-        if self.patience and not self.eval_every:
-            raise ValueError("patience needs evaluations: set eval_every above 0")
         if (self.accelerate_config or self.device) and not self.dry_run:
             raise ValueError(
                 f"--accelerate_config and --device are for --dry_run: {from_launch('device', self.device or '')}"
@@ -271,6 +267,18 @@ class TrainConfig:
     def tokens_per_sequence(self) -> int:
         """The length of a training sequence."""
         return self.n_positions if self.sequence_length is None else self.sequence_length
+
+    def learning_rate_at(self, update: float) -> float:
+        """Returns the learning rate after `update` updates of `total_batch_size` tokens."""
+        return learning_rate(
+            update,
+            peak=self.learning_rate,
+            schedule=self.lr_schedule,
+            warmup_steps=self.warmup_steps,
+            max_steps=self.max_steps,
+            min_ratio=self.min_lr_ratio,
+            decay_share=self.decay_share,
+        )
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
         """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not
@@ -300,18 +308,7 @@ class TrainConfig:
                 f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of sequence_length x "
                 f"processes = {length} x {processes} = {tokens}: try {nearest}"
             )
-        if self.ramp_tokens and self.ramp_start % processes:
-            raise ValueError(
-                f"ramp_start ({self.ramp_start} sequences) is not a multiple of the {processes} processes: "
-                "set one that is, and that divides the full batch"
-            )
-        return BatchSchedule(
-            self.total_batch_size // length,
-            self.ramp_start,
-            self.ramp_tokens // length,
-            step=step,
-            seen=seen,
-        )
+        return BatchSchedule(self.total_batch_size // length, step, seen)
 
     @staticmethod
     def commands() -> set[str]:
@@ -365,6 +362,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             options[name].required = False
     config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        if name in REMOVED and issubclass(config_class, TrainConfig):
+            raise ValueError(f"--{name} was taken back: {REMOVED[name][1]}")
         names = [*hints, "config"]
         word, value = [*unknown, ""][:2]
         raise ValueError(f"unknown option {word}{suggestion(word, names, value=value)}")
@@ -421,6 +421,13 @@ def read_yaml(
         raise ValueError(
             f"{path} is a launch config, not settings: accelerate launch --config_file {path} RECIPE"
         )
+    for name in [name for name in values if name in REMOVED and name not in hints]:
+        default, instead = REMOVED[name]
+        if (value := values.pop(name)) != default:
+            print(
+                f"{path}: {name} {value} was taken back and has no effect: {instead}",
+                file=sys.stderr,
+            )
     for name in values:
         if name not in hints:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The optimizer of a model, and the schedules of the learning rate and the batch size.
+"""The optimizer of a model, and the schedules of the learning rate and the data.
 
 Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer, so a resume needs
 only the step, and there is no scheduler object to prepare or to save.
@@ -6,7 +6,6 @@ only the step, and there is no scheduler object to prepare or to save.
 The settings of a run import this module, so the functions that need torch import it themselves: `--help` need not wait.
 """
 
-import bisect
 import math
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,8 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of update `step`, which counts from 0.
 
-    `step` counts updates of the full batch. During a batch-size ramp it is a fraction, so that the rate is a
-    function of the tokens.
+    `step` counts updates of the full batch. After a resume with another batch size it may be a fraction, so that the
+    rate is a function of the tokens.
 
     Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
     - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
@@ -58,50 +57,22 @@ def learning_rate(
 
 
 class BatchSchedule:
-    """The batch size of each update, in sequences: `full`, optionally ramped up.
+    """Updates of `full` sequences each, from update `step` on, before which the run has seen `seen` sequences.
 
-    The ramp grows linearly with the sequences seen, from `start` to `full` over the first `ramp_sequences`, in
-    multiples of `start` (the GPT-3 paper, Brown et al., 2020, appendix B, ramps from 32k tokens over the first 4 to 12
-    billion). It does not depend on the number of processes.
-
-    A resume with another batch size starts a schedule at update `step`, after `seen` sequences.
-
-    Raises `ValueError` if `full` is not a multiple of `start`.
+    A resume with another batch size starts a new schedule at its step.
     """
 
-    def __init__(
-        self, full: int, start: int = 1, ramp_sequences: int = 0, *, step: int = 0, seen: int = 0
-    ):
-        if ramp_sequences and full % start:
-            raise ValueError(
-                f"the ramp begins with {start} sequences an update, which does not divide the full "
-                f"{full}: set --ramp_start so that it does"
-            )
-        self.full, self.step = full, step
-        # Sequences before each update of the ramp, from `step` on, and before the first full one.
-        self.before = [seen]
-        while (seen := self.before[-1]) < ramp_sequences:
-            size = start + (full - start) * seen // ramp_sequences
-            self.before.append(seen + size // start * start)
+    def __init__(self, full: int, step: int = 0, seen: int = 0):
+        self.full, self.step, self.seen = full, step, seen
 
     def first(self, step: int) -> int:
         """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
-        number, ramp = step - self.step, len(self.before) - 1
-        assert number >= 0, (step, self.step)
-        if number <= ramp:
-            return self.before[number]
-        return self.before[-1] + (number - ramp) * self.full
-
-    def sequences(self, step: int) -> int:
-        """Returns the batch size of update `step`, in sequences."""
-        return self.first(step + 1) - self.first(step)
+        assert step >= self.step, (step, self.step)
+        return self.seen + (step - self.step) * self.full
 
     def updates(self, full_updates: int) -> int:
         """Returns the updates, from the start of the run, that see at least `full_updates` x `full` sequences."""
-        wanted = full_updates * self.full
-        if wanted <= self.before[-1]:
-            return self.step + bisect.bisect_left(self.before, wanted)
-        return self.step + len(self.before) - 1 + -(-(wanted - self.before[-1]) // self.full)
+        return self.step + max(0, -(-(full_updates * self.full - self.seen) // self.full))
 
 
 def halved(size: int, total: int) -> int:

@@ -114,11 +114,12 @@ def main() -> None:
             prepare_corpus(config)
     if not train(config):
         return
+    prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]
     processes().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
-        f"  {recipe_command('sample')} --model {config.output_dir} --prompt 'def '\n"
+        f"  {recipe_command('sample')} --model {config.output_dir} --prompt {prompt!r}\n"
         f'  {program(Path(sys.executable))} -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', model='{config.output_dir}')('def ')[0]['generated_text'])\""
+        f"print(pipeline('text-generation', model='{config.output_dir}')({prompt!r})[0]['generated_text'])\""
     )
 
 

@@ -115,7 +115,7 @@ def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
 
 
 def test_sharded_training_equals_training_on_one_process(architecture, data_dir, tmp_path):
-    changes = {"max_steps": 2, "total_batch_size": 8 * 32, "save_every": 2, "gather_fp32": True}
+    changes = {"max_steps": 2, "total_batch_size": 8 * 32, "save_every": 2}
     one = run(
         tiny_config(data_dir, tmp_path / "one", **SIZES, architecture=architecture, **changes)
     )

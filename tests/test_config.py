@@ -61,13 +61,23 @@ def test_saved_settings_round_trip(tmp_path):
 
 
 def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
-    config = parse_config(Recipe, ["--profile", "2", "--verify_data", "true"])
+    config = parse_config(Recipe, ["--profile", "2", "--dry_run", "true"])
     config.save(tmp_path / "config.yaml")
-    assert not {"profile", "verify_data", "dry_run"} & {*config.settings()}
+    assert not {"profile", "dry_run"} & {*config.settings()}
     again = parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")])
-    assert again.profile == 0 and not again.verify_data
+    assert again.profile == 0 and not again.dry_run
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(asdict(Recipe(profile=0))))
     assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]) == Recipe()
+
+
+def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
+    with pytest.raises(ValueError, match="--eval_only was taken back: recipes/evaluate.py"):
+        parse_config(Recipe, ["--eval_only"])
+    old = {"license": None, "ramp_start": 32, "ramp_tokens": 512, "dropout": 0.1}
+    (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
+    assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]).dropout == 0.1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "ramp_tokens 512 was taken back and has no effect: every update has the full" in line
 
 
 def test_sequence_length_defaults_to_n_positions():

@@ -18,7 +18,7 @@ LEAVES = (
 # From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
 PACKAGES = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "generation", "evals"),
-    *("estimate", "runtime", "report", "train", "study", "cli"),
+    *("estimate", "runtime", "report", "finish", "train", "study", "cli"),
 )
 SIDE_BY_SIDE = [
     ("config", "data"),
@@ -32,7 +32,7 @@ OF_LEAVES = {
     "tokenizer": {"files"},
 }
 ALIASES = {"__init__": {"hf", "models"}, "__main__": {"cli"}}
-USE_ACCELERATE = {"train", "runtime", "checkpoint", "evals", "estimate", "study"}
+USE_ACCELERATE = {"finish", "train", "runtime", "checkpoint", "evals", "estimate", "study"}
 
 
 def modules():

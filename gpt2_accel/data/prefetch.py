@@ -57,13 +57,11 @@ class PrefetchLoader(Prefetch):
     def __init__(self, loader: TrainLoader, schedule: BatchSchedule, steps: range):
         self.micro_batches = loader.micro_batches
         self._schedule, self._steps = schedule, iter(steps)
-        batches = (batch for step in steps for batch in loader.update(*self._position(step)))
+        first, full = schedule.first, schedule.full
+        batches = (batch for step in steps for batch in loader.update(first(step), full))
         super().__init__(batches, loader.device)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Returns what `TrainLoader.update` yields."""
-        assert (first, sequences) == self._position(next(self._steps))
+        assert first == self._schedule.first(next(self._steps)), first
         return itertools.islice(self, self.micro_batches(sequences)[1])
-
-    def _position(self, step: int) -> tuple[int, int]:
-        return self._schedule.first(step), self._schedule.sequences(step)

@@ -40,8 +40,6 @@ def fitting_batch_size(
     )
     if rest or not per_rank:
         return 1  # the check of the batch sizes raises the error
-    if config.ramp_tokens:
-        per_rank = min(per_rank, config.ramp_start)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     run = config, accelerator, model
     fitting = bisect_left(sizes, True, key=lambda size: not compute_size(*run, size))

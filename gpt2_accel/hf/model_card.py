@@ -66,7 +66,6 @@ def model_card(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
-        license=settings.get("license"),
         base_model=init_from.partition("@")[0] if on_the_hub else None,
         model_name=name.rpartition("/")[2],
         eval_results=eval_results(training.results, training.data) if training else None,

@@ -36,13 +36,12 @@ class Uploads:
         print_line: Callable[[str], None],
         *,
         strategy: str = "every_save",
-        private: bool = True,
         seconds_left: Callable[[], float] = lambda: math.inf,
     ):
         if repo_id is not None:
             hub.check_repo_id(repo_id)
         self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
-        self.strategy, self.private, self.seconds_left = strategy, private, seconds_left
+        self.strategy, self.seconds_left = strategy, seconds_left
         self.scratch = self.run_dir / ".uploads"
         self._lock = threading.Lock()
         self._waiting: Path | None = None
@@ -116,7 +115,7 @@ class Uploads:
                     self._worker = None
                     return
             try:
-                url = hub.push(folder, self.repo_id, private=self.private)
+                url = hub.push(folder, self.repo_id, private=True)
                 self.print_line(f"uploaded to {url}")
             except Exception as error:
                 self.print_line(f"could not upload to {self.repo_id}: {hub.reason(error)}")

@@ -32,10 +32,10 @@ from gpt2_accel.device import (
 from gpt2_accel.kernels.cpu import tune_memory
 
 
-def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) -> Accelerator:
+def build_accelerator(deterministic: bool = False) -> Accelerator:
     """Builds the `Accelerator` from Accelerate's config file and environment, and checks that they took effect.
 
-    `deterministic` turns on torch's deterministic algorithms. With `gather_fp32`, FSDP2 gathers weights in fp32.
+    `deterministic` turns on torch's deterministic algorithms.
 
     Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
     config sets gradient accumulation, which follows from the batch size here. Raises `RuntimeError` if the processes
@@ -77,7 +77,7 @@ def build_accelerator(deterministic: bool = False, gather_fp32: bool = False) ->
 
         # Accelerate's default policy also reduces gradients and returns outputs in low precision.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=None if gather_fp32 else DTYPES[accelerator.mixed_precision],
+            param_dtype=DTYPES[accelerator.mixed_precision],
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -137,7 +137,7 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     )
     # Inductor reports a choice of its own for few rows, once for each graph.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    # A run compiles for each micro-batch size of a ramp and for the evaluation. Dynamo runs any beyond the limit, by
+    # A run compiles for its micro-batch and for the evaluation, and a program may train several runs. Dynamo runs any beyond the limit, by
     # default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64
 

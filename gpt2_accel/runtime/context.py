@@ -1,29 +1,39 @@
 """The context manager around the training loop: lock, signals, log, trackers, uploads, checkpoints, profiler."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.find import clean_up
-from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
-from gpt2_accel.device import device_name, peak_flops
-from gpt2_accel.files import lock_folder, lock_holder, own_name, read_json_lines, write_json
+from gpt2_accel.device import device_name, is_sharded, peak_flops
+from gpt2_accel.files import lock_folder, lock_holder, own_name, read_json_lines, sync, write_json
+from gpt2_accel.generation.sampling import Sampling, complete, whole_text
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
+from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.clock import TrainingClock
+from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.log import RunFiles, RunLog, Sink
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
-from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
+from gpt2_accel.runtime.processes import (
+    AnyRank,
+    all_or_none,
+    main_process_first,
+    on_main_process,
+)
 from gpt2_accel.runtime.progress import Terminal
 from gpt2_accel.runtime.setup import TrainInputs
 from gpt2_accel.runtime.signals import StopRequest
@@ -40,10 +50,12 @@ class RunContext:
     The run's folder is locked before. Entering writes `config.yaml` and `run.json`, prints a summary, and starts
     `stop`, `log`, `uploads`, `profile`, `writer` and `loader`, which reads ahead. Leaving ends all of them, also after an
     error; if the data can no longer be read, it saves a checkpoint first.
+
+    `stopping` says that a rank has to stop, and is equal on all ranks. `problem` is why the last bad update was skipped.
     """
 
     log: RunLog
-    unevaluated: bool
+    interrupted: AnyRank
     stop: StopRequest
     uploads: Uploads
     writer: CheckpointWriter
@@ -66,23 +78,31 @@ class RunContext:
         self._saved_step = state.step if resumes_here else None
         self._status: Status | None = None  # of the main process
         self._frozen = False
+        self._save_due = False
+        self.stopping, self.problem = False, ""
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
         with self._stack as stack:
             with all_or_none(self.accelerator):
-                self._enter_parts(stack)
+                unevaluated = self._enter_parts(stack)
+            if unevaluated:
+                self.evaluate()
+                self.log.write()
+                self.log.clock.resume()
             self._stack = stack.pop_all()
         return self
 
-    def _enter_parts(self, stack: ExitStack) -> None:
+    def _enter_parts(self, stack: ExitStack) -> bool:
+        """Starts the parts. Returns whether the evaluation of the update from which the run resumes is missing."""
         config, run_dir = self.config, Path(self.config.output_dir)
         self.stop = stack.enter_context(StopRequest(config.max_hours))
+        self.interrupted = AnyRank(self.accelerator, self._must_stop)
         is_main = self.accelerator.is_main_process
         earlier = read_json_lines(run_dir / "metrics.jsonl") if is_main else []
-        self.unevaluated = self._lacks_evaluation(earlier)
-        sinks = self._open_sinks(stack) if is_main else []
-        self.log = self._build_log(sinks, earlier)
+        unevaluated = self._lacks_evaluation(earlier)
+        sinks = self._open_sinks(stack, unevaluated) if is_main else []
+        self.log = self._build_log(sinks, earlier, unevaluated)
         self.uploads = stack.enter_context(
             start_uploads(config, self.accelerator, self.log.print_line, self.stop)
         )
@@ -97,14 +117,27 @@ class RunContext:
         if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
             self.writer.link(self.state.step)  # a kill may have prevented it
         self.log.clock.resume()
+        return unevaluated
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> bool | None:
         with self._stack as stack:
             if isinstance(error, UnreadableData):  # raised on all ranks
+                self.log.write()
                 self.save()
-                self.log.end_step()
             self._stack = stack.pop_all()
         return self._stack.__exit__(kind, error, traceback)
+
+    # What the loop calls
+
+    def goes_on(self) -> bool:
+        """Whether there is another update to do."""
+        ended = self.stopping or self.diverged or self.state.early_stopping.ended
+        return self.state.step < self.inputs.updates and not ended
+
+    @property
+    def diverged(self) -> bool:
+        """Whether too many updates in a row were skipped."""
+        return self.state.guard.bad_in_a_row >= guard.MAX_BAD_STEPS
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -126,6 +159,89 @@ class RunContext:
                 self._stack.callback(gc.unfreeze)
             self._frozen = True
 
+    def reduce(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float]:
+        """Returns the mean loss over all ranks and the gradient norm, and notes in `stopping` whether a rank has to stop.
+
+        The host waits here until the device has done the update. Raises `UnreadableData` on all ranks if one could not
+        read its data: such tokens are in no update.
+        """
+        flag = torch.full_like(loss, float(self._must_stop()))
+        means = self.accelerator.reduce(torch.stack((loss, flag)), "mean")
+        stats = torch.cat((means, full_tensor(grad_norm)[None]))
+        mean_loss, flags, norm = stats.tolist()
+        self.stopping = flags > 0
+        if self.stopping:
+            self.check_data()
+        return mean_loss, norm
+
+    def log_update(self, figures: dict[str, float], problem: str | None) -> None:
+        """Logs an update, or that it was skipped because of `problem`."""
+        step = self.state.step
+        self.log.advance(step)
+        if problem is not None:
+            schedule, self.problem = self.state.schedule, problem
+            samples = self.inputs.loader.samples(schedule.first(step - 1), schedule.full)
+            self.log.skipped(problem, samples)
+        elif step == 1 or self._due(self.config.log_every):
+            self.log.training(figures)
+        self.profile.step()
+
+    def evaluate(self) -> None:
+        """Runs and logs the evaluations that are due at this step, until one is interrupted.
+
+        Raises `Diverged` if the validation loss is NaN or infinite.
+        """
+        for every, evaluate in self.inputs.evaluations:
+            if self._due(every) and not self.stopping:
+                results = evaluate(self.accelerator, self.state.model, self.interrupted)
+                self.stopping = not results
+                self.log.evaluation(results)
+                check_results(results)
+                self.state.early_stopping.count(results.get("val/loss"))
+
+    def sample(self) -> None:
+        """Generates a sample from each prompt if one is due: on the main process only, uncompiled, in fp32.
+
+        A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
+        """
+        config, accelerator, model = self.config, self.accelerator, self.state.model
+        if self.stopping or not self._due(config.sample_every):
+            return
+        tokenizer = self.inputs.tokenizer
+        plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
+        with main_process_first():  # may exceed the time limit of a collective
+            if accelerator.is_main_process:
+                plain = plain.to(accelerator.device)
+                sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+                samples = complete(plain, tokenizer, self.inputs.prompts, sampling)
+                for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                    self.log.sample(prompt, whole_text(tokenizer, sample))
+
+    def end_step(self) -> None:
+        """Writes the metrics of this step, and then its checkpoint if one is due.
+
+        A checkpoint waits for a good update: if the run diverges, the newest one precedes the bad updates. It has no
+        step whose metrics a kill or a full disk could have prevented.
+        """
+        self._save_due |= self._due(self.config.save_every)
+        is_good = self.state.guard.bad_in_a_row == 0
+        self.log.write()
+        if not self.diverged and (not self.goes_on() or (self._save_due and is_good)):
+            self.save()
+            self._save_due = False
+        self.log.clock.resume()
+
+    def _due(self, every: int) -> bool:
+        """Whether an action of every `every` updates, and of the last, is due at this step. 0 means never."""
+        step = self.state.step
+        return every > 0 and (step % every == 0 or step == self.inputs.updates)
+
+    def _must_stop(self) -> bool:
+        """Whether this rank has to stop: after a signal, or because its data cannot be read."""
+        return self.stop.reason is not None or self.inputs.loader.problem is not None
+
+    # Checkpoints and the end
+
     def save(self) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, unless it is written. All ranks
         call it.
@@ -137,6 +253,9 @@ class RunContext:
         )
         if state.step == self._saved_step and not failed:
             return
+        metrics = Path(self.config.output_dir) / "metrics.jsonl"
+        if self.accelerator.is_main_process and metrics.exists():
+            sync(metrics)  # a resumed run does not repeat this step
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,
@@ -198,29 +317,30 @@ class RunContext:
             )
         return not holder
 
-    def _open_sinks(self, stack: ExitStack) -> list[Sink]:
+    def _open_sinks(self, stack: ExitStack, unevaluated: bool) -> list[Sink]:
         """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
         config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
         self._status = stack.enter_context(Status(run_dir, step, self.stop))
         config.save(run_dir / "config.yaml")
         write_json(run_dir / "run.json", asdict(self.metadata))
         print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
-        files = stack.enter_context(RunFiles(run_dir, step - self.unevaluated))
+        files = stack.enter_context(RunFiles(run_dir, step - unevaluated))
         terminal = stack.enter_context(Terminal(step, self.inputs.updates))
         trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
         return [self._status, terminal, stack.enter_context(trackers), files]
 
     def _lacks_evaluation(self, earlier: list[dict]) -> bool:
-        """Whether a signal prevented the evaluation of the update from which the run resumes. Then its line of
-        `metrics.jsonl` is written again. `earlier` are the lines of the file, on the main process."""
-        step, every = self.state.step, self.config.eval_every
-        is_due = every > 0 and step > 0 and (step % every == 0 or step == self.inputs.updates)
-        return (is_due and self.state.unevaluated) and on_main_process(
+        """Whether a signal prevented the evaluation of the update from which the run resumes, or its line was lost. Then
+        its line of `metrics.jsonl` is written again. `earlier` are the lines of the file, on the main process."""
+        step, resumes_here = self.state.step, self._saved_step is not None
+        if step == 0 or not self._due(self.config.eval_every):
+            return False
+        return (self.state.unevaluated or resumes_here) and on_main_process(
             self.accelerator,
             lambda: not any(line["step"] == step and "val/loss" in line for line in earlier),
         )
 
-    def _build_log(self, sinks: list[Sink], earlier: list[dict]) -> RunLog:
+    def _build_log(self, sinks: list[Sink], earlier: list[dict], unevaluated: bool) -> RunLog:
         device = self.accelerator.device
         peak = peak_flops(device_name(device))
         clock = TrainingClock(
@@ -233,7 +353,7 @@ class RunContext:
             device_type=device.type,
         )
         log = RunLog(sinks, clock, earlier)
-        if self.unevaluated:
+        if unevaluated:
             log.reopen([line for line in earlier if line["step"] == self.state.step])
         return log
 
@@ -248,9 +368,18 @@ class RunContext:
             self.inputs.tokenizer,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
-            keep_best=config.keep_best,
+            keep_best=config.keep_best and config.eval_every > 0,
             saved=self.uploads.push_checkpoint,
             print_line=self.log.print_line,
+        )
+
+
+def check_results(results: dict[str, float]) -> None:
+    """Raises `Diverged` if the validation loss is NaN or infinite."""
+    if not math.isfinite(loss := results.get("val/loss", 0.0)):
+        raise Diverged(
+            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower --learning_rate, or "
+            "start again with it"
         )
 
 
@@ -266,7 +395,6 @@ def start_uploads(
         config.output_dir,
         print_line,
         strategy=config.hub_strategy,
-        private=config.hub_private_repo,
         seconds_left=lambda: stop.seconds_left,
     )
 
@@ -274,7 +402,7 @@ def start_uploads(
 @contextmanager
 def lock_run_dir(config: TrainConfig, accelerator: Accelerator) -> Iterator[None]:
     """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
-    that a kill left. Does nothing with `eval_only`.
+    that a kill left.
 
     A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
     Raises the errors of `lock_folder` on all ranks.
@@ -286,6 +414,5 @@ def lock_run_dir(config: TrainConfig, accelerator: Accelerator) -> Iterator[None
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
             clean_up(config.output_dir)
 
-        if not config.eval_only:
-            on_main_process(accelerator, lock)
+        on_main_process(accelerator, lock)
         yield

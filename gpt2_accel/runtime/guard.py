@@ -3,6 +3,7 @@
 import math
 import statistics
 
+MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
 WINDOW = 100  # the last good updates, whose mean and standard deviation define a spike
 # The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
 # the cause: the gradients themselves are not finite.
@@ -78,15 +79,14 @@ class EarlyStopping:
         self.limit, self.waited = limit, 0
         self.best: float | None = None
 
-    def exhausted(self, loss: float | None) -> bool:
-        """Counts one evaluation, unless `loss` is None. Returns whether the run ends."""
+    def count(self, loss: float | None) -> None:
+        """Counts one evaluation, unless `loss` is None."""
         if loss is None:
-            return False
+            return
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
-        return self.ended
 
     @property
     def ended(self) -> bool:

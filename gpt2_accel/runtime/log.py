@@ -110,8 +110,8 @@ class RunLog:
         self.print_line(in_words(results))
 
     def at_this_step(self, name: str) -> float | None:
-        """Returns a metric of the last update; None if it was not logged."""
-        return self._line.get(name)
+        """Returns a result of an evaluation after the last update; None if there was none."""
+        return self.results[name] if self.evaluated.get(name) == self.step else None
 
     def sample(self, prompt: str, text: str) -> None:
         """Logs and prints a sample."""
@@ -123,14 +123,13 @@ class RunLog:
         for sink in self._sinks:
             sink.print_line(f"step {self.step}: {text}")
 
-    def end_step(self) -> None:
+    def write(self) -> None:
         """Hands the metrics of this update to the sinks, if any were logged."""
         if self._line:
             line = {"step": self.step, "tokens": self.clock.tokens_at(self.step), **self._line}
             for sink in self._sinks:
                 sink.write(line)
         self._line = {}
-        self.clock.resume()
 
 
 def in_words(results: dict[str, float]) -> str:

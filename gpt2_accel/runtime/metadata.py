@@ -96,12 +96,9 @@ def describe_batch(
 ) -> str:
     """Describes how the tokens of a full update are divided into micro-batches."""
     size, count = loader.micro_batches(schedule.full)
-    ramp = ""
-    if config.ramp_tokens:
-        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
     return (
         f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {size} sequences x {config.tokens_per_sequence} tokens{ramp}"
+        f"{accelerator.num_processes} processes x {size} sequences x {config.tokens_per_sequence} tokens"
     )
 
 

@@ -15,6 +15,13 @@ from gpt2_accel.progress import PAUSE
 from gpt2_accel.runtime.log import Sink
 
 
+# The figures of an update of which the terminal shows some in its own way.
+FIGURES = {
+    f"train/{name}"
+    for name in "loss grad_norm learning_rate tokens_per_second seconds memory_gb mfu".split()
+}
+
+
 class Terminal(Sink):
     """A progress bar that follows the terminal's width. If stderr is a pipe or a file: a line every `PAUSE` seconds.
 
@@ -31,7 +38,7 @@ class Terminal(Sink):
             mininterval=0.5,
             disable=not sys.stderr.isatty(),
         )
-        self._first, self._start = done, time.monotonic()
+        self._timed_from: tuple[int, float] | None = None  # after the first update, which may compile
         self._next_line = 0.0
 
     def __enter__(self) -> "Terminal":
@@ -44,6 +51,7 @@ class Terminal(Sink):
     def advance(self, step: int) -> None:
         self._bar.update(step - self._done)
         self._done = step
+        self._timed_from = self._timed_from or (step, time.monotonic())
 
     def write(self, line: dict) -> None:
         """Shows the figures of a training update beside the bar."""
@@ -56,15 +64,18 @@ class Terminal(Sink):
         }
         if "train/mfu" in line:
             shown["mfu"] = f"{line['train/mfu']:.1%}"
+        own = (name for name in line if name.startswith("train/") and name not in FIGURES)
+        shown |= {name.removeprefix("train/"): f"{line[name]:.4g}" for name in own}
         self._bar.set_postfix({"at": line["step"], **shown}, refresh=False)
         now = time.monotonic()
         if self._bar.disable and now >= self._next_line:
             self._next_line = now + PAUSE
-            rate = (self._done - self._first) / max(now - self._start, 1e-9)
-            left = duration((self._total - self._done) / rate) if rate else "unknown time"
             figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
-            share = self._done / self._total
-            text = f"step {self._done}/{self._total} ({share:.0%}): {figures}, {left} left"
+            text = f"step {self._done}/{self._total} ({self._done / self._total:.0%}): {figures}"
+            first, start = self._timed_from
+            if self._done > first + 1:
+                seconds = (now - start) / (self._done - first) * (self._total - self._done)
+                text += f", {duration(seconds)} left"
             print(text, file=sys.stderr, flush=True)
 
     def sample(self, sample: dict) -> None:
@@ -96,6 +107,8 @@ class LastingStream:
 
     def __init__(self, stream: Any):
         self._stream = stream
+        if hasattr(stream, "reconfigure"):  # a terminal that is not UTF-8
+            stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -14,7 +14,7 @@ from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.writer import load_training_state
 from gpt2_accel.config import AUTO, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.shards import conversation_length, load_data_tokenizer, verify_data
+from gpt2_accel.data.shards import conversation_length, load_data_tokenizer
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -23,21 +23,23 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
+from gpt2_accel.hf.hub import check_login, check_repo_id
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.runtime.accelerator import prepare
+from gpt2_accel.runtime.accelerator import build_accelerator, prepare
 from gpt2_accel.runtime.checks import (
     check_data,
     check_fit,
     check_optimizer,
     check_same_data,
+    check_same_settings,
     check_size,
     document_separator,
 )
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.state import TrainState
-from gpt2_accel.runtime.trackers import run_identity
+from gpt2_accel.runtime.trackers import check_trackers, run_identity
 from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
@@ -49,8 +51,7 @@ class TrainInputs:
     """The inputs that training only reads.
 
     `evaluations` are pairs of an interval in updates and an evaluation. `prompts` are those of the samples, turns of a user
-    if the data holds conversations. `updates` is the length of the whole run; with
-    a batch-size ramp it exceeds `max_steps`. `checkpoint` is the one that the run resumes from, None for a new run.
+    if the data holds conversations. `updates` is the length of the whole run, other than `max_steps` after a resume with another batch size. `checkpoint` is the one that the run resumes from, None for a new run.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -61,6 +62,21 @@ class TrainInputs:
     checkpoint: Path | None
 
 
+def start_accelerator(config: TrainConfig) -> Accelerator:
+    """Builds the `Accelerator` of a run, after the checks that need none, and checks that all processes agree.
+
+    Raises the errors of `build_accelerator`, and `ValueError` or `OSError` for trackers or a Hub that cannot be used.
+    """
+    if config.push_to_hub:
+        check_repo_id(config.push_to_hub)
+    check_trackers(config.report_to)
+    accelerator = build_accelerator(config.deterministic)
+    check_same_settings(config, accelerator)
+    if config.push_to_hub:
+        on_main_process(accelerator, check_login)
+    return accelerator
+
+
 def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, TrainInputs]:
     """Builds the state and the inputs of a run; the state is loaded from the checkpoint if the run resumes.
 
@@ -68,8 +84,6 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
     """
     check_optimizer(config, accelerator)
     checkpoint = choose_checkpoint(config, accelerator)
-    if config.verify_data:
-        on_main_process(accelerator, lambda: verify_data(config.data_dir))
     check_same_data(config, accelerator)
     torch.manual_seed(config.seed)
     with all_or_none(accelerator):
@@ -105,7 +119,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         loader, val_loader = build_loaders(config, accelerator, size)
     evaluations = build_evaluations(config, accelerator, plain.config, tokenizer, val_loader)
     state = TrainState(config, accelerator.num_processes, model, optimizer)
-    if checkpoint is not None and not config.eval_only:
+    if checkpoint is not None:
         with all_or_none(accelerator):
             saved = read_state(checkpoint)
             check_data(config, saved, checkpoint)
@@ -206,7 +220,7 @@ def build_loaders(
         seed=config.seed,
         **share,
     )
-    if not config.eval_every and not config.eval_only:
+    if not config.eval_every:
         return train_loader, None
     val_loader = EvalLoader(
         open_split(config.data_dir, "val"),

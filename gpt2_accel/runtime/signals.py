@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU", "SIGQUIT")
 GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
 # own signal on.

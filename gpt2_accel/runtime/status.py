@@ -20,7 +20,7 @@ class Status(Sink):
 
     It has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `step`, the `time` of the last
     heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
-    (if its process is gone, it was killed) and `stopped`, and for `failed` if `stop` has a reason or another process was
+    (if its process is gone, it was killed) and `stopped`, unless by Ctrl-C, and for `failed` if `stop` has a reason or another process was
     lost after some progress.
     """
 
@@ -38,7 +38,7 @@ class Status(Sink):
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         if kind is not None and not self._ended.is_set():  # an error after the end does not count
             if issubclass(kind, KeyboardInterrupt):
-                self._end("stopped", "SIGINT, twice", requeue=True)
+                self._end("stopped", "SIGINT, twice", requeue=False)
             else:
                 progress = self._step > self._first_step
                 requeue = progress if peer_failed(error) else self._stop.reason is not None
@@ -54,7 +54,7 @@ class Status(Sink):
 
     def stopped(self, reason: str) -> None:
         """Writes that the run ends before it is complete."""
-        self._end("stopped", reason, requeue=True)
+        self._end("stopped", reason, requeue=reason != "SIGINT")
 
     def _end(self, state: str, reason: str, *, requeue: bool) -> None:
         """Writes the final status immediately: the process may have little time left."""

@@ -54,8 +54,6 @@ INERT = [
     "sample_tokens",
     "push_to_hub",
     "hub_strategy",
-    "hub_private_repo",
-    "license",
     "max_hours",
     "log_every",
     "ignore_changes",

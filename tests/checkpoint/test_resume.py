@@ -204,7 +204,7 @@ def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "export_model", killed)
+    monkeypatch.setattr("gpt2_accel.finish.export_model", killed)
     longer = tiny_config(data_dir, tmp_path, max_steps=8, save_every=4, resume_from="latest")
     with pytest.raises(KeyboardInterrupt):
         run(longer)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 import threading
 import time
@@ -81,17 +80,6 @@ def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path
     assert len(run(ignoring)) == 10
 
 
-def test_verify_data_finds_a_changed_token(data_dir, tmp_path):
-    data = shutil.copytree(data_dir, tmp_path / "data")
-    shard = data / "train_000000.bin"
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1  # a token, not the header
-    shard.write_bytes(content)
-    with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
-        run(tiny_config(data, tmp_path / "run", verify_data=True))
-    assert not (tmp_path / "run").exists()
-
-
 def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path, save_every=4))
     older = str(tmp_path / "checkpoint-4")
@@ -163,7 +151,7 @@ def test_a_signal_interrupts_an_evaluation(data_dir, tmp_path, monkeypatch):
 
         return interrupted
 
-    monkeypatch.setattr(train_module, "AnyRank", any_rank)
+    monkeypatch.setattr("gpt2_accel.runtime.context.AnyRank", any_rank)
     metrics = run(tiny_config(data_dir, tmp_path, eval_every=4, sample_every=4))
     assert asked == [True]
     assert len(losses(metrics)) == 4 and "val/loss" not in metrics[-1]
@@ -228,7 +216,7 @@ def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(
         return loss * math.nan if first // sequences >= 4 else loss
 
     monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
-    with pytest.raises(ValueError, match="2 updates in a row were skipped.*checkpoint-4"):
-        run(tiny_config(data_dir, tmp_path, save_every=4, eval_every=4, max_bad_steps=2))
+    with pytest.raises(ValueError, match="5 updates in a row were skipped.*checkpoint-4"):
+        run(tiny_config(data_dir, tmp_path, save_every=4, eval_every=4, max_steps=12))
     state = read_state(tmp_path / "checkpoint-4")
     assert state["step"] == 4 and state["val_loss"] is not None

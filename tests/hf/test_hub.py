@@ -90,7 +90,7 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
 
     settings = {"push_to_hub": REPO, "hub_strategy": "checkpoint", "save_every": 4}
     # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
-    settings |= {"lr_schedule": "constant", "license": "mit", "eval_every": 4}
+    settings |= {"lr_schedule": "constant", "eval_every": 4}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     said = succeed(SCRIPT, *as_flags(config))
     assert f"uploaded to {server.url}/{REPO}" in said
@@ -378,9 +378,8 @@ def test_only_a_checkpoints_files_are_uploaded_for_a_resume(here, data_dir, tmp_
 
 
 def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path, eval_every=4, license="apache-2.0"))
+    run(tiny_config(data_dir, tmp_path, eval_every=4))
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.license == "apache-2.0"
     assert card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation"
     last = metrics(tmp_path)[-1]

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 import gpt2_accel.runtime.accelerator as accelerator_module
-import gpt2_accel.runtime.setup as setup_module
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.train import train
@@ -32,7 +31,6 @@ limited = InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))
 accelerator_module.Accelerator = lambda kwargs_handlers: Accelerator(
     kwargs_handlers=[*kwargs_handlers, limited]
 )
-setup_module.verify_data = slowly(setup_module.verify_data)
 CheckpointWriter._write = slowly(CheckpointWriter._write)
 huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
 huggingface_hub.constants.HF_HUB_OFFLINE = False

@@ -49,7 +49,7 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(data_dir, tmp_pa
     second = tiny_config(
         data_dir,
         tmp_path / "run",
-        **{**settings, "resume_from": "latest", "verify_data": True, "learning_rate": 0.1},
+        **{**settings, "resume_from": "latest", "learning_rate": 0.1},
     )
     fresh = tiny_config(data_dir, tmp_path / "run", **settings)
     a = start(first)
@@ -89,15 +89,11 @@ def test_a_refused_start_removes_only_the_folder_that_it_created(data_dir, tmp_p
     assert (tmp_path / "old").is_dir()
 
 
-@pytest.mark.parametrize("command", [{"eval_only": True, "eval_every": 4}, {"dry_run": True}])
-def test_commands_that_only_read_take_no_lock(command, data_dir, tmp_path, capsys):
-    run(tiny_config(data_dir, tmp_path / "model", max_steps=1))
-    command = command | {"init_from": str(tmp_path / "model")}
-    capsys.readouterr()
+def test_a_dry_run_takes_no_lock(data_dir, tmp_path, capsys):
     with lock_folder(tmp_path / "run"):
-        run(tiny_config(data_dir, tmp_path / "run", **command))
+        run(tiny_config(data_dir, tmp_path / "run", dry_run=True))
     assert capsys.readouterr().out
-    run(tiny_config(data_dir, tmp_path / "none", **command))
+    run(tiny_config(data_dir, tmp_path / "none", dry_run=True))
     assert not (tmp_path / "none").exists()
 
 
@@ -167,23 +163,25 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    evaluate_due, reduce = train_module.evaluate_due, train_module.reduce_step_stats
+    context = train_module.RunContext
+    evaluate, reduce = context.evaluate, context.reduce
 
-    def interrupted(run_of, _):
-        return evaluate_due(run_of, lambda: run_of.state.step == step)
+    def interrupted(run_of):
+        run_of.interrupted = lambda: run_of.state.step == step
+        evaluate(run_of)
+        run_of.interrupted = lambda: False
 
-    count = iter(range(1, 9))
-
-    def reduced(*values):
-        loss, norm, _ = reduce(*values)
-        return loss, norm, next(count) == step
+    def reduced(run_of, *values):
+        found = reduce(run_of, *values)
+        run_of.stopping = run_of.state.step + 1 == step
+        return found
 
     config = tiny_config(data_dir, tmp_path / "stopped", **settings)
     with monkeypatch.context() as patch:
         if within:
-            patch.setattr(train_module, "evaluate_due", interrupted)
+            patch.setattr(context, "evaluate", interrupted)
         else:
-            patch.setattr(train_module, "reduce_step_stats", reduced)
+            patch.setattr(context, "reduce", reduced)
         lines = run(config)
     assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
@@ -418,7 +416,7 @@ def test_a_replaced_shard_is_refused_when_it_is_opened_again(data_dir, tmp_path,
         return honest(accelerator, model, loader, first, sequences, interrupted)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", replace)
-    with pytest.raises(UnreadableData, match="holds other tokens than the manifest lists"):
+    with pytest.raises(UnreadableData, match="is not the shard that the manifest lists"):
         run(tiny_config(tmp_path / "data", tmp_path / "run", max_steps=50))
     assert list_checkpoints(tmp_path / "run")
 

@@ -556,7 +556,7 @@ def test_a_hub_that_never_answers_loses_only_the_upload(data_dir, tmp_path, repo
 
 @long
 def test_slow_work_of_the_main_process_does_not_time_out_the_others(data_dir, tmp_path, report):
-    settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1, "verify_data": True}
+    settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1}
     settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     with Hub() as hub:
@@ -573,7 +573,7 @@ def test_slow_work_of_the_main_process_does_not_time_out_the_others(data_dir, tm
         assert process.wait(60) == 0, log.read_text()
         uploaded = hub.files("user/name")["model.safetensors"]
         assert hashlib.sha256(uploaded).hexdigest() == weights(tmp_path / "run")
-    report("the main process works alone longer than a collective may take", 4, 4, "none")
+    report("the main process works alone longer than a collective may take", 3, 3, "none")
 
 
 # Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
@@ -581,7 +581,7 @@ EXACT = [
     (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
     (1, 1, "bf16", "no", "muon", "warmup"),
     (2, 2, "no", "no", "muon", "warmup"),
-    (1, 1, "bf16", "no", "adamw", "ramp"),
+    (1, 1, "bf16", "no", "adamw", "mid-epoch"),
 ]
 MORE = [
     (1, 1, "no", "no", "adamw", "mid-epoch"),
@@ -589,7 +589,6 @@ MORE = [
     (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
     (2, 1, "no", "no", "adamw", "across epochs"),
     (2, 2, "bf16", "aot_eager", "muon", "mid-epoch"),
-    (2, 2, "no", "aot_eager", "muon", "ramp"),
     (1, 2, "bf16", "inductor", "muon", "long"),
     (2, 1, "bf16", "inductor", "adamw", "long"),
 ]
@@ -608,7 +607,7 @@ def short_data(tmp_path_factory):
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
 def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, case):
     processes, micro_batches, precision, backend, optimizer, cut = case
-    sequences = {"across epochs": 16, "ramp": 8}.get(cut, 4)
+    sequences = 16 if cut == "across epochs" else 4
     settings = {
         "n_layer": 2 if backend == "no" else times(1, 2),  # compilation takes long
         "total_batch_size": sequences * 32,
@@ -623,9 +622,6 @@ def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, c
         "optimizer": optimizer,
         "deterministic": backend != "no",
     }
-    if cut == "ramp":  # 2, 2, 2, 2, 4, 4 sequences, the interruption, then 6, 6, 8, 8, 8, 8
-        ramp = {"ramp_tokens": 24 * 32, "ramp_start": 2}
-        settings |= ramp | {"max_steps": 7, "micro_batch_size": 1}
     launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
     env = {}
     if cut == "long":  # long sequences: the loss is computed in chunks of rows

@@ -45,10 +45,6 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
-    # With weights gathered in fp32 only the order of sums differs.
-    wide, wide_gradient = trained("wide", *FSDP, *EAGER, gather_fp32=True)
-    assert losses(wide) == pytest.approx(losses(lines), abs=2e-5)
-    assert error(wide_gradient, gradient) < 1e-3
 
 
 @long

@@ -89,7 +89,8 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch):
         run.advance(step)
         run.training({"loss": 1.0})
         now[0] += 5  # an evaluation
-        run.end_step()
+        run.write()
+        clock.resume()
     assert lines.printed == ["step 6: expected: 3 min 20 s of training, at 50 tokens/s"]
     last = lines.written[-1]
     assert (last["step"], last["tokens"], last["train/seconds"]) == (7, 700, 142.0)

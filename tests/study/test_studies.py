@@ -236,7 +236,7 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(data_dir, tmp_path
         "    cli.run(lambda: train(config))\n".format(str(ROOT / "tests"))
     )
     variants = {"good": {"learning_rate": 1e-2}, "wild": {"learning_rate": 1e30}}
-    settings = {"max_bad_steps": 2, "max_grad_norm": 0.0}
+    settings = {"max_grad_norm": 0.0}
     path = study_file(tmp_path, data_dir, recipe=str(script), variants=variants, settings=settings)
     done = compare(path, tmp_path / "out")
     assert done.returncode == 1
