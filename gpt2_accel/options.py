@@ -27,9 +27,11 @@ OTHER_NAMES = {
     "init_from": "model model_name_or_path pretrained",
     "resume_from": "ckpt checkpoint",
     "model": "ckpt checkpoint init_from model_name_or_path out_dir",
-    "data_dir": "dataset",
-    "output_dir": "o out",
+    "output_dir": "o out out_dir",
+    "data_dir": "dataset o out output_dir",
     "max_new_tokens": "max_tokens length",
+    "dtype": "fp16 bf16 half precision",
+    "tasks": "lm_eval",
 }
 # Other programs' names of what the launch config sets, what that is, a shipped config ("" for this machine's), and a flag
 # of `accelerate launch` with its value.
