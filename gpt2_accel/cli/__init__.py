@@ -61,7 +61,9 @@ def run(main: Callable[[], object]) -> None:
 
 def check_gpus() -> None:
     """Raises `ValueError` in each process of a launch of several for GPUs on a machine without any, where Accelerate would
-    run them as if each were alone."""
+    run them as if each were alone. `--dry_run` needs no GPUs."""
+    if any(word.startswith("--dry_run") for word in sys.argv):
+        return
     several = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
     for_gpus = os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("false", "0", "no")
     if several and for_gpus and not may_have_gpu():

@@ -18,7 +18,7 @@ from gpt2_accel.device import (
     reports_out_of_memory,
     total_memory,
 )
-from gpt2_accel.estimate.memory import activation_bytes
+from gpt2_accel.estimate.memory import memory_by_part
 
 MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
 
@@ -42,9 +42,9 @@ def fitting_batch_size(
         return 1  # the check of the batch sizes raises the error
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     run = config, accelerator, model
-    fitting = bisect_left(sizes, True, key=lambda size: not compute_size(*run, size))
+    fitting = bisect_left(sizes, True, key=lambda size: not estimate_fits(*run, size))
     if reports_out_of_memory(accelerator.device) and not is_sharded(model):
-        fitting = count_fitting(sizes, fitting, partial(try_size, *run, packed=packed))
+        fitting = count_fitting(sizes, fitting, partial(trial_fits, *run, packed=packed))
     best = sizes[fitting - 1] if fitting else 0
     best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
     if not best:
@@ -67,7 +67,7 @@ def count_fitting(sizes: list[int], estimated: int, fits: Callable[[int], bool])
     return count
 
 
-def try_size(
+def trial_fits(
     config: TrainConfig,
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -101,21 +101,13 @@ def try_size(
         empty_cache(accelerator.device)
 
 
-def compute_size(
+def estimate_fits(
     config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
 ) -> bool:
     """Whether the estimated memory of a micro-batch of `size` sequences is below 90% of the free memory."""
-    plain = unwrap(accelerator, model)
-    shards = accelerator.num_processes if is_sharded(model) else 1
-    weights = sum(p.numel() for p in plain.parameters())
-    needed = 12 * weights // shards + activation_bytes(
-        plain.config,
-        size,
-        config.tokens_per_sequence,
-        accelerator.mixed_precision,
-        config.checkpoint_activations,
-        kernels.choices.logits_at_once,
-    )
+    shape = unwrap(accelerator, model).config
+    parts = memory_by_part(config, shape, accelerator, size, kernels.choices.logits_at_once)
+    needed = sum(parts.values()) - parts["weights"]  # which are there
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory
         free //= accelerator.num_processes

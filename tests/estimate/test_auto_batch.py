@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.estimate.auto_batch import compute_size, count_fitting, fitting_batch_size
+from gpt2_accel.estimate.auto_batch import count_fitting, estimate_fits, fitting_batch_size
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.models.gpt2 import GPTConfig
 
@@ -24,7 +24,7 @@ def test_micro_batch_fits_if_its_estimated_memory_is_free(checkpointed, monkeypa
     needed = 12 * weights + activation_bytes(SHAPE, 8, 128, "no", checkpointed)
     for free, fits in ((needed / 0.9 + 1000, True), (needed / 0.9 - 1000, False)):
         monkeypatch.setenv(OVERRIDES, f'{{"free_memory": {int(free)}}}')
-        assert compute_size(config, accelerator, model, 8) is fits
+        assert estimate_fits(config, accelerator, model, 8) is fits
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 8, 64])
