@@ -43,11 +43,6 @@ PROBE = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
     "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
 )
-PROBED_TOKENS = 256  # of the vocabulary, evenly spaced, are decoded and compared like `PROBE`
-# SHA-256 of saved tokenizer files that `AutoTokenizer` was found to load exactly, in this process.
-_exact_files: set[bytes] = set()
-# `fingerprint` of `byte_tokenizer`.
-BYTES_FINGERPRINT = "c2c32773d98f5de5bbfef57b36221ceb96e801fe1a2e50c7b40c4e6297c90b50"
 
 # Making a tokenizer
 
@@ -165,36 +160,28 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if `AutoTokenizer` loads one with other token
-    ids from the files. It is asked once per process for the same files, not at each checkpoint.
+    Raises `OSError` if they cannot be written, `ValueError` if the tokenizer is of SentencePiece's kind, or if the
+    folder is a model's, with a `config.json`, and `AutoTokenizer` loads other token ids from it.
     """
-    check_spaces(tokenizer, name or folder)
+    name = name or folder
+    check_spaces(tokenizer, name)
     whole_texts(tokenizer.backend_tokenizer)
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the library raises nothing narrower for a full disk
         raise OSError(
-            f"the tokenizer cannot be written to {name or folder} ({first_line(error)}): free disk space and start again"
+            f"the tokenizer cannot be written to {name} ({first_line(error)}): free disk space and start again"
         ) from error
-    files = ("tokenizer.json", "tokenizer_config.json", "config.json")  # that `AutoTokenizer` reads
-    paths = [path for file in files if (path := Path(folder, file)).is_file()]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()
-    if digest in _exact_files:
+    if not Path(folder, "config.json").is_file():
         return
-    kind = type(tokenizer)
-    if kind.__name__ != "GPT2Tokenizer" or len(paths) == len(files):
-        from transformers import (
-            AutoTokenizer as kind,  # imports torch; for GPT-2's alone it calls that class
-        )
+    from transformers import AutoTokenizer
 
-    loaded = _from_pretrained(kind, folder)
-    if not _same_ids(loaded, paths[0]):
+    loaded = _from_pretrained(AutoTokenizer, folder)
+    if not _same_ids(loaded, Path(folder, "tokenizer.json")):
         raise ValueError(
-            f"transformers would load the tokenizer of {name or folder} as {type(loaded).__name__}, with other token "
-            "ids: make it a PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, "
-            "eos_token=tokenizer.eos_token)"
+            f"transformers would load the tokenizer of {name} as {type(loaded).__name__}, with other token ids: make it "
+            "a PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)"
         )
-    _exact_files.add(digest)
 
 
 def check_spaces(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
@@ -203,8 +190,8 @@ def check_spaces(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None
     It puts a space before each text, so the bytes of a text are not the sum of its tokens', and a continuation does not
     begin with the tokens of the text before it.
     """
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    if "\u2581" in str((parts["normalizer"], parts["pre_tokenizer"])):
+    backend = tokenizer.backend_tokenizer
+    if "\u2581" in f"{backend.normalizer} {backend.pre_tokenizer}":
         raise ValueError(
             f"{name} has a tokenizer of SentencePiece's kind, which puts a space before each text, and only tokenizers "
             "that keep a text as it is can be used: take a model with a byte-level BPE, such as GPT-2 or SmolLM2"
@@ -239,23 +226,20 @@ def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
-    """Whether a loaded tokenizer encodes two texts as the `tokenizer.json` that it was loaded from.
+    """Whether a loaded tokenizer has the tokens of the `tokenizer.json` that it was loaded from, and encodes `PROBE` alike.
 
     `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
-    file. The texts are `PROBE`, and tokens of the vocabulary with all added tokens. Special tokens that a post-processor
-    adds are not compared: `tokenizer_config.json` may change them.
+    file.
     """
     raw, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
-    size = raw.get_vocab_size()
-    own = raw.decode(list(range(0, size, max(1, size // PROBED_TOKENS))))
-    own += " ".join(token.content for token in raw.get_added_tokens_decoder().values())
-    return all(_ids(raw, text) == _ids(loaded, text) for text in (PROBE, own))
+    same_tokens = raw.get_vocab().items() <= loaded.get_vocab().items()
+    return same_tokens and _probe_ids(raw) == _probe_ids(loaded)
 
 
-def _ids(backend: Tokenizer, text: str) -> list[int] | None:
-    """Returns the token ids of a text with its special tokens, None if the tokenizer fails on it."""
+def _probe_ids(backend: Tokenizer) -> list[list[int]] | None:
+    """Returns the token ids of `PROBE`, None if the tokenizer fails on it."""
     try:
-        return encode_batch(backend, [text], as_text=False)[0]
+        return encode(backend, [PROBE])
     except ValueError:
         return None
 
@@ -284,90 +268,78 @@ def whole_texts(backend: Tokenizer) -> None:
 # Encoding
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+def encode(
+    tokenizer: "PreTrainedTokenizerBase | Tokenizer", texts: Sequence[str]
+) -> list[list[int]]:
     """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
 
-    Raises `ValueError` for a character that is not in the vocabulary.
+    Raises `ValueError` for a character that is not in the vocabulary, and for a regular expression that takes too long.
     """
-    return encode_batch(tokenizer.backend_tokenizer, texts)
-
-
-def encode_batch(backend: Tokenizer, texts: Sequence[str], as_text: bool = True) -> list[list[int]]:
-    """`encode` by a tokenizer's `backend_tokenizer`. Without `as_text`, special tokens in the texts are encoded as such,
-    and a post-processor adds none."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     whole_texts(backend)
-    backend.encode_special_tokens = as_text
+    backend.encode_special_tokens = True  # as text
     with clear_panics():
         try:
-            found = backend.encode_batch(list(texts), add_special_tokens=as_text)
+            return [encoding.ids for encoding in backend.encode_batch(list(texts))]
         except Exception as error:  # the library raises nothing narrower
-            raise unknown_characters(set("".join(texts)) - backend.get_vocab().keys()) from error
+            unknown = sorted(set("".join(texts)) - backend.get_vocab().keys())
+            raise ValueError(
+                f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, or use a BPE or "
+                "byte tokenizer, which know every character"
+            ) from error
         finally:
             backend.encode_special_tokens = False
-    return [encoding.ids for encoding in found]
-
-
-def unknown_characters(characters: set[str]) -> ValueError:
-    """Returns the error for characters that are not in the vocabulary."""
-    return ValueError(
-        f"the tokenizer does not know the characters {sorted(characters)[:10]}: take them out of the text, "
-        "or use a BPE or byte tokenizer, which know every character"
-    )
 
 
 def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
-    """Returns a function that encodes one text on one core, to (tokens,) of an integer dtype. It can be pickled.
+    """Returns a function that encodes one text as `encode`, on one core, to (tokens,) of an integer dtype.
 
-    The literal `<|endoftext|>` is encoded as text. GPT-2's BPE uses tiktoken, which is several times faster. Bytes and
-    characters are looked up in a table.
+    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`; bytes and characters are looked
+    up.
     """
-    backend, mark = tokenizer.backend_tokenizer, fingerprint(tokenizer)
-    plain = functools.partial(encode_text, backend)
-    if mark == GPT2_FINGERPRINT:
-        encoding = tiktoken_encoding(backend)
-        fast = functools.partial(encoding.encode_to_numpy, disallowed_special=())
-    elif mark == BYTES_FINGERPRINT:
+    backend = tokenizer.backend_tokenizer
+    vocab, plain = backend.get_vocab(), functools.partial(encode_text, backend)
+    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
+        fast = functools.partial(gpt2_encoding(backend).encode_to_numpy, disallowed_special=())
+    elif vocab == byte_tokenizer().get_vocab():
         fast = encode_bytes
+    elif backend.to_str() == char_tokenizer("".join(vocab)).backend_tokenizer.to_str():
+        table = np.full(sys.maxunicode + 1, -1, np.int32)
+        table[list(map(ord, vocab))] = list(vocab.values())
+        return functools.partial(encode_characters, backend, table)
     else:
-        vocab = backend.get_vocab()
-        same = char_tokenizer("".join(vocab)).backend_tokenizer.to_str() == backend.to_str()
-        return functools.partial(encode_characters, vocab) if same else plain
-    # Vocabulary and merges may be equal, and the normalizer or the pre-tokenizer not.
-    return fast if np.array_equal(fast(PROBE), plain(PROBE)) else plain
+        return plain
+    # The same vocabulary and merges may have another normalizer or pre-tokenizer.
+    return fast if [fast(PROBE).tolist()] == _probe_ids(backend) else plain
 
 
 def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
-    """Encodes a text by the `tokenizers` library."""
-    return np.array(encode_batch(backend, [text])[0], np.int64)
+    """Encodes a text by the `tokenizers` library, to (tokens,) int64."""
+    return np.array(encode(backend, [text])[0], np.int64)
 
 
 def encode_bytes(text: str) -> np.ndarray:
-    """Encodes a text by `byte_tokenizer`."""
+    """Encodes a text by `byte_tokenizer`, to (bytes,) uint8."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def encode_characters(vocab: Mapping[str, int], text: str) -> np.ndarray:
-    """Encodes a text by the vocabulary of a `char_tokenizer`. Raises `ValueError` for a character that is not in it."""
-    try:
-        return np.array([vocab[character] for character in text], np.int64)
-    except KeyError:
-        raise unknown_characters(set(text) - vocab.keys()) from None
+def encode_characters(backend: Tokenizer, table: np.ndarray, text: str) -> np.ndarray:
+    """Encodes a text by the tokens of each code point, -1 for none, to (characters,) int32. Raises as `encode_text`."""
+    ids = table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+    return ids if ids.min(initial=0) >= 0 else encode_text(backend, text)
 
 
-def tiktoken_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
+def gpt2_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
     """Returns tiktoken's encoding of GPT-2's BPE."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    ranks = {
-        bytes(map(byte_of.get, token)): rank
-        for token, rank in backend.get_vocab(with_added_tokens=False).items()
-        if token != END_OF_TEXT
-    }
+    vocab = backend.get_vocab()
     # No special token is allowed above. But without any, tiktoken searches for the empty string, which takes half as
     # long again.
-    specials = {END_OF_TEXT: len(ranks)}
+    specials = {END_OF_TEXT: vocab.pop(END_OF_TEXT)}
+    ranks = {bytes(map(byte_of.get, token)): rank for token, rank in vocab.items()}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
@@ -404,17 +376,18 @@ def prompt_tokens(
         )
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a conversation to answer ends with a message of the user: add one")
-    names = {"system": "the system prompt", "user": "the message"}
-    for role, content in ((message["role"], message["content"]) for message in messages):
+    for message in messages:
+        role, content = message["role"], message["content"]
         if role == "assistant":  # the model said so
             continue
-        if role not in names:
+        if role not in ("system", "user"):
             raise ValueError(f"a message has the role {role!r}: use system, user or assistant")
+        name = "the message" if role == "user" else "the system prompt"
         if not content.strip():
-            raise ValueError(f"{names[role]} is empty: write something")
+            raise ValueError(f"{name} is empty: write something")
         if found := [token for token in special_tokens(tokenizer) if token in content]:
             raise ValueError(
-                f"{names[role]} holds the special token {found[0]}, which would end a turn: write it otherwise"
+                f"{name} holds the special token {found[0]}, which would end a turn: write it otherwise"
             )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]

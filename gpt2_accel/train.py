@@ -17,10 +17,10 @@ from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.estimate.law import follow_law
+from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.optim import set_learning_rate
 from gpt2_accel.runtime.accelerator import close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir
-from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.runtime.progress import lasting_output
 from gpt2_accel.runtime.setup import setup, start_accelerator
 

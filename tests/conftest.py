@@ -31,6 +31,7 @@ os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT
 
@@ -216,6 +217,13 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 def losses(metrics: list[dict]) -> list[float]:
     return [entry["train/loss"] for entry in metrics]
+
+
+@pytest.fixture
+def accelerator():
+    """A new accelerator of one process on the CPU."""
+    reset_accelerate()
+    return Accelerator(cpu=True)
 
 
 @pytest.fixture(autouse=True)

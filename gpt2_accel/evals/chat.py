@@ -4,7 +4,7 @@ An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a
 model's chat template, and the answer is generated greedily.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,38 +51,32 @@ class ChatAnswers:
         self.notes = [f"chat: {len(items):,} items"]
 
     @torch.no_grad()
-    def __call__(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> dict[str, float]:
+    def __call__(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
         """Returns `chat/exact_match`, spaces at the ends apart, and `chat/stop_rate`, the share of answers that end by
-        themselves, with standard errors. If items have groups, also `chat/exact_match_GROUP` of each."""
+        themselves, with standard errors. If items have groups, also `chat/exact_match_GROUP` of each.
+
+        All ranks call it. The ranks share the batches, of `TOGETHER` questions of similar length.
+        """
         plain = unwrap(accelerator, model)
-        batches = [
-            self.questions[i : i + TOGETHER] for i in range(0, len(self.questions), TOGETHER)
-        ]
-        results: list[tuple[str, bool, bool]] = []
-        rounds = range(0, len(batches), accelerator.num_processes)
-        for first in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
-            if interrupted():
-                return {}
-            for batch in batches[first + accelerator.process_index :][:1]:
-                room = self.n_positions - batch[-1].tokens
-                sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
-                prompts = [question.prompt for question in batch]
-                answers = complete(plain, self.tokenizer, prompts, sampling)
-                for (*_, expected, group), answer in zip(batch, answers, strict=True):
-                    right = answer.text.strip() == expected.strip()
-                    results.append((group, right, answer.ended == "end_of_text"))
-        results = gather_object(results)
-        found = share("exact_match", [right for _, right, _ in results])
-        found |= share("stop_rate", [ended for *_, ended in results])
-        for group in sorted({group for group, *_ in results} - {""}):
-            own = [right for name, right, _ in results if name == group]
-            found |= share(f"exact_match_{group}", own)
-        return found
+        starts = range(0, len(self.questions), TOGETHER)
+        batches = [self.questions[start : start + TOGETHER] for start in starts]
+        own = batches[accelerator.process_index :: accelerator.num_processes]
+        found: list[tuple[str, bool, bool]] = []  # group, right, ended
+        for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
+            room = self.n_positions - batch[-1].tokens
+            sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
+            prompts = [question.prompt for question in batch]
+            answers = complete(plain, self.tokenizer, prompts, sampling)
+            for question, answer in zip(batch, answers, strict=True):
+                right = answer.text.strip() == question.answer.strip()
+                found.append((question.group, right, answer.ended == "end_of_text"))
+        found = gather_object(found)
+        results = accuracy([right for _, right, _ in found], "chat/exact_match")
+        results |= accuracy([ended for *_, ended in found], "chat/stop_rate")
+        for name in sorted({group for group, *_ in found} - {""}):
+            own = [right for group, right, _ in found if group == name]
+            results |= accuracy(own, f"chat/exact_match_{name}")
+        return results
 
 
 def read_question(
@@ -101,10 +95,3 @@ def read_question(
             f"{item.place} has a prompt of {tokens:,} tokens, and the model reads {n_positions:,}: remove it"
         )
     return ChatQuestion(prompt, tokens, answer, group)
-
-
-def share(name: str, right: Sequence[bool]) -> dict[str, float]:
-    """Returns the share of True as `chat/NAME`, and its standard error."""
-    return {
-        f"chat/{key.replace('accuracy', name)}": value for key, value in accuracy(right).items()
-    }

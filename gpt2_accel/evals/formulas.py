@@ -26,29 +26,29 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
     return {"loss": loss, "loss_stderr": math.sqrt(squares * n / (n - 1)) / total}
 
 
-def perplexity(nats: Sequence[float], units: Sequence[int]) -> dict[str, float]:
-    """Returns `perplexity`, the exponential of the mean loss per unit (token, word or byte); infinite if it overflows.
-
-    Raises the error of `mean_loss`.
-    """
+def perplexity(loss: float) -> float:
+    """Returns the exponential of a mean loss in nats (per token or word); infinite if it overflows."""
     try:
-        return {"perplexity": math.exp(mean_loss(nats, units)["loss"])}
+        return math.exp(loss)
     except OverflowError:
-        return {"perplexity": math.inf}
+        return math.inf
 
 
-def bits_per_byte(nats: Sequence[float], text_bytes: float) -> dict[str, float]:
-    """Returns `bits_per_byte`, the code length of the text in bits per byte; comparable across tokenizers.
+def bits_per_byte(nats: Sequence[float], text_bytes: float) -> float:
+    """Returns the code length of a text in bits per byte; comparable across tokenizers.
 
-    `text_bytes` is the length of all samples' text in UTF-8. Raises `ValueError` if it is not positive.
+    nats: (n,), the sum of each sample; `text_bytes` is the length of all samples' text in UTF-8. Raises `ValueError` if it
+    is not positive.
     """
     if text_bytes <= 0:
         raise ValueError(f"a text of {text_bytes} bytes has no bits per byte: give at least one")
-    return {"bits_per_byte": math.fsum(nats) / math.log(2) / text_bytes}
+    return math.fsum(nats) / math.log(2) / text_bytes
 
 
-def choice_accuracy(scores: Sequence[Sequence[float]], labels: Sequence[int]) -> dict[str, float]:
-    """Returns `accuracy`, the share of samples whose choice with the highest score is correct, and `accuracy_stderr`.
+def choice_accuracy(
+    scores: Sequence[Sequence[float]], labels: Sequence[int], name: str = "accuracy"
+) -> dict[str, float]:
+    """Returns the `accuracy` of samples whose choice with the highest score counts as their answer.
 
     The first of equal scores is chosen. A sample with a NaN score counts as wrong.
 
@@ -63,11 +63,11 @@ def choice_accuracy(scores: Sequence[Sequence[float]], labels: Sequence[int]) ->
             )
         best = max(range(len(row)), key=row.__getitem__)
         right.append(best == label and not any(map(math.isnan, row)))
-    return accuracy(right)
+    return accuracy(right, name)
 
 
-def accuracy(right: Sequence[bool]) -> dict[str, float]:
-    """Returns `accuracy`, the share of correct samples, and `accuracy_stderr`.
+def accuracy(right: Sequence[bool], name: str = "accuracy") -> dict[str, float]:
+    """Returns the share of correct samples as `name`, and its standard error as `name` + "_stderr".
 
     Raises `ValueError` if there are no samples.
     """
@@ -75,5 +75,5 @@ def accuracy(right: Sequence[bool]) -> dict[str, float]:
     if not n:
         raise ValueError("the accuracy of no samples is undefined: give at least one sample")
     share = sum(right) / n
-    error = {"accuracy_stderr": math.sqrt(share * (1 - share) / (n - 1))} if n > 1 else {}
-    return {"accuracy": share, **error}
+    error = {f"{name}_stderr": math.sqrt(share * (1 - share) / (n - 1))} if n > 1 else {}
+    return {name: share, **error}

@@ -38,10 +38,7 @@ class Harness:
                 f"{', '.join(tasks)}: tasks other than hellaswag, text and chat need lm-evaluation-harness ({error}): "
                 "pip install 'lm-eval>=0.4.9'"
             ) from error
-        include = task_folder and str(task_folder)
-        self.manager = TaskManager(include_path=include, include_defaults=False)
-        if not set(tasks) <= set(self.manager.all_subtasks):  # all default tasks take 10 seconds
-            self.manager = TaskManager(include_path=include)
+        self.manager = TaskManager(include_path=task_folder and str(task_folder))
         for name in tasks:
             if not self.manager.match_tasks([name]):
                 raise ValueError(

@@ -6,7 +6,6 @@ likelihood. Longer endings are less likely, so `acc_norm` divides the log-likeli
 lm-evaluation-harness, whose texts differ).
 """
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,15 +45,11 @@ class HellaSwag(LikelihoodTask):
                 f"no HellaSwag item has endings that fit into the model's n_positions ({limit}): use a model with "
                 "more positions"
             )
-        self.notes = [f"hellaswag: {len(items):,} items"]
-        if cut := sum(not question.fits(limit) for question in self.questions):
-            self.notes.append(
-                f"hellaswag: {cut:,} contexts are too long for the model's {limit:,} positions and are cut from the left"
-            )
-        if skipped := len(items) - len(self.questions):
-            self.notes.append(
-                f"hellaswag: {skipped:,} items are skipped: an ending has more than {limit:,} tokens"
-            )
+        cut = sum(not question.fits(limit) for question in self.questions)
+        self.notes = [
+            f"hellaswag: {len(items):,} items: {cut:,} contexts are too long for {limit:,} positions and cut from the left, "
+            f"{len(items) - len(self.questions):,} items are skipped as an ending has more than {limit:,} tokens"
+        ]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `hellaswag/acc`, `acc_norm_per_token` and `acc_norm_per_char`, each with its standard error."""
@@ -67,8 +62,7 @@ class HellaSwag(LikelihoodTask):
         for name, lengths in divisors.items():
             pairs = zip(scores, lengths, strict=True)
             values = [[score / n for score, n in zip(*pair, strict=True)] for pair in pairs]
-            for key, value in choice_accuracy(values, self.labels).items():
-                results[f"hellaswag/{name}{key.removeprefix('accuracy')}"] = value
+            results |= choice_accuracy(values, self.labels, f"hellaswag/{name}")
         return results
 
 
@@ -81,7 +75,7 @@ def read_fields(item: Item) -> tuple[str, list[str], int]:
     if len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
         raise ValueError(f"{item.place} has endings = {endings!r}: expected two strings or more")
     label = item.field("label", int | str)
-    if not re.fullmatch(r"\d+", str(label)) or int(label) >= len(endings):
+    if str(label) not in map(str, range(len(endings))):
         raise ValueError(
             f"{item.place} has label = {label!r}: expected the index of an ending, 0 to {len(endings) - 1}"
         )

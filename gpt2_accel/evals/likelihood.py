@@ -15,6 +15,7 @@ whole task.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,23 +41,14 @@ class Question(NamedTuple):
     context: list[int]
     continuations: list[list[int]]
 
+    @property
+    def targets(self) -> int:
+        """The number of tokens to predict."""
+        return sum(map(len, self.continuations))
+
     def fits(self, n_positions: int) -> bool:
         """Whether the model reads the whole context before each continuation; the last token is not read."""
         return len(self.context) + max(map(len, self.continuations)) - 1 <= n_positions
-
-
-class Row(NamedTuple):
-    """Consecutive continuations of question number `question` that share a row; `first` is the index of the first."""
-
-    question: int
-    first: int
-    context: list[int]
-    continuations: list[list[int]]
-
-    @property
-    def answers(self) -> int:
-        """The number of tokens to predict."""
-        return sum(map(len, self.continuations))
 
 
 def encode_question(
@@ -76,73 +68,70 @@ def encode_question(
     return Question(start, cut)
 
 
-def build_rows(questions: Sequence[Question], n_positions: int) -> list[Row]:
-    """Returns the rows of all questions.
+def build_rows(questions: Sequence[Question], n_positions: int) -> list[tuple[int, Question]]:
+    """Returns the rows of all questions, each with the number of its question.
 
-    The continuations of a question that does not fit into `n_positions` have a row each, with the end of the context
-    that fits. A continuation of more than `n_positions` tokens is a bug of the caller.
+    A question that does not fit into `n_positions` has a row for each continuation, with the end of the context that
+    fits. A continuation of more than `n_positions` tokens is a bug of the caller.
     """
     rows = []
     for number, question in enumerate(questions):
-        context, continuations = question
         if question.fits(n_positions):
-            rows.append(Row(number, 0, context, continuations))
+            rows.append((number, question))
             continue
-        for place, ids in enumerate(continuations):
+        for ids in question.continuations:
             assert len(ids) <= n_positions, f"question {number} has {len(ids)} tokens to predict"
-            rows.append(Row(number, place, context[-(n_positions + 1 - len(ids)) :], [ids]))
+            context = question.context[-(n_positions + 1 - len(ids)) :]
+            rows.append((number, Question(context, [ids])))
     return rows
 
 
-def shape(batch: Sequence[Row]) -> tuple[int, int]:
-    """Returns the positions of a batch, and the number of last positions that predict."""
-    answers = max(row.answers for row in batch)
-    return max(len(row.context) for row in batch) - 1 + answers, answers
+def shape(batch: Sequence[Question]) -> tuple[int, int]:
+    """Returns the positions of a batch of rows, and the number of last positions that predict."""
+    targets = max(row.targets for row in batch)
+    return max(len(row.context) for row in batch) - 1 + targets, targets
 
 
-def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[Row]]:
-    """Groups the rows by length into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: (-(row.answers // 8), -len(row.context), row)):
-        if batches:
-            wider = [*batches[-1], row]
-            width, answers = shape(wider)
-            logits = len(wider) * answers * vocab_size
-            if len(wider) * width <= BATCH_TOKENS and logits <= LOGIT_VALUES:
-                batches[-1] = wider
-                continue
-        batches.append([row])
+def build_batches(rows: Sequence[Question], vocab_size: int) -> list[list[int]]:
+    """Groups the rows, as indices, by length into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
+    batches: list[list[int]] = []
+    for index in sorted(
+        range(len(rows)), key=lambda i: (rows[i].targets // 8, len(rows[i].context)), reverse=True
+    ):
+        wider = [*batches[-1], index] if batches else [index]
+        width, targets = shape([rows[i] for i in wider])
+        logits = len(wider) * targets * vocab_size
+        if batches and len(wider) * width <= BATCH_TOKENS and logits <= LOGIT_VALUES:
+            batches[-1] = wider
+        else:
+            batches.append([index])
     return batches
 
 
-def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tensor | None]:
+def collate(batch: Sequence[Question], device: torch.device) -> dict[str, torch.Tensor | None]:
     """Returns the model's inputs: `input_ids` and `position_ids` (B, T) int64, `attention_mask` (B, 1, T, T) bool, and
     `targets` (B, S) int64 of the last S positions, -100 at padding.
 
     A row is the context, padding, the continuations, padding. Without padding, a batch of single continuations needs no
     mask: None.
     """
-    width, answers = shape(batch)
-    inputs = torch.zeros(3, len(batch), width, dtype=torch.int64)
-    input_ids, position_ids, branch = inputs
-    branch.fill_(-1)  # 0 context, 1 and up continuations, -1 padding
-    targets = torch.full((len(batch), answers), -100)
-    for i, row in enumerate(batch):
-        *shared, last = row.context
-        input_ids[i, : len(shared)] = torch.tensor(shared)
-        position_ids[i, : len(shared)] = torch.arange(len(shared))
-        branch[i, : len(shared)] = 0
-        start = width - answers
-        for number, ids in enumerate(row.continuations, start=1):
-            span = slice(start, start + len(ids))
-            input_ids[i, span] = torch.tensor([last, *ids[:-1]])
-            position_ids[i, span] = torch.arange(len(shared), len(shared) + len(ids))
-            branch[i, span] = number
-            targets[i, start + answers - width :][: len(ids)] = torch.tensor(ids)
-            start += len(ids)
-    (input_ids, position_ids, branch), targets = to_device((inputs, targets), device)
+    width, predicted = shape(batch)
+    padding = (0, 0, -1)  # token, position and branch: 0 context, 1 and up continuations
+    inputs, targets = [], []
+    for context, continuations in batch:
+        *shared, last = context
+        row = [(token, position, 0) for position, token in enumerate(shared)]
+        row += [padding] * (width - predicted - len(shared))
+        for branch, ids in enumerate(continuations, start=1):
+            read = enumerate([last, *ids[:-1]], start=len(shared))
+            row += [(token, position, branch) for position, token in read]
+        inputs.append(row + [padding] * (width - len(row)))
+        row = [token for ids in continuations for token in ids]
+        targets.append(row + [-100] * (predicted - len(row)))
+    inputs, targets = to_device((torch.tensor(inputs), torch.tensor(targets)), device)
+    input_ids, position_ids, branch = inputs.unbind(dim=2)
     mask = None
-    if any(len(row.continuations) > 1 or shape([row]) != (width, answers) for row in batch):
+    if any(len(row.continuations) > 1 or shape([row]) != (width, predicted) for row in batch):
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         mask = (seen & causal)[:, None]
@@ -154,7 +143,7 @@ def collate(batch: Sequence[Row], device: torch.device) -> dict[str, torch.Tenso
     }
 
 
-def token_nats(model: torch.nn.Module, batch: Sequence[Row]) -> torch.Tensor:
+def token_nats(model: torch.nn.Module, batch: Sequence[Question]) -> torch.Tensor:
     """Returns the negative log-likelihood of each predicted token of the rows in nats, (B, S), 0 at padding."""
     inputs = collate(batch, model.device)
     return model(**inputs, reduction="none", logits_to_keep=inputs["targets"].shape[1])
@@ -170,14 +159,14 @@ def log_likelihoods(
     """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All ranks call it.
 
     `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left. Batch i runs on
-    rank i modulo the number of ranks, and the host waits for the device once, after the last batch. `interrupted` as in
+    rank i modulo the number of ranks, and the host waits for the device after the last batch only. `interrupted` as in
     `Evaluation`.
     """
     plain = unwrap(accelerator, model)
-    rows = build_rows(questions, plain.config.n_positions)
+    numbered = build_rows(questions, plain.config.n_positions)
+    rows = [row for _, row in numbered]
     batches = build_batches(rows, plain.config.vocab_size)
-    own: list[Row] = []
-    nats: list[torch.Tensor] = []
+    found: list[tuple[list[int], torch.Tensor]] = []
     with evaluating(plain):
         rounds = range(0, len(batches), accelerator.num_processes)
         for first in progress(rounds, "evaluating", len(rounds), shown=accelerator.is_main_process):
@@ -186,20 +175,18 @@ def log_likelihoods(
             number = first + accelerator.process_index
             # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
             batch = batches[min(number, len(batches) - 1)]
-            found = token_nats(plain, batch)
+            nats = token_nats(plain, [rows[index] for index in batch])
             if number < len(batches):
-                own += batch
-                nats += found.float()
-    values = torch.cat(nats).cpu().split([len(row) for row in nats]) if nats else ()
-    sums = []
-    for row, row_nats in zip(own, values, strict=True):
-        left = row_nats.tolist()
-        for place, ids in enumerate(row.continuations, start=row.first):
-            sums.append((row.question, place, -math.fsum(left[: len(ids)])))
-            del left[: len(ids)]
+                found.append((batch, nats))
+    sums = []  # of each own row: its index and the log-likelihoods of its continuations
+    for batch, nats in found:
+        for index, row in zip(batch, nats.tolist(), strict=True):
+            values = iter(row)
+            lengths = map(len, rows[index].continuations)
+            sums.append((index, [-math.fsum(islice(values, length)) for length in lengths]))
     results: list[list[float]] = [[] for _ in questions]
-    for question, _, value in sorted(gather_object(sums)):
-        results[question].append(value)
+    for index, values in sorted(gather_object(sums)):
+        results[numbered[index][0]] += values
     return results
 
 

@@ -47,7 +47,7 @@ class Perplexity(Metric):
     """The exponential of the mean loss per token."""
 
     def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-        return perplexity(nats, tokens)
+        return {"perplexity": perplexity(mean_loss(nats, tokens)["loss"])}
 
 
 class BitsPerByte(Metric):
@@ -57,7 +57,7 @@ class BitsPerByte(Metric):
     columns = {"nats": Value("float64"), "bytes": Value("int64")}  # noqa: RUF012
 
     def _compute(self, nats: Sequence[float], bytes: Sequence[int]) -> dict[str, float]:
-        return bits_per_byte(nats, sum(bytes))
+        return {"bits_per_byte": bits_per_byte(nats, sum(bytes))}
 
 
 class ChoiceAccuracy(Metric):

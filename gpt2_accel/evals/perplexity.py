@@ -60,9 +60,9 @@ class TextPerplexity(LikelihoodTask):
         nats = [-value for (value,) in scores]
         tokens = [len(window.continuations[0]) for window in self.questions]
         results = mean_loss(nats, tokens)
-        results["perplexity_per_token"] = perplexity(nats, tokens)["perplexity"]
-        results["perplexity_per_word"] = perplexity([sum(nats)], [self.words])["perplexity"]
-        results |= bits_per_byte(nats, self.bytes)
+        results["perplexity_per_token"] = perplexity(results["loss"])
+        results["perplexity_per_word"] = perplexity(sum(nats) / self.words)
+        results["bits_per_byte"] = bits_per_byte(nats, self.bytes)
         return {f"text/{name}": value for name, value in results.items()}
 
 

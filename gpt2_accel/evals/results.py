@@ -27,17 +27,11 @@ def markdown_table(
 
     `comparable` are the tasks that ran on the data of the published results; only theirs are shown.
     """
-    names = dict.fromkeys(name for found in results.values() for name in found)
-    rows = [
-        [
-            metric,
-            *(cell(metric, found) for found in results.values()),
-            PUBLISHED.get(metric, "") if metric.partition("/")[0] in comparable else "",
-        ]
-        for metric in names
-        if not metric.endswith("_stderr")
-    ]
-    rows.insert(0, ["metric", *results, "published: gpt2 / medium / large / xl"])
+    rows = [["metric", *results, "published: gpt2 / medium / large / xl"]]
+    for metric in dict.fromkeys(name for found in results.values() for name in found):
+        if not metric.endswith("_stderr"):
+            known = PUBLISHED.get(metric, "") if metric.partition("/")[0] in comparable else ""
+            rows.append([metric, *(cell(metric, found) for found in results.values()), known])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -64,11 +58,13 @@ def read_record(path: Path) -> dict[str, dict]:
         return {}
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        parts = {"results": dict, "notes": list}
-        wrong = not all(isinstance(e[name], parts[name]) for e in record.values() for name in parts)
+        valid = all(
+            isinstance(entry["results"], dict) and isinstance(entry["notes"], list)
+            for entry in record.values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
-        wrong = True
-    if wrong:
+        valid = False
+    if not valid:
         raise ValueError(f"{path} does not hold evaluations: choose another --output")
     return record
 
@@ -79,14 +75,16 @@ def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     In an entry of the same weights and precision, the results and notes of each task replace earlier ones. If `name` has
     an entry of others, the new one is under a name with step, weights and precision.
     """
-    identity = entry["weights"], entry["precision"]
-    old = record.get(name)
-    if old and (old.get("weights"), old.get("precision")) != identity:
-        name = f"{name} (step {entry['step']}, weights {identity[0][:12]}, {identity[1]})"
-        old = record.get(name)
-    if old:
-        tasks = {metric.partition("/")[0] for metric in entry["results"]}
-        kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
-        notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
-        entry = {**entry, "results": kept | entry["results"], "notes": notes + entry["notes"]}
-    record[name] = entry
+    weights, precision = identity = entry["weights"], entry["precision"]
+    old = record.get(name, entry)
+    if (old.get("weights"), old.get("precision")) != identity:
+        name = f"{name} (step {entry['step']}, weights {weights[:12]}, {precision})"
+        old = record.get(name, entry)
+    tasks = {metric.partition("/")[0] for metric in entry["results"]}
+    kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
+    notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
+    record[name] = {
+        **entry,
+        "results": kept | entry["results"],
+        "notes": notes + entry["notes"],
+    }

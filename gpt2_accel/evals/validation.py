@@ -62,9 +62,10 @@ def validation_loss(
     totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # the padding comes last
     # The host waits for the device only here. Each window belongs to one rank.
     nats, tokens = accelerator.reduce(totals, "sum").tolist()
-    results = mean_loss(nats, tokens) | perplexity(nats, tokens)
+    results = mean_loss(nats, tokens)
+    results["perplexity"] = perplexity(results["loss"])
     if loader.bytes_per_token:
-        results |= bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)
+        results["bits_per_byte"] = bits_per_byte(nats, sum(tokens) * loader.bytes_per_token)
     return {f"{prefix}/{name}": value for name, value in results.items()}
 
 

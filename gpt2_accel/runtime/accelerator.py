@@ -38,8 +38,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     `deterministic` turns on torch's deterministic algorithms.
 
     Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
-    config sets gradient accumulation, which follows from the batch size here. Raises `RuntimeError` if the processes
-    cannot exchange tensors.
+    config sets gradient accumulation, which follows from the batch size here.
     """
     set_environment()
     if deterministic:
@@ -94,7 +93,6 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print(
             "there is no GPU: this run uses the CPU, for which cpu.yaml is the launch config"
         )
-    check_exchange(accelerator)
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin
@@ -161,42 +159,6 @@ def prepare(
 def user_cache() -> Path:
     """Returns the user's cache folder of this package; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
-
-
-def check_exchange(accelerator: Accelerator) -> None:
-    """Checks with an all-reduce that the processes reach each other; with several nodes prints the bandwidth.
-
-    Raises `RuntimeError` if the sum of ones is not the number of processes.
-    """
-    if accelerator.num_processes == 1:
-        return
-    ones = torch.ones((), device=accelerator.device)
-    if int(accelerator.reduce(ones, "sum")) != accelerator.num_processes:
-        raise RuntimeError(
-            f"{accelerator.num_processes} processes were started, but their all-reduce of ones gives another "
-            "number: check that all have the same --main_process_ip and port"
-        )
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        speed = exchange_speed(accelerator)
-        accelerator.print(f"all-reduce between the nodes: {speed / 1e9:.1f} GB/s per process")
-
-
-def exchange_speed(accelerator: Accelerator, size: int = 2**26, repeats: int = 5) -> float:
-    """Measures the bus bandwidth of an all-reduce of `size` bytes, in bytes per second and process.
-
-    As in nccl-tests: a ring all-reduce over n processes sends 2 (n - 1) / n of the buffer.
-    """
-    n = accelerator.num_processes
-    buffer = torch.ones(size // 4, device=accelerator.device)
-    seconds = []
-    for _ in range(repeats + 1):
-        accelerator.wait_for_everyone()
-        begun = time.perf_counter()
-        torch.distributed.all_reduce(buffer)
-        buffer[0].item()  # waits for the device
-        buffer.fill_(1)
-        seconds.append(time.perf_counter() - begun)
-    return size * 2 * (n - 1) / n / min(seconds[1:])
 
 
 @contextmanager

@@ -345,7 +345,6 @@ class RunContext:
         peak = peak_flops(device_name(device))
         clock = TrainingClock(
             self.state.step,
-            self.inputs.updates,
             self._tokens_at,
             seconds=max((line.get("train/seconds", 0.0) for line in earlier), default=0.0),
             flops_per_token=self.metadata.flops_per_token,

@@ -83,11 +83,9 @@ class RunLog:
 
     def advance(self, step: int) -> None:
         """Notes that `step` updates are done."""
-        estimate = self.clock.advance(step)
+        self.clock.advance(step)
         for sink in self._sinks:
             sink.advance(step)
-        if estimate:
-            self.print_line(estimate)
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, and the training speed since the last call."""

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -14,11 +14,18 @@ from gpt2_accel.estimate.flops import duration
 from gpt2_accel.progress import PAUSE
 from gpt2_accel.runtime.log import Sink
 
-
 # The figures of an update of which the terminal shows some in its own way.
 FIGURES = {
     f"train/{name}"
-    for name in "loss grad_norm learning_rate tokens_per_second seconds memory_gb mfu".split()
+    for name in [
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "seconds",
+        "memory_gb",
+        "mfu",
+    ]
 }
 
 
@@ -38,7 +45,9 @@ class Terminal(Sink):
             mininterval=0.5,
             disable=not sys.stderr.isatty(),
         )
-        self._timed_from: tuple[int, float] | None = None  # after the first update, which may compile
+        self._timed_from: tuple[int, float] | None = (
+            None  # after the first update, which may compile
+        )
         self._next_line = 0.0
 
     def __enter__(self) -> "Terminal":
@@ -107,8 +116,8 @@ class LastingStream:
 
     def __init__(self, stream: Any):
         self._stream = stream
-        if hasattr(stream, "reconfigure"):  # a terminal that is not UTF-8
-            stream.reconfigure(errors="backslashreplace")
+        with suppress(AttributeError, OSError):
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

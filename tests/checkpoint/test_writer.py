@@ -138,7 +138,6 @@ def test_max_hours_stops_with_a_checkpoint_and_a_requeue(data_dir, tmp_path):
 
 
 def test_a_signal_interrupts_an_evaluation(data_dir, tmp_path, monkeypatch):
-    import gpt2_accel.train as train_module
 
     asked = []
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from gpt2_accel import GPTConfig, kernels
-from gpt2_accel.evals.likelihood import Row, token_nats
+from gpt2_accel.evals.likelihood import Question, token_nats
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
@@ -169,6 +169,6 @@ def test_decoding(kind, dtype):
 
 def test_scoring():
     model = build(KINDS[0]).eval()
-    rows = [Row(0, 0, [1, 2, 3], [[4], [5, 6]]), Row(1, 0, [1], [[2, 3]])]
+    rows = [Question([1, 2, 3], [[4], [5, 6]]), Question([1], [[2, 3]])]
     for batch in (rows, rows[1:]):  # with a mask, and without
         assert token_nats(model, batch).device == GPU
