@@ -74,8 +74,7 @@ LOCAL = {
     "python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib": (
         "--eval_tokens 256"
     ),
-    "python recipes/export.py --model runs/quickstart --dtype q8_0 --output "
-    "quickstart.gguf": "",
+    "python recipes/export.py --model runs/quickstart --dtype q8_0 --output quickstart.gguf": "",
     "python recipes/prepare_data.py chat my_chats.jsonl --model runs/quickstart --sequence_length 128 "
     "--data_dir data/chat": "--workers 1",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir data/chat "
