@@ -16,7 +16,7 @@ import yaml
 
 from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
-from gpt2_accel.options import from_launch, suggestion, whole_number
+from gpt2_accel.options import REMOVED, from_launch, suggestion, whole_number
 from gpt2_accel.recipe_command import recipe_command
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
@@ -29,20 +29,6 @@ PATHS = (
     "accelerate_config",
     "law",
 )
-# Settings of earlier releases: the default, and what to do instead.
-REMOVED: dict[str, tuple[Any, str]] = {
-    "eval_only": (
-        False,
-        "recipes/evaluate.py --model RUN --data_dir DATA gives the validation loss",
-    ),
-    "verify_data": (False, "recipes/prepare_data.py --verify --data_dir DATA checks the data"),
-    "ramp_tokens": (0, "every update has the full batch; warmup_steps has the effect"),
-    "ramp_start": (32, "every update has the full batch; warmup_steps has the effect"),
-    "gather_fp32": (False, "train with --mixed_precision no to gather in fp32"),
-    "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
-    "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
-    "license": (None, "write it into the card on the Hub"),
-}
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
@@ -373,9 +359,6 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             options[name].required = False
     found, unknown = parser.parse_known_args(words)
     if unknown:
-        name = unknown[0].lstrip("-").partition("=")[0]
-        if name in REMOVED and issubclass(config_class, TrainConfig):
-            raise ValueError(f"--{name} was taken back: {REMOVED[name][1]}")
         names = [*hints, "config"]
         word, value = [*unknown, ""][:2]
         raise ValueError(f"unknown option {word}{suggestion(word, names, value=value)}")

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import folder
@@ -53,9 +54,23 @@ LAUNCH = (
     ("config_file", "the hardware", "", ""),
 )  # fmt: skip
 
-# Options of earlier releases, and what to do instead.
+
 DATATROVE = "datatrove's own pipelines tokenize on a cluster, and their output is a --data_dir (docs/data.md)"
-REMOVED = {name: DATATROVE for name in ("executor", "slurm_partition", "slurm_time")}
+# Options of earlier releases: the default, and what to do instead.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "eval_only": (
+        False,
+        "recipes/evaluate.py --model RUN --data_dir DATA gives the validation loss",
+    ),
+    "verify_data": (False, "recipes/prepare_data.py --verify --data_dir DATA checks the data"),
+    "ramp_tokens": (0, "every update has the full batch; warmup_steps has the effect"),
+    "ramp_start": (32, "every update has the full batch; warmup_steps has the effect"),
+    "gather_fp32": (False, "train with --mixed_precision no to gather in fp32"),
+    "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
+    "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
+    "license": (None, "write it into the card on the Hub"),
+    **{name: (None, DATATROVE) for name in ("executor", "slurm_partition", "slurm_time")},
+}
 
 
 def suggestion(word: str, names: Collection[str], dashes: str = "--", value: str = "") -> str:
@@ -71,7 +86,7 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--", value: str
         return f": did you mean --{meant} {word}?" if likely else ": an option begins with --"
     name = option.lstrip("-").split(".")[-1].replace("-", "_").lower()
     if name in REMOVED and name not in names:
-        return f", which was taken back: {REMOVED[name]}"
+        return f", which was taken back: {REMOVED[name][1]}"
     meant = [name, *(known for known, others in OTHER_NAMES.items() if name in others.split())]
     found = next((known for known in meant if known in names), None)
     if found is None and (launch := from_launch(name, given or value)):

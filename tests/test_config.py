@@ -71,7 +71,7 @@ def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
 
 
 def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
-    with pytest.raises(ValueError, match="--eval_only was taken back: recipes/evaluate.py"):
+    with pytest.raises(ValueError, match="--eval_only, which was taken back: recipes/evaluate.py"):
         parse_config(Recipe, ["--eval_only"])
     old = {"license": None, "ramp_start": 32, "ramp_tokens": 512, "dropout": 0.1}
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
