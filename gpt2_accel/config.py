@@ -8,7 +8,7 @@ import argparse
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ import yaml
 
 from gpt2_accel.files import first_line, not_finite, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
-from gpt2_accel.options import from_launch, suggestion, whole_number
+from gpt2_accel.options import REMOVED, from_launch, suggestion, whole_number
 from gpt2_accel.recipe_command import recipe_command
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
@@ -29,20 +29,6 @@ PATHS = (
     "accelerate_config",
     "law",
 )
-# Settings of earlier releases: the default, and what to do instead.
-REMOVED: dict[str, tuple[Any, str]] = {
-    "eval_only": (
-        False,
-        "recipes/evaluate.py --model RUN --data_dir DATA gives the validation loss",
-    ),
-    "verify_data": (False, "recipes/prepare_data.py --verify --data_dir DATA checks the data"),
-    "ramp_tokens": (0, "every update has the full batch; warmup_steps has the effect"),
-    "ramp_start": (32, "every update has the full batch; warmup_steps has the effect"),
-    "gather_fp32": (False, "train with --mixed_precision no to gather in fp32"),
-    "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
-    "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
-    "license": (None, "write it into the card on the Hub"),
-}
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
 
 
@@ -111,6 +97,23 @@ AUTO = 0
 def batch_size(text: str) -> int:
     """Parses `--micro_batch_size`: a number, or `auto`, which is 0."""
     return AUTO if text == "auto" else whole_number(text)
+
+
+def true_or_false(text: str) -> bool:
+    """Parses the value of a switch. Raises `ArgumentTypeError` for another word."""
+    values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return values[text.lower()]
+
+
+# Type of a setting -> how a word of the command line is parsed, and its name in `--help`.
+PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    int: (whole_number, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    bool: (true_or_false, "true|false"),
+}
 
 
 @dataclass
@@ -249,7 +252,7 @@ class TrainConfig:
                 raise ValueError(f"{name} is {path!r}, which is no folder: {made}")
         if (self.accelerate_config or self.device) and not self.dry_run:
             raise ValueError(
-                f"--accelerate_config and --device are for --dry_run: {from_launch('device')}"
+                f"--accelerate_config and --device are for --dry_run: {from_launch('device', self.device or '')}"
             )
         choice_of = {
             "architecture": (*ARCHITECTURES, None),
@@ -335,24 +338,18 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     `--config FILE.yaml` overrides the defaults of `config_class`; flags override both. Raises `ValueError` for an
     unknown setting or a value of the wrong type, `FileNotFoundError` if the YAML file is missing.
     """
-    from transformers import HfArgumentParser
-
     file_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_option.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
-    parser = HfArgumentParser(
-        config_class,
+    header = sys.modules[config_class.__module__].__doc__ or ""
+    parser = argparse.ArgumentParser(
         parents=[file_option],
         allow_abbrev=False,
-        formatter_class=argparse.HelpFormatter,
+        usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]",
+        description=header.partition("\n")[0],
     )
     parser.error = file_option.error = raise_value_error
-    # A switch has two actions, --x and --no_x; keep the first, which takes a value.
-    options = {action.dest: action for action in reversed(parser._actions)}
-    for option in options.values():
-        if option.type is int:
-            option.type = batch_size if option.dest == "micro_batch_size" else whole_number
-    explain(parser, config_class)
     hints = get_type_hints(config_class)
+    options = add_options(parser, config_class, hints)
     own, words = file_option.parse_known_args(args)
     given = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
     if (path := own.config) is not None:
@@ -360,54 +357,75 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             given.add(name)
             parser.set_defaults(**{name: value})
             options[name].required = False
-    config, _, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
+    found, unknown = parser.parse_known_args(words)
     if unknown:
-        name = unknown[0].lstrip("-").partition("=")[0]
-        if name in REMOVED and issubclass(config_class, TrainConfig):
-            raise ValueError(f"--{name} was taken back: {REMOVED[name][1]}")
         names = [*hints, "config"]
-        raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
+        word, value = [*unknown, ""][:2]
+        raise ValueError(f"unknown option {word}{suggestion(word, names, value=value)}")
+    config = config_class(**{name: getattr(found, name) for name in hints})
     config.given = frozenset(given)
     return config
 
 
-def explain(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Arranges `--help`: the recipe's first line, sections, one spelling of each option, its help text and default.
-
-    A setting whose default a recipe overrides keeps its help text.
-    """
-    parser.usage = "%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]"
-    header = sys.modules[config_class.__module__].__doc__ or ""
-    parser.description = header.partition("\n")[0]
-    names = get_type_hints(config_class)
+def add_options(
+    parser: argparse.ArgumentParser, config_class: type, hints: dict[str, Any]
+) -> dict[str, argparse.Action]:
+    """Adds the option of each setting to the parser, in the sections of `--help`; returns the options by name."""
     trains = issubclass(config_class, TrainConfig)
     inherited = list(get_type_hints(TrainConfig)) if trains else []
-    own = [name for name in names if name not in inherited]
+    own = [name for name in hints if name not in inherited]
     own.sort(key=lambda name: name not in config_class.__annotations__)  # then those of its base
-    kinds = {whole_number: "N", batch_size: "N", float: "X", str: "TEXT"}
     section = parser.add_argument_group("this recipe") if own else None
+    settings = {field.name: field for field in fields(config_class)}
+    options = {}
     for name in own + inherited:
         if trains and name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
-        option, *opposite = (action for action in parser._actions if action.dest == name)
-        parser._optionals._group_actions.remove(option)
-        section._group_actions.append(option)
-        option.option_strings = option.option_strings[:1]
-        option.metavar = kinds.get(option.type, "true|false")
-        option.help = help_text(config_class, name)
-        if option.default not in (None, [], ""):
-            option.help += " (default: %(default)s)"
-        if option.required:
-            option.help += " (required)"
-        for switch in opposite:  # --no_…
-            option.help += f"; {switch.option_strings[0]} turns it off"
-            switch.help = argparse.SUPPRESS
+        options[name] = add_option(
+            section, settings[name], hints[name], help_text(config_class, name)
+        )
+    return options
+
+
+def add_option(
+    section: argparse._ArgumentGroup, setting: Field, hint: Any, text: str
+) -> argparse.Action:
+    """Adds `--NAME`, also spelled with hyphens. A switch takes true or false, or no value, which is true; one that is on by
+    default also has `--no_NAME`."""
+    name = setting.name
+    kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
+    parse, metavar = PARSERS[kind]
+    several = {"nargs": "+"} if get_origin(hint) is list else {}
+    required = setting.default is setting.default_factory is MISSING
+    default = None if required else setting.default
+    if default is MISSING:
+        default = setting.default_factory()
+    if default not in (None, [], ""):
+        text += " (default: %(default)s)"
+    if required:
+        text += " (required)"
+    if default is True:
+        text += f"; --no_{name} turns it off"
+    option = section.add_argument(
+        *(f"--{name}", f"--{name.replace('_', '-')}"),
+        type=batch_size if name == "micro_batch_size" else parse,
+        metavar=metavar,
+        default=default,
+        required=required,
+        help=text,
+        **({"nargs": "?", "const": True} if kind is bool else several),
+    )
+    option.option_strings = option.option_strings[:1]  # --help shows one spelling
+    if default is True:
+        switches = f"--no_{name}", f"--no-{name.replace('_', '-')}"
+        section.add_argument(*switches, dest=name, action="store_false", help=argparse.SUPPRESS)
+    return option
 
 
 def help_text(config_class: type, name: str) -> str:
     """Returns the help text of a setting, from `config_class` or its nearest base class that has one."""
-    fields = (vars(base).get("__dataclass_fields__", {}) for base in config_class.__mro__)
-    texts = (of[name].metadata.get("help") for of in fields if name in of)
+    found = (vars(base).get("__dataclass_fields__", {}) for base in config_class.__mro__)
+    texts = (of[name].metadata.get("help") for of in found if name in of)
     return next(text for text in texts if text)
 
 

@@ -1,8 +1,17 @@
-"""The CPU cores of this process, without torch."""
+"""The CPU cores of this process, and whether the machine may have a GPU, without torch."""
 
 import os
+import sys
+from pathlib import Path
 
 import psutil
+
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA's and AMD's drivers, and of WSL
+
+
+def may_have_gpu() -> bool:
+    """Whether this machine may have a GPU, by its device files: to ask torch takes seconds."""
+    return sys.platform == "darwin" or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
 
 
 def usable_cores() -> list[int] | None:

@@ -32,27 +32,20 @@ class Gpu(NamedTuple):
 # By words of the device's name, the longer first; the memory is that of the largest version where the name does not say
 # it. The source stands after each: a page below nvidia.com/en-us/data-center, or another document of NVIDIA.
 GPUS = {
-    "GB300": Gpu(2500e12, 288e9),  # gb300-nvl72: 360 PFLOPS sparse in 72 GPUs
-    "GB200": Gpu(2500e12, 186e9),  # gb200-nvl72: 360 PFLOPS sparse in 72 GPUs
-    "B300": Gpu(2250e12, 288e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
     "B200": Gpu(2250e12, 180e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
-    "GH200": Gpu(989e12, 144e9),  # grace-hopper-superchip
     "H200 NVL": Gpu(835e12, 141e9),  # h200: 1,671 TFLOPS sparse
     "H200": Gpu(989e12, 141e9),  # h200: 1,979 TFLOPS sparse
     "H100 PCIe": Gpu(756e12, 80e9),  # H100 data sheet of 2023: 1,513 TFLOPS sparse
     "H100 NVL": Gpu(835e12, 94e9),  # h100: 1,671 TFLOPS sparse
     "H100": Gpu(989e12, 80e9),  # h100: 1,979 TFLOPS sparse
-    "H20": Gpu(148e12, 141e9),  # no public data sheet: resellers quote 148
     "A100 40GB": Gpu(312e12, 40e9),  # a100
     "A100": Gpu(312e12, 80e9),  # a100
     "L40S": Gpu(362e12, 48e9),  # l40s
-    "L40": Gpu(181e12, 48e9),  # l40
     "L4": Gpu(121e12, 24e9),  # l4: 242 TFLOPS sparse
     "A10G": Gpu(70e12, 24e9),  # A10G data sheet of NVIDIA and AWS, 2022
     "A10": Gpu(125e12, 24e9),  # products/a10-gpu
     "V100": Gpu(125e12, 32e9),  # v100
     "T4": Gpu(65e12, 16e9),  # tesla-t4
-    "RTX 6000 Ada": Gpu(364e12, 48e9),  # "NVIDIA Ada GPU Architecture", appendix
     "RTX 5090": Gpu(209.5e12, 32e9),  # "NVIDIA RTX Blackwell GPU Architecture", appendix
     "RTX 4090": Gpu(165e12, 24e9),  # "NVIDIA Ada GPU Architecture", appendix
     "RTX 3090": Gpu(71e12, 24e9),  # "NVIDIA Ampere GA102 GPU Architecture", appendix
@@ -94,6 +87,11 @@ def read_overrides(text: str) -> dict:
 def best_device() -> torch.device:
     """Returns the CUDA GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def launch_device() -> torch.device:
+    """Returns the device of a launch without flags: the GPU of this machine if torch can use one, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @overridable

@@ -4,143 +4,121 @@ import argparse
 import difflib
 import os
 from collections.abc import Collection, Iterable
+from typing import Any
 
+from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import folder
 
-# Option -> its names in nanoGPT, Hugging Face's libraries, litgpt and elsewhere. The first option that a command has is
-# meant.
+# Option -> its names in nanoGPT, Hugging Face's libraries and litgpt that difflib does not find. The first option that a
+# command has is meant.
 OTHER_NAMES = {
-    "learning_rate": "lr max_lr peak_lr learningrate",
-    "min_lr_ratio": "min_lr lr_min final_lr",
-    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler schedule decay_lr",
-    "warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps num_warmup_steps",
-    "max_steps": "steps iters iterations max_iters num_steps train_steps lr_decay_iters epochs num_epochs max_epochs "
-    "num_train_epochs max_tokens train_tokens",
-    "micro_batch_size": "batch batch_size bs device_batch_size train_batch_size per_device_train_batch_size",
-    "total_batch_size": "global_batch_size gradient_accumulation_steps grad_accum grad_accum_steps accumulation_steps",
-    "optimizer": "optim",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "weight_decay": "wd",
-    "max_grad_norm": "grad_clip clip clip_grad_norm max_norm gradient_clip_val",
-    "n_layer": "layers num_layers num_hidden_layers",
-    "n_head": "heads num_heads num_attention_heads",
-    "n_embd": "dim d_model width embed_dim embedding_dim emb_dim hidden_dim hidden_size n_embed",
-    "n_positions": "block_size context context_length ctx n_ctx max_position_embeddings",
-    "sequence_length": "seq_len seq_length max_seq_len max_seq_length context_length block_size",
-    "checkpoint_activations": "gradient_checkpointing grad_checkpointing activation_checkpointing",
-    "eval_every": "eval_interval eval_steps eval_strategy evaluation_strategy val_every",
-    "eval_tokens": "eval_iters eval_batches max_eval_samples",
-    "log_every": "log_interval logging_steps logging_strategy",
-    "save_every": "save_interval save_steps save_strategy checkpoint_every ckpt_interval always_save_checkpoint",
-    "keep_last": "save_total_limit keep_checkpoints",
-    "keep_best": "load_best_model_at_end save_best",
-    "patience": "early_stopping early_stopping_patience",
-    "report_to": "wandb wandb_log wandb_project use_wandb tensorboard logger logger_name trackers",
-    "push_to_hub": "hub_model_id hub_repo repo_id",
-    "repo_id": "hub_model_id push_to_hub repo repo_name name",
-    "max_new_tokens": "n_tokens num_tokens tokens length max_length max_tokens n_predict",
-    "temperature": "temp t",
-    "num_samples": "n samples num_return_sequences",
-    "prompt": "text start input prompts",
-    "output": "o out outfile output_file output_path output_dir out_dir save_to",
-    "output_dir": "o out output out_dir save_dir save_path run_name checkpoint_path logging_dir",
-    "model": "ckpt checkpoint checkpoint_dir model_path model_dir model_name model_name_or_path pretrained init_from "
-    "path run run_dir out_dir output_dir",
-    "init_from": "model model_name model_name_or_path pretrained initial_checkpoint_dir load from_pretrained",
-    "resume_from": "resume ckpt checkpoint checkpoint_dir resume_from_checkpoint",
-    "data_dir": "data dataset dataset_name dataset_path data_path train_data train_file train_data_dir output output_dir "
-    "out out_dir o",
-    "data": "file files items",
-    "tasks": "task benchmark benchmarks lm_eval",
-    "limit": "max_items num_examples n max_samples",
-    "dtype": "precision fp16 bf16 half torch_dtype quantization quantize quant type outtype q",
-    "format": "to",
-    "workers": "num_proc num_workers processes nproc jobs j threads",
-    "column": "text_column text_field field text_key key",
-    "pattern": "glob include extension ext",
-    "shard_tokens": "shard_size tokens_per_shard",
-    "vocab_size": "vocab n_vocab num_merges",
-    "split": "subset",
-    "seed": "random_seed manual_seed",
-    "input": "text text_file file ckpt checkpoint model path",
+    "learning_rate": "lr max_lr",
+    "max_steps": "iters max_iters epochs num_train_epochs",
+    "micro_batch_size": "batch_size bs per_device_train_batch_size",
+    "total_batch_size": "global_batch_size gradient_accumulation_steps grad_accum",
+    "max_grad_norm": "grad_clip",
+    "n_layer": "layers num_hidden_layers",
+    "n_embd": "d_model hidden_size dim",
+    "sequence_length": "block_size seq_len max_seq_length context_length",
+    "checkpoint_activations": "gradient_checkpointing",
+    "eval_every": "eval_interval eval_steps",
+    "save_every": "save_interval save_steps",
+    "log_every": "log_interval logging_steps",
+    "report_to": "wandb tensorboard",
+    "init_from": "model model_name_or_path pretrained",
+    "resume_from": "ckpt checkpoint",
+    "model": "ckpt checkpoint init_from model_name_or_path out_dir",
+    "output_dir": "o out out_dir",
+    "data_dir": "dataset o out output_dir",
+    "max_new_tokens": "max_tokens length",
+    "dtype": "fp16 bf16 half precision",
+    "tasks": "lm_eval",
 }
-
-# The same for the commands of `gpt2-accel`.
-OTHER_COMMANDS = {
-    "launch": "train run pretrain finetune",
-    "sample": "generate chat complete infer inference",
-    "demo": "serve web ui app",
-    "prepare-data": "tokenize data download preprocess",
-    "push": "upload",
-    "export": "convert",
-    "report": "plot show",
-    "average-checkpoints": "merge soup",
-}
-
-# What the launch config sets, its names in other programs, a shipped config, and an option of `accelerate launch`.
+# Other programs' names of what the launch config sets, what that is, a shipped config ("" for this machine's), and a flag
+# of `accelerate launch` with its value.
 LAUNCH = (
-    ("the precision", "fp16 half amp", "1xt4_fp16", "--mixed_precision fp16"),
-    ("the precision", "bf16 precision mixed_precision dtype", "1xgpu", "--mixed_precision bf16"),
-    ("the device", "cpu use_cpu no_cuda", "cpu", "--cpu"),
-    ("the device", "device cuda gpu use_cuda accelerator backend", "1xgpu", ""),
-    ("the device", "mps", "mps", ""),
+    ("fp16 half amp", "the precision", "", "--mixed_precision fp16"),
+    ("bf16 precision mixed_precision dtype", "the precision", "", "--mixed_precision bf16"),
+    ("cpu use_cpu no_cuda", "the device", "cpu", ""),
+    ("cuda gpu use_cuda", "the device", "1xgpu", ""),
+    ("mps", "the device", "mps", ""),
     (
+        "gpus n_gpu n_gpus num_gpus devices num_processes nproc_per_node world_size ddp",
         "the number of processes",
-        "gpus n_gpu n_gpus num_gpus devices num_devices num_processes nproc nproc_per_node world_size ddp multi_gpu",
         "8xa100",
         "--num_processes N",
     ),
-    ("the number of machines", "nodes nnodes num_nodes num_machines", "2x8xa100", "--num_machines N"),
-    ("compilation", "compile torch_compile dynamo_backend", "1xgpu", "--dynamo_backend inductor"),
-    ("sharding", "fsdp use_fsdp deepspeed zero strategy", "8xa100_fsdp2", "--use_fsdp"),
-    ("the hardware", "config_file", "cpu", ""),
+    ("nodes nnodes num_nodes num_machines", "the number of machines", "2x8xa100", "--num_machines N"),
+    ("compile torch_compile dynamo_backend", "compilation", "", "--dynamo_backend inductor"),
+    ("fsdp use_fsdp deepspeed", "sharding", "8xa100_fsdp2", ""),
+    ("config_file", "the hardware", "", ""),
 )  # fmt: skip
 
-# Options of earlier releases, and what to do instead.
+
 DATATROVE = "datatrove's own pipelines tokenize on a cluster, and their output is a --data_dir (docs/data.md)"
-REMOVED = {name: DATATROVE for name in ("executor", "slurm_partition", "slurm_time")}
+# Options of earlier releases: the default, and what to do instead.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "eval_only": (
+        False,
+        "recipes/evaluate.py --model RUN --data_dir DATA gives the validation loss",
+    ),
+    "verify_data": (False, "recipes/prepare_data.py --verify --data_dir DATA checks the data"),
+    "ramp_tokens": (0, "every update has the full batch; warmup_steps has the effect"),
+    "ramp_start": (32, "every update has the full batch; warmup_steps has the effect"),
+    "gather_fp32": (False, "train with --mixed_precision no to gather in fp32"),
+    "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
+    "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
+    "license": (None, "write it into the card on the Hub"),
+    **{name: (None, DATATROVE) for name in ("executor", "slurm_partition", "slurm_time")},
+}
 
 
-def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
+def suggestion(word: str, names: Collection[str], dashes: str = "--", value: str = "") -> str:
     """Returns the hint that ends a message about an unknown option.
 
-    `names` are the options that there are, written without dashes; `dashes` begin an option in the hint.
+    `word` is the option as it was typed, and `value` the word after it. `names` are the options that there are, written
+    without dashes; `dashes` begin an option in the hint.
     """
-    if not word.startswith("-") and "=" not in word and dashes:
-        option = value_of(word, names)
-        return f": did you mean --{option} {word}?" if option else ": an option begins with --"
-    name = word.lstrip("-").split("=")[0].split(".")[-1].replace("-", "_").lower()
+    option, _, given = word.partition("=")
+    if dashes and option == word and not word.startswith("-"):
+        meant = "config" if word.endswith((".yaml", ".yml")) else "model"
+        likely = meant in names and (meant == "config" or os.path.exists(word))
+        return f": did you mean --{meant} {word}?" if likely else ": an option begins with --"
+    name = option.lstrip("-").split(".")[-1].replace("-", "_").lower()
     if name in REMOVED and name not in names:
-        return f", which was taken back: {REMOVED[name]}"
-    others = [option for option, known in OTHER_NAMES.items() if name in known.split()]
-    found = next((option for option in (name, *others) if option in names), None)
-    if found is None and (launch := from_launch(name)):
+        return f", which was taken back: {REMOVED[name][1]}"
+    meant = [name, *(known for known, others in OTHER_NAMES.items() if name in others.split())]
+    found = next((known for known in meant if known in names), None)
+    if found is None and (launch := from_launch(name, given or value)):
         if "eval_tokens" in names:  # training and evaluation are launched
             return f": {launch}"
         if "dtype" in names:
             return ": it runs on the GPU if there is one, which CUDA_VISIBLE_DEVICES= hides"
     if found is None:
-        found, *others = [option for option in names if option.startswith(name)] or [None]
-        found = next(iter(difflib.get_close_matches(name, names, n=1)), None if others else found)
+        like = [known for known in names if known.startswith(name)]
+        like = like if len(like) == 1 else difflib.get_close_matches(name, names, n=1)
+        found = next(iter(like), None)
     return f": did you mean {dashes}{found}?" if found else ": --help lists the settings"
 
 
-def value_of(word: str, names: Collection[str]) -> str | None:
-    """Returns the option whose value a word without an option may be, None if none is likely."""
-    if word.endswith((".yaml", ".yml")):
-        return "config" if "config" in names else None
-    likely = ("model", "input") if os.path.exists(word) else ("prompt",) if " " in word else ()
-    return next((option for option in likely if option in names), None)
+def from_launch(name: str, value: str = "") -> str | None:
+    """Returns how to launch with what other programs call `name`; None if the launch config does not set it.
 
-
-def from_launch(name: str) -> str | None:
-    """Returns how the launch config sets what other programs call `name`; None if it does not."""
-    for what, names, config, flag in LAUNCH:
+    `value` is the value that was given, such as `cpu` of `--device`.
+    """
+    here = "1xgpu" if may_have_gpu() else "cpu"
+    if name == "device":
+        name = {"": here.removeprefix("1x"), "cpu": "cpu", "mps": "mps"}.get(value, "gpu")
+    for names, what, config, flag in LAUNCH:
         if name in names.split():
-            path = os.path.relpath(folder("accelerate_configs") / f"{config}.yaml")
-            or_flag = f", or {flag} before RECIPE" if flag else ""
-            return f"the launch config sets {what}: accelerate launch --config_file {path} RECIPE{or_flag}"
+            path = os.path.relpath(folder("accelerate_configs") / f"{config or here}.yaml")
+            switch, _, default = flag.partition(" ")
+            if value.lower() in ("false", "0", "no"):
+                flag = f"{switch} no"
+            elif value in ("fp16", "bf16") or (value.isdigit() and default == "N"):
+                flag = f"{switch} {value}"
+            words = filter(None, ("accelerate launch --config_file", path, flag, "RECIPE"))
+            return f"the launch config sets {what}: {' '.join(words)}"
     return None
 
 

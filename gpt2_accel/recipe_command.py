@@ -19,7 +19,6 @@ COMMANDS = {
     "report": "report",
     "demo": "demo",
     "export": "export",
-    "average-checkpoints": "average_checkpoints",
     "push": "push_to_hub",
     "import": "import_checkpoint",
     "speed-ladder": "speed_ladder",

@@ -24,8 +24,6 @@ from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, check_ranges, parse_config, setting
 from gpt2_accel.data.shards import MANIFEST, conversation_length, mixture_parts, read_manifest
 from gpt2_accel.recipe_command import recipe_command
-from gpt2_accel.runtime.processes import processes
-from gpt2_accel.train import train
 
 WARMUP_SHARE = 0.1
 FEW_UPDATES = 20  # fewer are hardly enough for a schedule
@@ -89,6 +87,8 @@ def fit_to_data(config: ChatSFT) -> None:
         tokens = read_manifest(folder)["splits"]["train"]["tokens"]
         config.max_steps = max(1, round(config.epochs * tokens / config.total_batch_size))
         if config.max_steps < FEW_UPDATES:
+            from gpt2_accel.runtime.processes import processes
+
             fitting = config.epochs * tokens / FEW_UPDATES // length * length
             processes().print(
                 f"{config.epochs:g} epochs of {tokens:,} tokens are only {config.max_steps} updates of "
@@ -116,6 +116,10 @@ def model_of(folders: list[Path]) -> str:
 def main() -> None:
     config = parse_config(ChatSFT)
     fit_to_data(config)
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.runtime.processes import processes
+    from gpt2_accel.train import train
+
     if train(config):
         processes().print(
             f"\nThe model is in {config.output_dir}, the one of the lowest validation loss in "

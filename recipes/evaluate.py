@@ -177,7 +177,8 @@ def main() -> None:
     items = {task: read_items(path) for task, path in files.items()}
     if "hellaswag" in config.tasks and "hellaswag" not in items:
         with main_process_first():
-            items["hellaswag"] = hub_items("hellaswag", "--data hellaswag=FILE")
+            without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
+            items["hellaswag"] = hub_items("hellaswag", without)
     table = {}
     for name in BASELINES if config.baselines else (config.model,):
         accelerator.print(f"evaluating {name}", flush=True)

@@ -19,12 +19,8 @@ with OpenAI's weights.
 from dataclasses import dataclass
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.hf.convert import model_tokenizer
-from gpt2_accel.runtime.processes import main_process_first, processes
-from gpt2_accel.train import train
 
 
 @dataclass
@@ -57,6 +53,12 @@ class FinetuneShakespeare(TrainConfig):
 
 def main() -> None:
     config = parse_config(FinetuneShakespeare)
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.hf.convert import model_tokenizer
+    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.train import train
+
     with main_process_first():
         prepare_text(
             config.input,

@@ -33,7 +33,6 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.recipe_command import recipe_command
-from gpt2_accel.train import train
 
 # The data sets that prepare_data.py knows by name, by their usual folder.
 KNOWN = {"fineweb_edu": "fineweb-edu", "openwebtext": "openwebtext"}
@@ -64,6 +63,8 @@ def main(config_class: type[TrainConfig]) -> None:
         raise FileNotFoundError(
             f"{config.data_dir} is not there: make it by {command} --data_dir {config.data_dir}"
         )
+    from gpt2_accel.train import train  # imports torch: --help and a wrong flag do not wait for it
+
     train(config)
 
 

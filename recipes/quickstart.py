@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.sources import read_text
-from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.recipe_command import program, recipe_command
-from gpt2_accel.runtime.processes import main_process_first, processes
 from gpt2_accel.tokenizer import train_bpe
-from gpt2_accel.train import train
 
 VOCAB_SIZE = 4096
 TESTS = {"test", "tests", "idle_test"}
@@ -87,6 +83,9 @@ def prepare_corpus(config: Quickstart) -> None:
             split = "val" if held_out(name.as_posix()) else "train"
             texts[split].append(read_text(path))
     if config.init_from:
+        from gpt2_accel.checkpoint.find import verified_directory
+        from gpt2_accel.hf.convert import model_tokenizer
+
         tokenizer = model_tokenizer(
             verified_directory(config.init_from, hint="use another checkpoint")
         )
@@ -99,6 +98,10 @@ def prepare_corpus(config: Quickstart) -> None:
 
 def main() -> None:
     config = parse_config(Quickstart)
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.train import train
+
     with main_process_first():
         try:
             check_prepared(config)

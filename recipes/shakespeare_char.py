@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import char_tokenizer
-from gpt2_accel.train import train
 
 
 @dataclass
@@ -63,6 +61,10 @@ def main() -> None:
     config = parse_config(ShakespeareChar)
     if config.cpu_settings:
         config = parse_config(ShakespeareCharOnCPU)
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.runtime.processes import main_process_first
+    from gpt2_accel.train import train
+
     with main_process_first():
         prepare_text(config.input, config.data_dir, char_tokenizer)
     train(config)

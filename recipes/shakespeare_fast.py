@@ -19,9 +19,7 @@ from shakespeare_char import ShakespeareChar
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config
 from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import char_tokenizer
-from gpt2_accel.train import train
 
 
 @dataclass
@@ -52,6 +50,10 @@ class ShakespeareFast(ShakespeareChar):
 
 def main() -> None:
     config = parse_config(ShakespeareFast)
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.runtime.processes import main_process_first
+    from gpt2_accel.train import train
+
     with main_process_first():
         prepare_text(config.input, config.data_dir, char_tokenizer)
     train(config)

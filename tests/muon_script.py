@@ -6,7 +6,7 @@ import copy
 import torch
 from accelerate import PartialState
 
-from gpt2_accel import GPT, GPTConfig, cli, optim
+from gpt2_accel import GPT, GPTConfig, cli, muon, optim
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     alone = copy.deepcopy(model)
     tokens = torch.randint(0, 64, (2, 4, 16))
     counts = []
-    orthogonalize = optim.orthogonalize
+    orthogonalize = muon.orthogonalize
 
     def counted(matrices):
         counts.append(len(matrices))
@@ -25,11 +25,11 @@ def main() -> None:
     for each, shared in ((alone, False), (model, True)):
         optimizer = optim.build_optimizer(each, "muon", lr=0.01)
         each(*tokens).backward()
-        optim.orthogonalize = counted if shared else orthogonalize
+        muon.orthogonalize = counted if shared else orthogonalize
         if not shared:
-            optim.orthogonalize_shared, kept = orthogonalize, optim.orthogonalize_shared
+            muon.orthogonalize_shared, kept = orthogonalize, muon.orthogonalize_shared
         optimizer.step()
-        optim.orthogonalize_shared = kept
+        muon.orthogonalize_shared = kept
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     difference = max((a - b).abs().max().item() for a, b in pairs)
     print(f"rank {torch.distributed.get_rank()}: {difference:.1e}, {sum(counts)} matrices")

@@ -11,7 +11,10 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.tokenizer import byte_tokenizer
 
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
-LEAVES = ("cores", "files", "device", "optim", "options", "progress", "recipe_command", "tokenizer")
+LEAVES = (
+    *("cores", "files", "device", "muon", "optim", "options"),
+    *("progress", "recipe_command", "tokenizer"),
+)
 # From the bottom up: a package may import the leaves and the packages before it, except pairs in `SIDE_BY_SIDE`.
 PACKAGES = (
     *("config", "data", "kernels", "models", "hf", "checkpoint", "generation", "evals"),
@@ -23,17 +26,12 @@ SIDE_BY_SIDE = [
     ("data", "models"),
 ]
 OF_LEAVES = {
-    "optim": {"device"},
-    "options": {"recipe_command"},
+    "muon": {"device"},
+    "optim": {"muon"},
+    "options": {"cores", "recipe_command"},
     "tokenizer": {"files"},
 }
-# The package's `__init__.py` and `__main__.py`, and former names of modules.
-ALIASES = {
-    "__init__": {"hf", "models"},
-    "__main__": {"cli"},
-    "model": {"models"},
-    "generate": {"generation"},
-}
+ALIASES = {"__init__": {"hf", "models"}, "__main__": {"cli"}}
 USE_ACCELERATE = {"finish", "train", "runtime", "checkpoint", "evals", "estimate"}
 
 
@@ -111,6 +109,29 @@ from gpt2_accel.generation.sampling import Sampling, complete, load
 complete(*load(sys.argv[1]), ["a"], Sampling(max_new_tokens=2))
 loaded()
 """
+
+
+def test_settings_are_read_before_torch_is_imported():
+    """For the recipes that train: `--help` and a wrong flag take less than a second."""
+    code = "import runpy, sys; name = sys.argv[1]; sys.argv = [name, '--lr', '1']\ntry: runpy.run_path(name, run_name='__main__')\n"
+    code += "except SystemExit as end: print(end, *{'torch', 'accelerate'} & {*sys.modules})"
+    for name in (
+        "quickstart",
+        "pretrain_124m",
+        "shakespeare_fast",
+        "finetune_shakespeare",
+        "chat_sft",
+    ):
+        recipe = PACKAGE.parent / f"recipes/{name}.py"
+        done = subprocess.run(
+            [sys.executable, "-c", code, recipe],
+            cwd=recipe.parent,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        expected = f"{name}.py: unknown option --lr: did you mean --learning_rate?\n"
+        assert done.stdout == expected, done
 
 
 def test_heavy_libraries_are_imported_where_they_are_used(tmp_path):

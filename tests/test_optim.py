@@ -5,8 +5,9 @@ import pytest
 import torch
 from launching import launch
 
-from gpt2_accel import GPT, GPTConfig, optim
-from gpt2_accel.optim import build_optimizer, learning_rate, orthogonalize
+from gpt2_accel import GPT, GPTConfig, muon
+from gpt2_accel.muon import orthogonalize
+from gpt2_accel.optim import build_optimizer, learning_rate
 
 CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
 
@@ -21,7 +22,7 @@ def train_step(model, optimizer, seed):
 
 def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
     # torch's Muon iterates in bf16 on every CPU; ours uses fp32 on a CPU that emulates bf16.
-    monkeypatch.setattr(optim, "iteration_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
     model = GPT(CONFIG)
     reference = copy.deepcopy(model)
     ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)

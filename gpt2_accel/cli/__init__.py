@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.files import sentence
 from gpt2_accel.options import suggestion
 from gpt2_accel.runtime.signals import die_with_launcher
@@ -47,6 +48,7 @@ def run(main: Callable[[], object]) -> None:
     Ctrl-C ends with exit code 130.
     """
     try:
+        check_gpus()
         main()
     except Exception as error:
         if not fails_first():
@@ -58,6 +60,23 @@ def run(main: Callable[[], object]) -> None:
         end(f"{name}: {sentence(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def check_gpus() -> None:
+    """Raises `ValueError` in each process of a launch of several for GPUs on a machine without any, where Accelerate would
+    run them as if each were alone. `--dry_run` needs no GPUs."""
+    if any(word.startswith("--dry_run") for word in sys.argv):
+        return
+    several = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    for_gpus = os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("false", "0", "no")
+    if several and for_gpus and not may_have_gpu():
+        from gpt2_accel.device import accelerator_count
+
+        if not accelerator_count():
+            raise ValueError(
+                "the launch config is for several GPUs, and this machine has none: take cpu.yaml, or for several processes "
+                "on a CPU put ACCELERATE_USE_CPU=true before the command"
+            )
 
 
 def is_mistake(error: Exception) -> bool:
@@ -87,13 +106,12 @@ def fails_first() -> bool:
 def end(message: str) -> NoReturn:
     """Exits with code 1 and prints the message to stderr.
 
-    torchrun and Accelerate's multi-process launcher print a long report of a failure. They get the message through
-    torchrun's error file and print it at the end of the report.
+    torchrun and Accelerate's multi-process launcher print a long report after it, which ends with the content of
+    torchrun's error file: the message once more.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": f"\n{message}", "timestamp": int(time.time())}
         Path(path).write_text(json.dumps(failure), encoding="utf-8")
-        sys.exit(1)
     sys.exit(message)
 
 

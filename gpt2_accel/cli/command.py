@@ -5,27 +5,26 @@ The process is replaced by the recipe's, or by that of Accelerate's launcher: si
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
 from gpt2_accel import cli
-from gpt2_accel.cli.shipped import find, launch_configs, recipes, settings, unknown
+from gpt2_accel.cli.shipped import find, fitting_launch, launch_configs, recipes, settings, unknown
 from gpt2_accel.recipe_command import COMMANDS, folder
 
-HELP = """usage: gpt2-accel COMMAND [--help | arguments]
+HELP = """usage: gpt2-accel COMMAND [--help | settings]
 
 {commands}
-  doctor                  check this machine: what works for training, and the fixes
-  launch CONFIG RECIPE    start a recipe by `accelerate launch`, as in
+  doctor                  say whether training works here, and which launch config fits
+  launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
 CONFIG is a file or one of
   {configs}
-RECIPE is a .py file or one of
-  {recipes}
-Flags of Accelerate's launcher may stand between the two. `config` also prints
+Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be a .py file. `config` also prints
   {settings}
 """
 
@@ -38,38 +37,38 @@ def main() -> None:
 def run(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
     command, *args = words or ["--help"]
-    help_asked = {"-h", "--help"} & {command, *args[:1]}
-    if help_asked and command in ("-h", "--help", "launch", "config"):
+    stem = COMMANDS.get(command, command.replace("-", "_"))
+    if command in ("-h", "--help") or (command in ("launch", "config") and args[:1] == ["--help"]):
         print(help_text(), end="")
-    elif command in COMMANDS:
-        start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
-    elif command == "quickstart":
-        launch("cpu", "quickstart", *args)
+    elif stem in COMMANDS.values():
+        start(folder("recipes") / f"{stem}.py", *args)
     elif command == "doctor":
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
+    elif command == "run" and args:
+        run(args)
     elif command == "config":
         print_config(*args)
-    elif is_recipe(command):
-        raise ValueError(
-            f"{command} is a recipe: start it by gpt2-accel launch CONFIG {command}, where CONFIG is one of "
-            f"{', '.join(launch_configs())}"
-        )
+    elif is_recipe(command, trained()):
+        launch(command, *args)
     else:
-        raise ValueError(
-            unknown("command", command, ["quickstart", *COMMANDS, "doctor", "launch", "config"])
-        )
+        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
+        raise ValueError(unknown("command", command, names))
+
+
+def trained() -> list[str]:
+    """Returns the names of the recipes that Accelerate's launcher starts."""
+    return [name for name, path in recipes().items() if path.stem not in COMMANDS.values()]
 
 
 def help_text() -> str:
     """Returns the text of `gpt2-accel --help`."""
-    commands = {"quickstart": "quickstart", **COMMANDS}
-    lines = (f"  {name:24}{summary(recipe)}" for name, recipe in commands.items())
+    stems = {name: name.replace("-", "_") for name in trained()} | COMMANDS
+    lines = (f"  {name:24}{summary(stem)}" for name, stem in stems.items())
     return HELP.format(
         commands="\n".join(lines),
         configs=" ".join(launch_configs()),
-        recipes=" ".join(recipes()),
         settings=" ".join(settings()),
     )
 
@@ -81,38 +80,32 @@ def summary(recipe: str) -> str:
 
 
 def launch(*args: str) -> None:
-    """Starts `accelerate launch`. `args`: launch config, flags of the launcher, recipe, settings of the recipe."""
-    if len(args) < 2:
-        raise ValueError(
-            "launch needs a launch config and a recipe: gpt2-accel launch cpu quickstart"
-        )
-    config = file_or_shipped("launch config", args[0], launch_configs())
-    check_launch_config(config)
-    at = 1
-    if args[1].startswith("-"):
-        found = (i for i, word in enumerate(args) if i and is_recipe(word))
-        at = next(found, len(args) - 1)
-    if args[at].endswith((".yaml", ".yml")):
-        raise ValueError(
-            f"{args[at]} is no recipe: name one before its settings, as in gpt2-accel launch cpu quickstart --config "
-            f"{args[at]}"
-        )
-    recipe = file_or_shipped("recipe", args[at], recipes())
+    """Starts `accelerate launch`. `args`: launch config, flags of the launcher, recipe, settings of the recipe.
+
+    A recipe without a launch config takes the one that fits this machine, and a line on stderr says which.
+    """
+    at = next((i for i, word in enumerate(args) if is_recipe(word, recipes())), None)
+    if at is None:
+        raise ValueError(unknown("recipe in", " ".join(args), recipes()))
+    recipe, options = find("recipe", args[at], recipes()), args[at + 1 :]
+    if {"-h", "--help"} & {*options}:  # needs no launcher, which takes seconds
+        return start(recipe, "--help")
+    chosen = args[:at]
+    if not chosen or chosen[0].startswith("-"):
+        chosen = (*fitting_launch(), *chosen)
+        line = f"gpt2-accel launch {' '.join(chosen)} {args[at]}"
+        print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
+    config, *flags = chosen
+    path = find("launch config", config, launch_configs())
+    check_launch_config(path)
     # -P: a file in the working directory must not be imported in place of a library.
-    launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", config)
-    start(*launcher, *args[1:at], recipe, *args[at + 1 :])
+    launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
+    start(*launcher, *flags, recipe, *options)
 
 
-def is_recipe(word: str) -> bool:
-    """Whether a word of a command line names a recipe, or a file of Python."""
-    return word.endswith(".py") or word.replace("_", "-") in recipes()
-
-
-def file_or_shipped(what: str, name: str, shipped: dict[str, Path]) -> Path:
-    """Returns the user's file of this name, which has a suffix or a folder, or else the shipped one."""
-    path = Path(name)
-    named_as_file = path.suffix or os.sep in name
-    return path if named_as_file and path.is_file() else find(what, name, shipped)
+def is_recipe(word: str, names: Collection[str]) -> bool:
+    """Whether a word of a command line names one of the recipes, or a file of Python."""
+    return word.endswith(".py") or word.replace("_", "-") in names
 
 
 def check_launch_config(path: Path) -> None:

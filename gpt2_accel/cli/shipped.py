@@ -1,11 +1,10 @@
-"""Finds and lists the shipped recipes, launch configs and settings."""
+"""The shipped recipes, launch configs and settings by name, and the launch config that fits this machine."""
 
 import difflib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpt2_accel.options import OTHER_COMMANDS
+from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import folder
 
 
@@ -26,25 +25,55 @@ def settings() -> dict[str, Path]:
 
 def by_name(where: str, pattern: str) -> dict[str, Path]:
     """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
-    files = sorted(folder(where).glob(pattern))
-    return {path.stem.replace("_", "-"): path for path in files}
+    return {plain_name(path): path for path in sorted(folder(where).glob(pattern))}
+
+
+def plain_name(path: Path) -> str:
+    """Returns the name of a file with hyphens for underscores and without suffix."""
+    return path.stem.replace("_", "-")
 
 
 def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
-    """Returns the shipped file with this name, which may be written with underscores and a suffix.
+    """Returns the user's file of this name, which has a suffix or a folder, or else the shipped one.
 
-    Raises `ValueError` if there is none.
+    Raises `ValueError` if there is neither.
     """
-    plain = re.sub(r"\.\w+$", "", name).replace("_", "-")
-    if plain not in shipped:
+    path = Path(name)
+    if (path.suffix or path.parent.name) and path.is_file():
+        return path
+    if path.parent.name or plain_name(path) not in shipped:
         raise ValueError(unknown(what, name, shipped))
-    return shipped[plain]
+    return shipped[plain_name(path)]
 
 
-def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    """Returns the message about an unknown name. It lists all names, those like it, or meant by it, first."""
+def unknown(what: str, given: str, names: Iterable[str]) -> str:
+    """Returns the message about words that name nothing: the name that one of them is like, or all names."""
     names = list(names)
-    meant = [known for known, others in OTHER_COMMANDS.items() if name in others.split()]
-    close = [known for known in meant if known in names] or difflib.get_close_matches(name, names)
-    listed = ", ".join([*close, *(other for other in names if other not in close)])
-    return f"there is no {what} {name!r}: choose one of {listed}"
+    close = [n for word in given.split() for n in difflib.get_close_matches(word, names, n=1)]
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+    return f"there is no {what} {given!r}: {hint}"
+
+
+def fitting_launch() -> list[str]:
+    """Returns the name of the shipped launch config that fits this machine, and the launcher's flags that it needs."""
+    if not may_have_gpu():
+        return ["cpu"]
+    from gpt2_accel.device import accelerator_count, has_bf16, launch_device
+
+    device = launch_device()
+    return fitting(device.type, accelerator_count(), has_bf16(device))
+
+
+def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
+    """Returns what `fitting_launch` returns, for `gpus` devices of a type such as `cuda`.
+
+    A CPU gets `cpu` also if it has bf16 units: compiled bf16, which is faster, takes a minute to start.
+    """
+    if kind in ("cpu", "mps"):
+        return [kind]
+    if gpus == 1:
+        return ["1xgpu" if bf16 else "1xt4-fp16"]
+    if bf16 and gpus == 4:
+        return ["4xa100"]
+    name, count = ("8xa100", 8) if bf16 else ("2xt4-fp16", 2)
+    return [name] if gpus == count else [name, "--num_processes", str(gpus)]

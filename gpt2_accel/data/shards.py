@@ -184,29 +184,33 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def check_manifest(manifest: dict) -> None:
-    """Raises `ValueError`, `KeyError` or `TypeError` for another format, a missing entry or a wrong sum."""
+    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for another format, or an impossible entry."""
     found = (manifest["format"], manifest["version"])
     if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
         raise ValueError(
             f"it is {found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
         )
-    DTYPES[manifest["dtype"]], manifest["source"]
-    manifest["tokenizer"]["fingerprint"], manifest["tokenizer"]["vocab_size"]
+    DTYPES[manifest["dtype"]], manifest["source"], manifest["tokenizer"]["fingerprint"]
+    counts = [manifest["tokenizer"]["vocab_size"], manifest.get("sequence_length", 0)]
     for name, entry in manifest["splits"].items():
-        files, tokens = (
-            [(shard["file"], shard["tokens"]) for shard in entry["shards"]],
-            entry["tokens"],
-        )
-        if "mixture" not in manifest and tokens != sum(count for _, count in files):
+        files, totals = list(entry["shards"]), [entry["tokens"]]
+        if "mixture" not in manifest:
+            totals.append(sum(shard["tokens"] for shard in files))
+        if "sequence_length" in manifest:
+            files.append(entry["targets"])
+            totals.append(manifest["sequence_length"] * entry["targets"]["tokens"])
+        if len(set(totals)) > 1:
             raise ValueError(f"the split {name!r} has other tokens than its files")
-        if "targets" in entry:
-            windows = entry["targets"]["tokens"]
-            files.append((entry["targets"]["file"], windows))
-            if tokens != windows * manifest["sequence_length"]:
-                raise ValueError(f"the split {name!r} has other windows than its files")
-        for file, count in files:
-            if not plain_name(file) or count < 0:
-                raise ValueError(f"it has the impossible shard {file!r}")
+        # Other trainers' files do not say how many bytes they hold, nor do conversations.
+        counts += [*totals, entry["bytes"] or 0, *(shard["tokens"] for shard in files)]
+        for shard in files:
+            if not plain_name(shard["file"]) or len(bytes.fromhex(shard["sha256"])) != 32:
+                raise ValueError(f"it has the impossible shard {shard!r}")
+    for part in manifest.get("mixture", []):
+        if not part["weight"] > 0 or not isinstance(part["data_dir"], str):
+            raise ValueError(f"it has the impossible part {part!r}")
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise ValueError(f"it has the impossible count {wrong[0]!r}")
 
 
 def data_fingerprint(data_dir: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from gpt2_accel.device import (
     reports_out_of_memory,
     total_memory,
 )
-from gpt2_accel.estimate.memory import activation_bytes
+from gpt2_accel.estimate.memory import memory_by_part
 
 MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
 
@@ -27,9 +28,10 @@ def fitting_batch_size(
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    On a GPU, sizes are tried: forward and backward with random tokens, with gradients, memory reserved for the optimizer
-    state, and a `MARGIN`. On a CPU, or with a sharded model, running out of memory cannot be caught, so the memory is estimated instead.
-    Parameters and random states do not change. `packed` says that batches have `documents`.
+    The memory is estimated. On a GPU the largest size that should fit is then tried: forward and backward with random
+    tokens, with gradients, memory reserved for the optimizer state, and a `MARGIN`. On a CPU, or with a sharded model,
+    running out of memory cannot be caught, and the estimate decides. Parameters and random states do not change. `packed`
+    says that batches have `documents`.
 
     Raises `ValueError` if not even one sequence fits.
     """
@@ -39,10 +41,10 @@ def fitting_batch_size(
     if rest or not per_rank:
         return 1  # the check of the batch sizes raises the error
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    caught = reports_out_of_memory(accelerator.device) and not is_sharded(model)
-    fits = partial(try_size, packed=packed) if caught else compute_size
-    # Bisection: each trial of a compiled model compiles it for that size.
-    fitting = bisect_left(sizes, True, key=lambda size: not fits(config, accelerator, model, size))
+    run = config, accelerator, model
+    fitting = bisect_left(sizes, True, key=lambda size: not estimate_fits(*run, size))
+    if reports_out_of_memory(accelerator.device) and not is_sharded(model):
+        fitting = count_fitting(sizes, fitting, partial(trial_fits, *run, packed=packed))
     best = sizes[fitting - 1] if fitting else 0
     best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
     if not best:
@@ -54,11 +56,23 @@ def fitting_batch_size(
     return best
 
 
-def try_size(
+def count_fitting(sizes: list[int], estimated: int, fits: Callable[[int], bool]) -> int:
+    """Returns how many of the ascending `sizes` fit. It tries the largest of the first `estimated`, and its neighbours only
+    until one fits and the next does not: each trial of a compiled model compiles it for that size."""
+    count = estimated
+    if count and not fits(sizes[count - 1]):
+        return next((n for n in range(count - 1, 0, -1) if fits(sizes[n - 1])), 0)
+    while count < len(sizes) and fits(sizes[count]):
+        count += 1
+    return count
+
+
+def trial_fits(
     config: TrainConfig,
     accelerator: Accelerator,
     model: torch.nn.Module,
     size: int,
+    *,
     packed: bool,
 ) -> bool:
     """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""
@@ -87,21 +101,13 @@ def try_size(
         empty_cache(accelerator.device)
 
 
-def compute_size(
+def estimate_fits(
     config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int
 ) -> bool:
     """Whether the estimated memory of a micro-batch of `size` sequences is below 90% of the free memory."""
-    plain = unwrap(accelerator, model)
-    shards = accelerator.num_processes if is_sharded(model) else 1
-    weights = sum(p.numel() for p in plain.parameters())
-    needed = 12 * weights // shards + activation_bytes(
-        plain.config,
-        size,
-        config.tokens_per_sequence,
-        accelerator.mixed_precision,
-        config.checkpoint_activations,
-        kernels.choices.logits_at_once,
-    )
+    shape = unwrap(accelerator, model).config
+    parts = memory_by_part(config, shape, accelerator, size, kernels.choices.logits_at_once)
+    needed = sum(parts.values()) - parts["weights"]  # which are there
     free = free_memory(accelerator.device)
     if accelerator.device.type != "cuda":  # the processes share the machine's memory
         free //= accelerator.num_processes

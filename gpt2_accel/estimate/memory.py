@@ -91,12 +91,6 @@ def activation_bytes(
         saved = sum(size for key, size in seen.items() if key not in own)
         del loss
     width = 4 if dtype is None else 2
-    if (
-        at_once is not None and precision != "bf16"
-    ):  # a GPU whose kernels may need as many keys as queries
-        layers, heads, channels = config.cache_shape
-        repeated = config.attention_width - layers * heads * channels
-        saved += 2 * repeated * batch * length * width
     logits = batch * length * config.padded_vocab_size
     if logits <= LOGITS_AT_ONCE:
         return saved + logits * (4 if dtype is None else 4 + 2)

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launching import ROOT
 
-from gpt2_accel import recipe_command
+from gpt2_accel import device, recipe_command
 from gpt2_accel.cli import command, shipped
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
+QUICKSTART = [str(RECIPES / "quickstart.py")]
 LAUNCHER = ["-P", "-m", "accelerate.commands.launch", "--config_file"]
 
 
@@ -32,8 +34,10 @@ def started(monkeypatch):
 
 def test_every_recipe_is_a_command_or_launched(started):
     for name, recipe in recipe_command.COMMANDS.items():
+        assert started(recipe, "--x", "1") == started("run", name, "--x", "1")
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
     launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
+    assert launched == {name.replace("-", "_") for name in command.trained()}
     assert started("doctor") == ["-P", "-m", "gpt2_accel.cli.doctor"]
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
@@ -53,10 +57,7 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
             *flags,
             *train,
         ]
-    assert started("quickstart", "--seed", "2") == [
-        *LAUNCHER,
-        *map(str, (CONFIGS / "cpu.yaml", RECIPES / "quickstart.py", "--seed", "2")),
-    ]
+    assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py", "cpu"):
         Path(file).write_text("num_processes: 1\n")
@@ -64,21 +65,60 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     assert started("launch", "cpu", "mine.py") == [*LAUNCHER, str(CONFIGS / "cpu.yaml"), "mine.py"]
 
 
+def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monkeypatch, capsys):
+    monkeypatch.setattr(shipped, "may_have_gpu", lambda: False)
+    expected = [*LAUNCHER, str(CONFIGS / "cpu.yaml"), *QUICKSTART, "--seed", "2"]
+    for words in (["quickstart"], ["run", "quickstart"], ["launch", "quickstart"]):
+        assert started(*words, "--seed", "2") == expected
+    assert capsys.readouterr().err.startswith("gpt2-accel launch cpu quickstart: the launch config")
+    monkeypatch.setattr(shipped, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(device, "launch_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv(device.OVERRIDES, '{"accelerator_count": 3, "has_bf16": true}')
+    flags = [str(CONFIGS / "8xa100.yaml"), "--num_processes", "3"]
+    assert started("quickstart") == [*LAUNCHER, *flags, *QUICKSTART]
+    given = ["launch", "--num_processes", "2", "quickstart"]  # wins, as the last one
+    assert started(*given) == [*LAUNCHER, *flags, *given[1:3], *QUICKSTART]
+
+
+@pytest.mark.parametrize(
+    "kind, gpus, bf16, expected",
+    [
+        ("cpu", 0, True, "cpu"),
+        ("mps", 1, True, "mps"),
+        ("cuda", 1, True, "1xgpu"),
+        ("cuda", 1, False, "1xt4-fp16"),
+        ("cuda", 2, False, "2xt4-fp16"),
+        ("cuda", 4, False, "2xt4-fp16 --num_processes 4"),
+        ("cuda", 4, True, "4xa100"),
+        ("cuda", 8, True, "8xa100"),
+        ("cuda", 3, True, "8xa100 --num_processes 3"),
+    ],
+)
+def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
+    assert " ".join(shipped.fitting(kind, gpus, bf16)) == expected
+    assert expected.split()[0] in shipped.launch_configs()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sampel --model x", "no command 'sampel': choose one of sample, quickstart, prep"),
-        ("train --max_steps 5", "no command .train.: choose one of launch, quickstart, prep"),
-        ("generate --model x", "no command .generate.: choose one of sample, quickstart, prep"),
-        ("launch cpu pretrian_124m", "no recipe 'pretrian_124m': choose one of pretrain-124m, "),
+        ("sampel --model x", "no command 'sampel': did you mean sample"),
+        ("quikstart", "no command 'quikstart': did you mean quickstart"),
+        ("nothing", "no command 'nothing': choose one of chat-dpo, .*, sample, .*, config"),
+        ("run quikstart", "no command 'quikstart': did you mean quickstart"),
+        (
+            "launch cpu pretrian_124m",
+            "no recipe in 'cpu pretrian_124m': did you mean pretrain-124m",
+        ),
+        ("launch cpu --num_processes 2 quikstart", "no recipe in .*: did you mean quickstart"),
+        ("launch cpu", "no recipe in 'cpu': choose one of .*quickstart"),
         ("launch cpu missing.py --x", "no recipe 'missing.py': choose one of .*quickstart"),
-        ("launch cpu --num_processes 2 quikstart", "no recipe 'quikstart': choose .*quickstart, "),
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
-        ("launch 8xa10 quickstart", "no launch config '8xa10': choose one of 8xa100, "),
-        ("launch cpu", "needs a launch config and a recipe"),
+        ("launch missing.yaml quickstart", "no launch config 'missing.yaml': choose one of 1xgpu"),
+        ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
         ("launch README.md quickstart", "README.md is no launch config: give a YAML file"),
         ("config", "config needs one name"),
-        ("config nanogpt_openwebtxt", "no config .*: choose one of nanogpt-openwebtext, "),
+        ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, started):
@@ -123,7 +163,7 @@ def test_help_names_everything_and_imports_no_library():
     assert done.stdout.endswith("set()\n") and not done.stderr
     names = [
         *recipe_command.COMMANDS,
-        *shipped.recipes(),
+        *command.trained(),
         *shipped.launch_configs(),
         *shipped.settings(),
     ]

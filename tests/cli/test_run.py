@@ -3,9 +3,10 @@
 import os
 
 import pytest
-from launching import launch, launched, python
+from launching import forked, free_port, launch, launched, python
 
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.device import OVERRIDES
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
@@ -16,11 +17,12 @@ def test_the_launcher_prints_only_the_error_message():
     assert done.stderr == f"{MISTAKE}\n"
 
 
-def test_the_launcher_of_several_processes_prints_the_message_once_and_last():
+def test_the_launcher_of_several_processes_prints_the_message_first_and_last():
     done = launch("recipes/quickstart.py", "--max_steps", 0, processes=3, launcher=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count(MISTAKE) == 1
-    *_, root_cause, last, border = done.stderr.splitlines()
+    ours, report = done.stderr.split("Traceback", 1)
+    assert ours.count(MISTAKE) == report.count(MISTAKE) == 1
+    *_, root_cause, last, border = report.splitlines()
     assert root_cause.strip() == "traceback :" and last == MISTAKE and set(border) == {"="}
 
 
@@ -91,3 +93,11 @@ def test_a_slow_process_does_not_repeat_the_message(tmp_path):
     )
     done = launch(script, processes=2, launcher=True)
     assert done.returncode == 1 and done.stderr.count("a mistake") == 1
+
+
+def test_a_launch_of_several_processes_for_gpus_without_any_says_so():
+    several = ["--num_processes", "2", "--main_process_port", free_port()]
+    command = ["--config_file", "accelerate_configs/8xa100.yaml", *several, "recipes/quickstart.py"]
+    argv, environments = launched(command, {**os.environ, OVERRIDES: '{"accelerator_count": 0}'})
+    done = forked(argv, environments)
+    assert done.returncode == 1 and "the launch config is for several GPUs" in done.stderr

@@ -368,7 +368,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
     save_pretrained(GPT(GPTConfig(257, 32, 1, 2, 64)), tmp_path / "start", byte_tokenizer())
     shape = GPTConfig(257, 32, 1, 2, 64)
     assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
-    with pytest.raises(ValueError, match="device must be one of GB300, .*got 'a100'"):
+    with pytest.raises(ValueError, match="device must be one of B200, .*got 'a100'"):
         train(replace(config, device="a100"))
     with pytest.raises(FileNotFoundError, match="--accelerate_config no.yaml: there is no such"):
         train(replace(config, accelerate_config="no.yaml"))
