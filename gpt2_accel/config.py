@@ -79,14 +79,19 @@ def check_ranges(settings: object, **names_of: str) -> None:
                 raise ValueError(f"{name} must {rule}, got {value}")
 
 
-# The sections of `--help`, by the first setting of each. A recipe's own settings come first.
+# The sections of `--help`, by the first setting of each. A recipe's own settings come first, then `MOST_CHANGED`.
+MOST_CHANGED = (
+    *("data_dir", "output_dir", "init_from", "resume_from", "n_layer"),
+    *("micro_batch_size", "total_batch_size", "max_steps", "learning_rate", "eval_every"),
+)
 SECTIONS = {
-    "data_dir": "data and output",
+    "data_dir": "changed most often",
+    "document_mask": "data",
     "architecture": "model",
     "sequence_length": "batch",
     "optimizer": "optimizer and schedule",
-    "eval_every": "evaluation and samples",
-    "resume_from": "checkpoints and resume",
+    "eval_tokens": "evaluation and samples",
+    "save_every": "checkpoints and resume",
     "log_every": "logging",
     "push_to_hub": "Hub",
     "seed": "reproducing and debugging",
@@ -372,7 +377,7 @@ def add_options(
 ) -> dict[str, argparse.Action]:
     """Adds the option of each setting to the parser, in the sections of `--help`; returns the options by name."""
     trains = issubclass(config_class, TrainConfig)
-    inherited = list(get_type_hints(TrainConfig)) if trains else []
+    inherited = list(dict.fromkeys([*MOST_CHANGED, *get_type_hints(TrainConfig)])) if trains else []
     own = [name for name in hints if name not in inherited]
     own.sort(key=lambda name: name not in config_class.__annotations__)  # then those of its base
     section = parser.add_argument_group("this recipe") if own else None

@@ -229,7 +229,7 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys):
         assert " ".join(field.metadata["help"].split()) in " ".join(text.split()), field.name
     assert (
         "--learning_rate X peak learning rate (default: 0.001)"
-        in by_title["optimizer and schedule"]
+        in by_title["changed most often"]
     )
     assert (
         "--dropout X GPT-2's dropout of embeddings, attention and residuals (default: 0.0)"
