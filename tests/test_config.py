@@ -227,10 +227,7 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys):
         assert text.count(f"\n  --{field.name} ") == 1, field.name
     for field in dataclasses.fields(TrainConfig):
         assert " ".join(field.metadata["help"].split()) in " ".join(text.split()), field.name
-    assert (
-        "--learning_rate X peak learning rate (default: 0.001)"
-        in by_title["changed most often"]
-    )
+    assert "--learning_rate X peak learning rate (default: 0.001)" in by_title["changed most often"]
     assert (
         "--dropout X GPT-2's dropout of embeddings, attention and residuals (default: 0.0)"
         in by_title["model"]
