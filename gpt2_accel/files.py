@@ -159,12 +159,12 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     """Locks an output folder for this process, and creates it if it does not exist. The lock ends with the process.
 
     Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
-    the block raises, removes a folder that this call created and that holds nothing else.
+    the block raises, removes folders that this call created and that hold nothing else.
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
     folder = Path(folder)
-    created = not folder.exists()
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
@@ -188,7 +188,8 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         with suppress(OSError):
             if created and [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
-                folder.rmdir()
+                for path in created:
+                    path.rmdir()
         raise
     finally:
         lock.release()

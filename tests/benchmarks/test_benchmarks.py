@@ -56,7 +56,7 @@ def test_training_measures_all_contestants(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.rglob("training-tiny.json")

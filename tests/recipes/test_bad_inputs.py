@@ -477,7 +477,11 @@ def the_rest() -> Iterator[Row]:
         ("export", "--model nowhere --output x.gguf", "nowhere"),
         ("export", "--model {run} --output {text}", "{text} exists already"),
         ("export", "--model {run} --output {text}/x.gguf", "{text} is a file, not a folder"),
-        ("export", "--model {run} --output x --dtype q4_0", "f32 or f16 or bf16 or q8_0 for gguf"),
+        (
+            "export",
+            "--model {run} --output x --dtype q4_0",
+            "dtype must be one of f32, f16, bf16, q8_0",
+        ),
         ("export", "--model {run} --output x/", "output is the path of a file to write"),
         ("export", "--model {run} --output x.onnx", "write ONNX by optimum-cli export onnx"),
         ("demo", "--model m", "m"),

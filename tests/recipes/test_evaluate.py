@@ -300,7 +300,8 @@ def test_the_table_shows_published_results_of_the_same_items():
 def test_results_of_a_checkpoint_are_in_the_runs_folder(data_dir, tmp_path, monkeypatch):
     """A run that trains meanwhile removes its older checkpoints."""
     run(tiny_config(data_dir, tmp_path / "run", max_steps=4, save_every=2))
-    (tmp_path / "run/status.json").write_text('{"state": "running"}')
+    status = json.loads((tmp_path / "run/status.json").read_text()) | {"state": "running"}
+    (tmp_path / "run/status.json").write_text(json.dumps(status))
     loader = "gpt2_accel.evals.validation.open_split"
     honest = load_recipe("evaluate").prepare_loss.__globals__["open_split"]
 
