@@ -5,8 +5,7 @@
     python recipes/prepare_data.py shakespeare --data_dir data/shakespeare
     python recipes/prepare_data.py text folder/ more.jsonl.zst --data_dir data/mine
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
-    python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model runs/pretrain_124m \
-        --sequence_length 1024 --data_dir data/smoltalk
+    python recipes/prepare_data.py chat USER/NAME --model MODEL --sequence_length 1024 --data_dir data/chat
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py --data_dir data/mine  # shows what it holds; --verify checks it
 
@@ -362,7 +361,11 @@ def main() -> None:
     elif options.command:
         summarize(prepare_corpus(options))
     if options.verify:
-        print(f"all {verify_data(options.data_dir)} shards are intact")
+        count = verify_data(options.data_dir)
+        if "format" in read_manifest(options.data_dir):
+            print(f"all {count} shards are intact")
+        else:  # other trainers' files
+            print(f"{plural(count, 'file')} of the right size; there are no checksums to compare")
     if not (options.command or options.verify):
         show(options.data_dir)
 

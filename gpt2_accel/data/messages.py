@@ -45,6 +45,8 @@ def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[b
     fields = {name: value for name, value in row.items() if value is not None}
     if any(fields.get(name) for name in UNSUPPORTED):
         raise Problem("unsupported")
+    if {"messages", "conversations"} & (row.keys() - fields.keys()) and not fields:
+        raise Problem("empty")  # null
     found, given = raw_messages(fields, place)
     system = fields.get("system", fields.get("system_prompt"))
     if not isinstance(system, str | None):

@@ -237,7 +237,8 @@ def text_spans(files: Mapping[Path, str], part_bytes: int) -> list[TextSpan]:
             continue
         cut = next_cut(path, int(sizes[path] * (1 - VAL_SHARE)))
         spans += spans_of(path, 0, cut, "train", part_bytes)
-        spans += spans_of(path, cut, sizes[path], "val", part_bytes)
+        if cut < sizes[path]:
+            spans += spans_of(path, cut, sizes[path], "val", part_bytes)
     return spans
 
 

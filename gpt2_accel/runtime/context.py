@@ -90,6 +90,9 @@ class RunContext:
             if unevaluated:
                 self.evaluate()
                 self.log.write()
+                if not self.stopping:  # the checkpoint gets the result, too
+                    self._saved_step = None
+                    self.save()
                 self.log.clock.resume()
             self._stack = stack.pop_all()
         return self
@@ -102,8 +105,8 @@ class RunContext:
         is_main = self.accelerator.is_main_process
         earlier = read_json_lines(run_dir / "metrics.jsonl") if is_main else []
         unevaluated = self._lacks_evaluation(earlier)
-        sinks = self._open_sinks(stack, unevaluated) if is_main else []
-        self.log = self._build_log(sinks, earlier, unevaluated)
+        sinks = self._open_sinks(stack) if is_main else []
+        self.log = self._build_log(sinks, earlier)
         self.uploads = stack.enter_context(
             start_uploads(config, self.accelerator, self.log.print_line, self.stop)
         )
@@ -318,30 +321,33 @@ class RunContext:
             )
         return not lock
 
-    def _open_sinks(self, stack: ExitStack, unevaluated: bool) -> list[Sink]:
+    def _open_sinks(self, stack: ExitStack) -> list[Sink]:
         """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
         config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
         self._status = stack.enter_context(Status(run_dir, step, self.stop))
         config.save(run_dir / "config.yaml")
         write_json(run_dir / "run.json", asdict(self.metadata))
         print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
-        files = stack.enter_context(RunFiles(run_dir, step - unevaluated))
+        files = stack.enter_context(RunFiles(run_dir, step))
         terminal = stack.enter_context(Terminal(step, self.inputs.updates))
         trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
         return [self._status, terminal, stack.enter_context(trackers), files]
 
     def _lacks_evaluation(self, earlier: list[dict]) -> bool:
-        """Whether a signal prevented the evaluation of the update from which the run resumes, or its line was lost. Then
-        its line of `metrics.jsonl` is written again. `earlier` are the lines of the file, on the main process."""
+        """Whether a signal prevented the evaluation of the update from which the run resumes, or its result was lost.
+        `earlier` are the lines of `metrics.jsonl`, on the main process."""
         step, resumes_here = self.state.step, self._saved_step is not None
         if step == 0 or not self._due(self.config.eval_every):
             return False
-        return (self.state.unevaluated or resumes_here) and on_main_process(
+        return self.state.unevaluated or on_main_process(
             self.accelerator,
-            lambda: not any(line["step"] == step and "val/loss" in line for line in earlier),
+            lambda: (
+                resumes_here
+                and not any(line["step"] == step and "val/loss" in line for line in earlier)
+            ),
         )
 
-    def _build_log(self, sinks: list[Sink], earlier: list[dict], unevaluated: bool) -> RunLog:
+    def _build_log(self, sinks: list[Sink], earlier: list[dict]) -> RunLog:
         device = self.accelerator.device
         peak = peak_flops(device_name(device))
         clock = TrainingClock(
@@ -352,10 +358,7 @@ class RunContext:
             flops_per_second=peak and peak * self.accelerator.num_processes,
             device_type=device.type,
         )
-        log = RunLog(sinks, clock, earlier)
-        if unevaluated:
-            log.reopen([line for line in earlier if line["step"] == self.state.step])
-        return log
+        return RunLog(sinks, clock, earlier)
 
     def _tokens_at(self, step: int) -> int:
         """Returns the number of tokens in the first `step` updates."""

@@ -30,10 +30,12 @@ class Sink:
 class RunFiles(Sink):
     """`metrics.jsonl` and `samples.jsonl` in the run's folder; a context manager around the run's loop.
 
-    Opening them drops the lines after `last_step`, which a resumed run rewrites.
+    Opening them drops the lines after `last_step`, which a resumed run rewrites. An evaluation of `last_step` itself that
+    a resumed run repeats is added to its line.
     """
 
     def __init__(self, run_dir: str | Path, last_step: int):
+        self._last_step = last_step
         self._metrics = JsonLines(Path(run_dir) / "metrics.jsonl", last_step)
         self._samples = JsonLines(Path(run_dir) / "samples.jsonl", last_step)
 
@@ -45,7 +47,10 @@ class RunFiles(Sink):
         self._samples.close()
 
     def write(self, line: dict) -> None:
-        self._metrics.write(line)
+        if line["step"] == self._last_step:
+            self._metrics.amend(line)
+        else:
+            self._metrics.write(line)
 
     def sample(self, sample: dict) -> None:
         self._samples.write(sample)
@@ -71,11 +76,6 @@ class RunLog:
             }
             self.results |= found
             self.evaluated |= dict.fromkeys(found, line["step"])
-
-    def reopen(self, lines: Iterable[dict]) -> None:
-        """Takes the metrics of the last update again, whose `lines` of `metrics.jsonl` are dropped."""
-        for line in lines:
-            self._line |= {n: value for n, value in line.items() if n not in ("step", "tokens")}
 
     @property
     def step(self) -> int:

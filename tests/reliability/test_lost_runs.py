@@ -21,7 +21,7 @@ import gpt2_accel.data.stream as stream_module
 import gpt2_accel.runtime.context as context_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.data.prepare import TextWriter
 from gpt2_accel.data.shards import HEADER, UnreadableData
 from gpt2_accel.data.sources import Texts
@@ -233,6 +233,35 @@ def test_the_metrics_of_a_checkpoint_are_never_missing(dropped, data_dir, tmp_pa
     assert [(x["step"], x.get("val/loss"), x.get("val/bits_per_byte")) for x in lines] == [
         (x["step"], x.get("val/loss"), x.get("val/bits_per_byte")) for x in expected
     ]
+
+
+def test_a_kill_in_a_repeated_evaluation_loses_nothing_and_the_run_stays_complete(
+    data_dir, tmp_path, monkeypatch
+):
+    settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
+    settings |= {"learning_rate": 0.0, "patience": 1, "max_steps": 16}
+    config = tiny_config(data_dir, tmp_path, **settings)
+    context = train_module.RunContext
+    evaluate = context.evaluate
+
+    def interrupted(run_of):
+        run_of.interrupted = lambda: run_of.state.step == 8
+        evaluate(run_of)
+
+    def killed(_):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "evaluate", interrupted)
+        before = run(config)
+        patch.setattr(context, "evaluate", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(config)
+    assert metrics(tmp_path) == before and before[-1]["step"] == 8
+    last = run(config)[-1]  # ends by early stopping
+    assert last["step"] == 8 and "val/loss" in last and before[-1].items() <= last.items()
+    assert read_state(tmp_path / "checkpoint-8")["val_loss"] == last["val/loss"]
+    assert run(config)[-1] == last and status(tmp_path)["state"] == "finished"
 
 
 def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
