@@ -171,7 +171,7 @@ class TrainConfig:
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the matrices of the blocks")
     learning_rate: float = setting(6e-4, "peak learning rate")
     lr_schedule: str = setting(
-        "cosine", "after the warmup: 'cosine', 'linear', 'wsd' (stable, then decay) or 'constant'"
+        "cosine", f"after the warmup: {', '.join(SCHEDULES)}; wsd is stable, then decays"
     )
     decay_share: float = setting(0.2, "last share of the updates, in which 'wsd' decays")
     warmup_steps: int = setting(715, "updates of linear warmup")
@@ -294,7 +294,7 @@ class TrainConfig:
 
         Returns the size, and a note for the user, None if nothing changed. Raises what `batch_schedule` raises.
         """
-        each = self.batch_schedule(processes).full // processes
+        each = self.batch_schedule(processes).sequences // processes
         fitting = halved(size, each)
         if fitting == size:
             return size, None

@@ -57,22 +57,23 @@ def learning_rate(
 
 
 class BatchSchedule:
-    """Updates of `full` sequences each, from update `step` on, before which the run has seen `seen` sequences.
+    """Updates of `sequences` sequences each, from update `step` on, before which the run has seen `seen` sequences.
 
     A resume with another batch size starts a new schedule at its step.
     """
 
-    def __init__(self, full: int, step: int = 0, seen: int = 0):
-        self.full, self.step, self.seen = full, step, seen
+    def __init__(self, sequences: int, step: int = 0, seen: int = 0):
+        self.sequences, self.step, self.seen = sequences, step, seen
 
     def first(self, step: int) -> int:
         """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
         assert step >= self.step, (step, self.step)
-        return self.seen + (step - self.step) * self.full
+        return self.seen + (step - self.step) * self.sequences
 
     def updates(self, full_updates: int) -> int:
-        """Returns the updates, from the start of the run, that see at least `full_updates` x `full` sequences."""
-        return self.step + max(0, -(-(full_updates * self.full - self.seen) // self.full))
+        """Returns the updates, from the start of the run, that see at least `full_updates` x `sequences` sequences."""
+        left = full_updates * self.sequences - self.seen
+        return self.step + max(0, -(-left // self.sequences))
 
 
 def halved(size: int, total: int) -> int:

@@ -57,17 +57,17 @@ def train(config: TrainConfig) -> bool:
 def run_updates(run: RunContext) -> None:
     """Trains until the last update, until early stopping or divergence ends the run, or until it has to stop."""
     config, accelerator, state = run.config, run.accelerator, run.state
-    model, optimizer, schedule = state.model, state.optimizer, state.schedule
+    model, optimizer, schedule = state.model, state.optimizer, state.schedule  # of the data
     model.train()
     while run.goes_on():
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-        first = schedule.first(state.step)
-        lr = config.learning_rate_at(first / schedule.full)
+        first = schedule.first(state.step)  # sequence in the order of the data
+        lr = config.learning_rate_at(first / schedule.sequences)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
-        with run.update():
+        with run.without_garbage_collection():
             loss = accumulate_gradients(
-                accelerator, model, run.loader, first, schedule.full, run.interrupted
+                accelerator, model, run.loader, first, schedule.sequences, run.interrupted
             )
             if loss is None:  # a rank has to stop: the unfinished update is dropped
                 break
@@ -78,14 +78,14 @@ def run_updates(run: RunContext) -> None:
             problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
             if problem is None:
                 optimizer.step()
-            elif accelerator.scaler is not None:
+            elif accelerator.scaler is not None:  # fp16
                 accelerator.scaler.update()
             optimizer.zero_grad()
         state.step += 1
         run.log_update({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}, problem)
         run.evaluate()
         run.sample()
-        run.end_step()  # writes the step's metrics, then its checkpoint if one is due
+        run.end_step()  # writes the step's metrics, and starts its checkpoint if one is due
 
 
 def accumulate_gradients(

@@ -57,8 +57,8 @@ class PrefetchLoader(Prefetch):
     def __init__(self, loader: TrainLoader, schedule: BatchSchedule, steps: range):
         self.micro_batches = loader.micro_batches
         self._schedule, self._steps = schedule, iter(steps)
-        first, full = schedule.first, schedule.full
-        batches = (batch for step in steps for batch in loader.update(first(step), full))
+        first, size = schedule.first, schedule.sequences
+        batches = (batch for step in steps for batch in loader.update(first(step), size))
         super().__init__(batches, loader.device)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:

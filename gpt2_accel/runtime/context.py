@@ -144,7 +144,7 @@ class RunContext:
         return self.state.guard.bad_in_a_row >= guard.MAX_BAD_STEPS
 
     @contextmanager
-    def update(self) -> Iterator[None]:
+    def without_garbage_collection(self) -> Iterator[None]:
         """The context of an update, without cyclic garbage collection: a rank that collects keeps the others waiting.
 
         What is there after the first update is not collected before the run ends.
@@ -184,7 +184,7 @@ class RunContext:
         self.log.advance(step)
         if problem is not None:
             schedule, self.problem = self.state.schedule, problem
-            samples = self.inputs.loader.samples(schedule.first(step - 1), schedule.full)
+            samples = self.inputs.loader.samples(schedule.first(step - 1), schedule.sequences)
             self.log.skipped(problem, samples)
         elif step == 1 or self._due(self.config.log_every):
             self.log.training(figures)

@@ -95,7 +95,7 @@ def describe_batch(
     config: TrainConfig, accelerator: Accelerator, loader: TrainLoader, schedule: BatchSchedule
 ) -> str:
     """Describes how the tokens of a full update are divided into micro-batches."""
-    size, count = loader.micro_batches(schedule.full)
+    size, count = loader.micro_batches(schedule.sequences)
     return (
         f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
         f"{accelerator.num_processes} processes x {size} sequences x {config.tokens_per_sequence} tokens"
