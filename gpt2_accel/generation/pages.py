@@ -34,6 +34,7 @@ UPLOADS = tuple(
 )
 CSS = """
 .message .md { white-space: pre-wrap }
+@media (max-width: 640px) { .one-of-2 { height: 34dvh !important } }
 """
 # A `text_chatbot` has escaped text, which the copy buttons would copy.
 COPY_TEXT = """() => {
@@ -85,12 +86,13 @@ def shown(completion: Completion) -> str:
     return completion.text + (CUT if completion.ended in (None, "length") else "")
 
 
-def text_chatbot(label: str, height: str) -> gr.Chatbot:
+def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
     """Returns a chatbot whose messages are text. Gradio's own also shows HTML in them, and takes files and components from the
     browser."""
     bot = gr.Chatbot(
         label=label,
-        height=height,
+        height="70dvh",
+        elem_classes=css_class,
         min_width=300,
         render_markdown=False,
         latex_delimiters=[],
@@ -207,11 +209,9 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
                 else text_message("assistant", first)
             )
 
-    with gr.Blocks(title="Chat", analytics_enabled=False, fill_height=True) as page:
-        row = gr.Row(scale=1)
-        bots = [
-            text_chatbot(loaded.name, "65dvh" if len(models) == 1 else "33dvh") for loaded in models
-        ]
+    with gr.Blocks(title="Chat", analytics_enabled=False) as page:
+        row = gr.Row()
+        bots = [text_chatbot(loaded.name, f"one-of-{len(models)}") for loaded in models]
         system = gr.Textbox(label="System prompt", lines=2, render=False)
         chat = gr.ChatInterface(
             answer,
@@ -241,9 +241,11 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
             restored = page.load(None, saved, bot, js="messages => [messages]")
             if number == 0:
                 restored.then(lambda messages: messages, bot, chat.chatbot_state, queue=False)
-            else:  # undone, cleared or tried again
+            else:  # the second model's conversation is as long as the first's
                 shorter = "(first, second) => [second.slice(0, first.length)]"
                 bots[0].change(None, [bots[0], bot], bot, js=shorter)
+                both = [bots[0], chat.chatbot_state]
+                bot.clear(lambda: ([], []), None, both, queue=False)
         page.load(None, js=COPY_TEXT)
     return page
 
@@ -270,6 +272,7 @@ def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
         title="Continue a text",
         submit_btn="Write",
         flagging_mode="never",
+        show_progress="hidden",  # a text that is stopped is sometimes covered by "Error" otherwise
         analytics_enabled=False,
         api_visibility="private",
     )
