@@ -32,7 +32,9 @@ MAX_REQUEST = 1_000_000  # bytes
 UPLOADS = tuple(
     f"/gradio_api/{name}" for name in ("upload", "process_recording", "component_server")
 )
+# A text that is stopped is sometimes covered by Gradio's "Error"; what is wrong is in a message of its own.
 CSS = """
+.text [data-testid=status-tracker] { display: none }
 .message .md { white-space: pre-wrap }
 @media (max-width: 640px) { .one-of-2 { height: 34dvh !important } }
 """
@@ -263,7 +265,9 @@ def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
         write,
         gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True),
         [
-            gr.Textbox(label=loaded.name, lines=8, max_lines=16, buttons=["copy"])
+            gr.Textbox(
+                label=loaded.name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"
+            )
             for loaded in models
         ],
         additional_inputs=settings(length=100),
@@ -272,7 +276,6 @@ def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
         title="Continue a text",
         submit_btn="Write",
         flagging_mode="never",
-        show_progress="hidden",  # a text that is stopped is sometimes covered by "Error" otherwise
         analytics_enabled=False,
         api_visibility="private",
     )
