@@ -43,7 +43,7 @@ def test_former_names_are_importable():
     from gpt2_accel.train import accumulate_gradients, train
 
     assert gpt2_accel.model.GPT is GPT and gpt2_accel.model.GPTConfig is GPTConfig
-    names = "Completion DTYPES Sampling complete encode_prompt likeliest load stream tokens"
+    names = "Completion DTYPES Sampling complete encode_prompt load stream tokens"
     assert all(hasattr(gpt2_accel.generate, name) for name in names.split())
     found = (from_pretrained, save_pretrained, TrainConfig, parse_config, required, setting)
     assert all(map(callable, (*found, prepare, accumulate_gradients, train)))

@@ -306,7 +306,7 @@ class Guard:
                 403,
                 f"This page is not at {host}. Open it by its IP address, or name it by --host.",
             )
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return 403, "This page answers its own requests only."
         if scope["path"].startswith(UPLOADS):
             return 404, "This page takes no files."
@@ -318,7 +318,7 @@ class Guard:
         """Whether `host`, with or without a port, is an IP address or a name of this page."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            ip_address(name)
+            by_name = name in self.names or (self.share and name.endswith(".gradio.live"))
+            return by_name or ip_address(name) is not None
         except ValueError:
-            return name in self.names or (self.share and name.endswith(".gradio.live"))
-        return True
+            return False
