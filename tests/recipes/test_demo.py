@@ -16,7 +16,7 @@ from launching import ROOT, free_port
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
 HTML = "Why   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>"
@@ -141,6 +141,9 @@ class Visitor:
         """Returns the messages of `user` or `bot`, of the first model before the second."""
         return self.page.locator(f".message.{who} .md").evaluate_all("m => m.map(e => e.innerText)")
 
+    def texts(self):
+        return self.page.locator("textarea").evaluate_all("all => all.map(t => t.value)")
+
     def is_done(self):
         return not self.page.locator(".stop-button").count()
 
@@ -188,7 +191,7 @@ def test_what_the_browser_sends_is_text_and_what_is_shown_is_escaped():
     assert [pages.text_of(message) for message in received] == [HTML, ""]
 
 
-def test_the_model_reads_answered_messages(chat_base):
+def test_the_model_reads_answered_messages():
     from gpt2_accel.generation.pages import CUT, conversation
 
     said = [("user", "a"), ("user", "b"), ("assistant", f"c{CUT}"), ("system", "d"), ("user", "e")]
@@ -196,7 +199,6 @@ def test_the_model_reads_answered_messages(chat_base):
     found = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in found] == ["Be kind.", "b", "c", "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
-    assert load_tokenizer(chat_base).chat_template is None
 
 
 def test_wrong_settings_are_refused():
@@ -236,9 +238,6 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
     one.wait_for_answers(4)
     one.click("Undo")
     one.wait_for(lambda: one.said() == [HTML] * 2 and one.box.input_value() == "And?")
-    other = Visitor(browser, chat_server.url)
-    assert not other.page.locator(".message").count() or other.said() == one.said()  # its own tab
-    other.close()
     one.page.locator("button[title='Clear']").last.click()
     one.wait_for(lambda: not one.said() and not one.said("bot"))
     one.close()
@@ -259,14 +258,13 @@ def test_the_box_stays_in_the_window(browser, chat_server, width):
 
 def test_two_models_continue_a_text(browser, text_server):
     visitor = Visitor(browser, text_server.url)
-    texts = lambda: visitor.page.locator("textarea").evaluate_all("all => all.map(t => t.value)")  # noqa: E731
     visitor.page.get_by_label("Prompt").fill(HTML)
     visitor.page.get_by_role("button", name="Write").click()
-    visitor.wait_for(lambda: len(texts()[2]) > len(HTML) + 10)
+    visitor.wait_for(lambda: len(visitor.texts()[2]) > len(HTML) + 10)
     visitor.page.get_by_role("button", name="Stop").dispatch_event("click")
     visitor.page.get_by_role("button", name="Write").wait_for()
     visitor.page.wait_for_timeout(500)
-    prompt, first, second = texts()
+    prompt, first, second = visitor.texts()
     assert prompt == HTML and first != second
     for text in (first, second):
         assert text.startswith(HTML) and text.endswith(" …") and len(text) < len(HTML) + 100
