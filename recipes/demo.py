@@ -8,6 +8,7 @@ The page is at http://127.0.0.1:7860. `--host 0.0.0.0` opens it to the network a
 for a week. Visitors take turns.
 """
 
+import socket
 from dataclasses import dataclass
 
 from gpt2_accel import cli
@@ -24,6 +25,7 @@ class Demo:
     )
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 for the whole network")
     port: int | None = setting(None, "default: the first free one from 7860")
+    names: list[str] = setting([], "further names of the page, for instance behind a proxy")
     share: bool = setting(False, "also give the page a public address, through Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
@@ -52,11 +54,12 @@ def main() -> None:
     ]
     is_chat = all(loaded.tokenizer.chat_template for loaded in models)
     page = (pages.chat_page if is_chat else pages.text_page)(models, config.examples)
+    names = {config.host, socket.gethostname().lower(), *config.names}
     page.queue(max_size=MAX_WAITING, api_open=False).launch(
         server_name=config.host,
         server_port=config.port,
         share=config.share,
-        app_kwargs={"middleware": [Middleware(pages.Guard, config.host, config.share)]},
+        app_kwargs={"middleware": [Middleware(pages.Guard, names=names, share=config.share)]},
         max_file_size=1,
         ssr_mode=False,  # Gradio's Node server would answer in front of the guard
         footer_links=[],

@@ -6,8 +6,7 @@
 import functools
 import html
 import random
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import pairwise, zip_longest
@@ -285,9 +284,9 @@ class Guard:
     """ASGI middleware that refuses requests under a foreign host name (DNS rebinding), from another site's page, and large
     ones, and answers 404 to uploads."""
 
-    def __init__(self, app: ASGIApp, host: str, share: bool):
+    def __init__(self, app: ASGIApp, names: Iterable[str], share: bool):
         self.app, self.share = app, share
-        self.names = {"localhost", host, socket.gethostname().lower()}
+        self.names = {"localhost", *names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self.refusal(scope) if scope["type"] == "http" else None
@@ -304,7 +303,7 @@ class Guard:
         if not self.is_own(host):
             return (
                 403,
-                f"This page is not at {host}. Open it by its IP address, or name it by --host.",
+                f"This page is not at {host}. Open it by its IP address, or start it with --names.",
             )
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "This page answers its own requests only."

@@ -42,7 +42,16 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "recipes/demo.py", "--port", str(self.port), "--model", *models],
+            [
+                sys.executable,
+                "recipes/demo.py",
+                "--port",
+                str(self.port),
+                "--names",
+                "my.site",
+                "--model",
+                *models,
+            ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -161,6 +170,7 @@ class Visitor:
 
 def test_requests_of_other_sites_uploads_and_large_ones_are_refused(chat_server):
     status, url = chat_server.status, chat_server.url
+    assert status(Host="my.site", Origin="https://my.site") == 200
     assert status() == status(Origin=url) == status(Host="localhost") == status(Host="[::1]") == 200
     for host in ("evil.com", "evil.com:80", "127.0.0.1.evil.com", "[::1", "", "x.gradio.live"):
         assert status(Host=host) == status("/config", Host=host) == 403
