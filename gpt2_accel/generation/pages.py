@@ -62,7 +62,8 @@ class LoadedModel:
     def answer(self, messages: Messages, sampling: Sampling) -> Iterator[str]:
         """Yields the answer to a conversation as it grows."""
         # A chat answers one conversation at a time, and keeps the KV cache of its last.
-        chat = self.idle.pop() if self.idle else self.new_chat()
+        new = functools.partial(Chat, self.model, self.tokenizer, compile=self.compile)
+        chat = self.idle.pop() if self.idle else new()
         try:
             for number, answer in enumerate(chat.answer(messages, sampling)):
                 if number == 0 and chat.dropped:
@@ -70,10 +71,6 @@ class LoadedModel:
                 yield shown(answer)
         finally:
             self.idle.append(chat)
-
-    def new_chat(self) -> Chat:
-        """Returns a chat without a conversation."""
-        return Chat(self.model, self.tokenizer, compile=self.compile)
 
     def continuation(self, prompt: str, sampling: Sampling) -> Iterator[str]:
         """Yields the prompt with its continuation as it grows."""

@@ -235,7 +235,7 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
     one.click("Copy message")
     one.wait_for(lambda: one.page.evaluate("navigator.clipboard.readText()") == HTML)
     one.ask("And?")
-    one.wait_for(lambda: len(one.said("bot")) == 4)
+    one.wait_for(lambda: len(one.said("bot")) == 4 and one.said("bot")[1])
     one.page.locator(".stop-button").dispatch_event("click")
     one.wait_for_answers(4)
     first, stopped, second, _ = one.said("bot")
