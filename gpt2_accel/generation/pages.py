@@ -122,7 +122,8 @@ def text_message(role: str, text: str) -> dict:
 def text_of(message: dict) -> str:
     """Returns the text of a chatbot's message."""
     content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    parts = [content] if isinstance(content, str) else content
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
 
 
 def conversation(history: Sequence[dict], message: str, system: str | None) -> Messages:
