@@ -49,6 +49,8 @@ class Server:
                 str(self.port),
                 "--names",
                 "my.site",
+                "--examples",
+                "How?",
                 "--model",
                 *models,
             ],
@@ -257,8 +259,11 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
 def test_the_box_stays_in_the_window(browser, chat_server, width):
     visitor = Visitor(browser, chat_server.url)
     visitor.page.set_viewport_size({"width": width, "height": 844})
-    visitor.ask("Why?\n" * 60)
+    visitor.page.get_by_text("How?").first.click()
     visitor.wait_for_answers(2)
+    visitor.ask("Why?\n" * 60)
+    visitor.wait_for_answers(4)
+    assert visitor.said()[::2] == ["How?"] * 2
     box = visitor.page.locator(".submit-button").bounding_box()
     assert 0 < box["y"] and box["y"] + box["height"] < 844
     assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
