@@ -1,5 +1,6 @@
 """A conversation with a model. The KV cache stays between turns, so a turn costs its own tokens."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -51,7 +52,8 @@ class Chat:
         `encode_prompt`.
         """
         n_positions = self.model.config.n_positions
-        kept, prompt = self._fit(messages, min(sampling.max_new_tokens, n_positions // 2))
+        room = min(sampling.max_new_tokens, n_positions // 2)
+        kept, prompt = fit(self.tokenizer, messages, n_positions, room)
         self.dropped = len(messages) - len(kept)
         room = min(sampling.max_new_tokens, n_positions - len(prompt))
         sampling = replace(sampling, max_new_tokens=room, num_samples=1)
@@ -61,27 +63,6 @@ class Chat:
         )
         for (self._answer,) in written:
             yield self._answer
-
-    def _fit(self, messages: Sequence[Message], room: int) -> tuple[list[Message], list[int]]:
-        """Drops the oldest turns until `room` tokens are free; returns the messages and their tokens."""
-        n_positions = self.model.config.n_positions
-        system = list(takewhile(lambda message: message["role"] == "system", messages))
-        turns = list(messages[len(system) :])
-        prompt = encode_prompt(self.tokenizer, [*system, *turns])
-        while len(prompt) + room > n_positions:
-            later = (i for i in range(1, len(turns)) if turns[i]["role"] == "user")
-            if (first := next(later, None)) is None:
-                break
-            turns = turns[first:]
-            prompt = encode_prompt(self.tokenizer, [*system, *turns])
-        if len(prompt) >= n_positions:
-            what = (
-                "the system prompt and the last message have" if system else "the last message has"
-            )
-            raise ValueError(
-                f"{what} {len(prompt):,} tokens with the template, and the model reads {n_positions:,}: write less"
-            )
-        return [*system, *turns], prompt
 
     @torch.no_grad()
     def _read(self, prompt: list[int]) -> None:
@@ -100,3 +81,32 @@ class Chat:
                 cache = KVCache(self.model, [prompt], slots, compile=self.compile)
         self._cache, self._prompt, self._answer = cache, prompt, Completion([])
         self.computed = len(prompt) - known
+
+
+def fit(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    n_positions: int,
+    room: int,
+) -> tuple[list[Message], list[int]]:
+    """Drops the oldest turns until `room` of `n_positions` tokens are free; returns the messages and their tokens.
+
+    The system prompt and the last turn stay. The number of renderings is logarithmic in the number of turns. Raises the
+    errors of `Chat.answer`.
+    """
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    turns = list(messages[len(system) :])
+    starts = [0, *(i for i in range(1, len(turns)) if turns[i]["role"] == "user")]
+
+    def prompt(start: int) -> list[int]:
+        return encode_prompt(tokenizer, [*system, *turns[start:]])
+
+    first = bisect_left(starts, True, key=lambda i: len(prompt(i)) + room <= n_positions)
+    start = starts[min(first, len(starts) - 1)]
+    ids = prompt(start)
+    if len(ids) >= n_positions:
+        what = "the system prompt and the last message have" if system else "the last message has"
+        raise ValueError(
+            f"{what} {len(ids):,} tokens with the template, and the model reads {n_positions:,}: write less"
+        )
+    return [*system, *turns[start:]], ids

@@ -314,20 +314,3 @@ def choose(
 def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Returns the log-probabilities of `ids` in nats: logits (B, V), ids (B,) -> (B,)."""
     return logits.log_softmax(dim=-1).gather(-1, ids[:, None]).squeeze(-1)
-
-
-@torch.no_grad()
-def likeliest(
-    model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", prompt: str, count: int = 10
-) -> list[tuple[int, float]]:
-    """Returns the ids of the `count` most likely next tokens after a prompt, and their probabilities.
-
-    Only the last `n_positions` tokens of a longer prompt are used. Raises the errors of `complete`.
-    """
-    ids = encode_prompt(tokenizer, prompt)[-model.config.n_positions :]
-    with evaluating(model):
-        logits = KVCache(model, [ids], len(ids)).logits[0].float()
-    if not logits.isfinite().all():
-        raise ValueError(NOT_FINITE)
-    probabilities, best = logits.softmax(dim=-1).topk(min(count, len(logits)))
-    return list(zip(best.tolist(), probabilities.tolist(), strict=True))

@@ -171,18 +171,6 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
     write_file(path, str(card))
 
 
-def licence_and_tokens(directory: Path) -> tuple[str | None, int | None]:
-    """Returns the licence and the tokens seen in training that a model directory's card names, None where it names none."""
-    from huggingface_hub import ModelCard
-
-    try:
-        card = ModelCard((directory / "README.md").read_text("utf-8"), ignore_metadata_errors=True)
-    except (OSError, ValueError):
-        return None, None
-    seen = re.search(r"^- Tokens seen: ([\d,]+)$", card.text, re.MULTILINE)
-    return card.data.license, int(seen[1].replace(",", "")) if seen else None
-
-
 def training_section(training: Training) -> str:
     """Returns the training section of the card."""
     versions = ", ".join(f"{name} {found}" for name, found in installed_versions().items())

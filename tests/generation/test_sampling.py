@@ -16,7 +16,6 @@ from gpt2_accel.generation.sampling import (
     Sampling,
     choose,
     complete,
-    likeliest,
     load,
     stream,
     tokens,
@@ -126,13 +125,6 @@ def test_logprobs_equal_the_models_log_softmax(model):
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=0)
 
 
-def test_likeliest_next_tokens(model):
-    found = likeliest(model, byte_tokenizer(), "x" * 100, 300)
-    assert len(found) == 257 and sum(probability for _, probability in found) == pytest.approx(1)
-    [greedy] = complete(model, byte_tokenizer(), ["x" * 48], Sampling(1, temperature=0))
-    assert found[0][0] == greedy.ids[0] and found == sorted(found, key=lambda pair: -pair[1])
-
-
 def test_samples_depend_on_their_seed_only(model):
     def rows(prompts, **sampling):
         return ids(model, prompts, 20, temperature=1, top_k=0, **sampling)
@@ -231,8 +223,6 @@ def test_prompt_that_is_too_long_is_refused_before_generation(model):
     message = f"the prompt has 5,000,000 characters: shorten it to at most {MAX_PROMPT:,}"
     with pytest.raises(ValueError, match=message):
         complete(model, byte_tokenizer(), ["ab cd" * 10**6], Sampling(1))
-    with pytest.raises(ValueError, match=message):
-        likeliest(model, byte_tokenizer(), "ab cd" * 10**6)
 
 
 def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):
@@ -262,8 +252,6 @@ def test_logits_that_are_not_finite_are_refused(value, temperature):
     sampling = Sampling(3, temperature=temperature)
     with pytest.raises(ValueError, match="not finite"):
         complete(model, byte_tokenizer(), ["ab"], sampling)
-    with pytest.raises(ValueError, match="not finite"):
-        likeliest(model, byte_tokenizer(), "ab")
 
 
 @pytest.mark.parametrize(
