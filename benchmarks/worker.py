@@ -66,15 +66,16 @@ class Gate:
 
 def toolkit(job: Job, gate: Gate) -> None:
     """The toolkit's `train`; precision and compilation come from the environment, as in a launched run."""
-    import gpt2_accel.runtime.context as context
+    from gpt2_accel.runtime.context import RunContext
     from gpt2_accel.train import train
 
-    class GatedLog(context.RunLog):
-        def end_step(self) -> None:
-            super().end_step()
-            gate()
+    end_step = RunContext.end_step
 
-    context.RunLog = GatedLog
+    def gated(run: RunContext) -> None:
+        end_step(run)
+        gate()
+
+    RunContext.end_step = gated
     train(settings(job))
 
 
