@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import losses, make_text, run, status, tiny_config
@@ -193,6 +195,27 @@ def test_a_restored_guard_judges_as_before(values):
     for loss in (1.5, 50.0):
         assert guard.check(loss, 2.5) == again.check(loss, 2.5)
     assert guard.check(50.0, 2.5).startswith("the loss is 50")
+
+
+def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
+    data_dir, tmp_path, monkeypatch
+):
+    log, rename, synced, held = tmp_path / "metrics.jsonl", Path.rename, [0], []
+
+    def fsync(file):
+        if log.exists() and os.path.samestat(os.fstat(file), log.stat()):
+            synced.append(log.stat().st_size)
+
+    def noted(self, target):
+        if target.name.startswith("checkpoint-"):
+            lines = log.read_bytes()[: synced[-1]].splitlines()
+            held.append((target.name, bool(lines) and json.loads(lines[-1])["step"]))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", noted)
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    assert held == [("checkpoint-4", 4), ("checkpoint-8", 8)]
 
 
 def test_a_slow_write_stores_the_state_of_its_own_step(data_dir, tmp_path, monkeypatch):
