@@ -132,6 +132,22 @@ def test_a_folder_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatc
     assert tmp_path.stat().st_ino in synced  # the name too
 
 
+def test_files_are_synced_to_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    synced, named, replace = set(), [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+
+    def checked(self, target):
+        named.append(self.stat().st_ino in synced)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", checked)
+    with atomic_files(tmp_path) as folder:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text("new")
+    assert named == [True, True]
+    assert tmp_path.stat().st_ino in synced  # the names too
+
+
 def test_a_config_and_an_onnx_file_appear_after_their_weights(tmp_path, monkeypatch):
     appeared, replace = [], Path.replace
 

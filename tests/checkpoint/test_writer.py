@@ -69,6 +69,22 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
 
 
+def test_a_damaged_checkpoint_does_not_count_when_its_step_is_saved_again(
+    data_dir, tmp_path, monkeypatch
+):
+    settings = {"save_every": 4, "keep_last": 1, "resume_from": "latest"}
+    run(tiny_config(data_dir, tmp_path, max_steps=4, **settings))
+    (tmp_path / "checkpoint-8").mkdir()
+
+    def fail(*_, **__):
+        raise OSError("no room")
+
+    monkeypatch.setattr(writer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no room"):
+        run(tiny_config(data_dir, tmp_path, max_steps=8, **settings))
+    assert find_corruption(tmp_path / "checkpoint-4") is None
+
+
 def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path):
     run(tiny_config(data_dir, tmp_path / "run", save_every=4))
     texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
