@@ -186,6 +186,7 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
         signal.raise_signal(signal.SIGTERM)  # sent when the launcher dies: the reason stays
         assert stop.reason == "SIGINT" and stop.seconds_left == 0
         signal.raise_signal(signal.SIGINT)
+    assert signals.ECHO == 0.0  # it was the last signal that raised
     limited = StopRequest(max_hours=1e-9)
     time.sleep(0.01)
     assert limited.reason == "max_hours" and limited.seconds_left == math.inf
