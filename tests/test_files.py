@@ -100,6 +100,22 @@ def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkey
     assert (path / "a.txt").read_text() == "old"
 
 
+def test_a_file_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, replace = {}, os.replace
+
+    def noted(file):
+        synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    def checked(source, target):
+        assert synced[os.stat(source).st_ino] == os.stat(source).st_size == 3
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", checked)
+    write_file(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "new"
+
+
 def test_a_folder_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, rename = set(), Path.rename
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
@@ -114,6 +130,22 @@ def test_a_folder_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatc
         (folder / "state/a.txt").write_text("new")
     assert (tmp_path / "checkpoint-4/state/a.txt").exists()
     assert tmp_path.stat().st_ino in synced  # the name too
+
+
+def test_files_are_synced_to_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    synced, named, replace = set(), [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+
+    def checked(self, target):
+        named.append(self.stat().st_ino in synced)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", checked)
+    with atomic_files(tmp_path) as folder:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text("new")
+    assert named == [True, True]
+    assert tmp_path.stat().st_ino in synced  # the names too
 
 
 def test_a_config_and_an_onnx_file_appear_after_their_weights(tmp_path, monkeypatch):

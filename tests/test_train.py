@@ -4,8 +4,10 @@ import gc
 import math
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +65,24 @@ def test_the_logged_loss_is_the_mean_over_micro_batches(data_dir, tmp_path):
     assert by_hand[0] == pytest.approx(math.log(257), abs=0.1)
 
 
+def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
+    reduces, backwards = [True], []
+
+    @contextmanager
+    def no_sync(model):
+        reduces.append(False)
+        yield
+        reduces.pop()
+
+    accelerator = SimpleNamespace(
+        device="cpu", no_sync=no_sync, backward=lambda loss: backwards.append(reduces[-1])
+    )
+    parts, model = open_split(data_dir, "train"), lambda *_, documents: torch.ones(())
+    loader = TrainLoader(parts, sequence_length=32, micro_batch_size=2, seed=0)
+    assert train_module.accumulate_gradients(accelerator, model, loader, 0, 8) == 1
+    assert backwards == [False, False, False, True]
+
+
 def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(data_dir, tmp_path):
     last = run(tiny_config(data_dir, tmp_path, eval_every=4))[-1]
     stream = TokenStream(data_dir, "val")
@@ -73,6 +93,17 @@ def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(data
     assert last["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     bits = loss / math.log(2) * stream.tokens / stream.bytes
     assert last["val/bits_per_byte"] == pytest.approx(bits, abs=1e-5)
+
+
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(data_dir, tmp_path):
+    settings = {"learning_rate": 0.0, "max_steps": 2, "eval_every": 1, "eval_tokens": 512}
+    plain, dropped = (
+        run(tiny_config(data_dir, tmp_path / str(rate), dropout=rate, **settings))
+        for rate in (0.0, 0.5)
+    )
+    for one, other in zip(plain, dropped, strict=True):
+        assert other["val/loss"] == pytest.approx(one["val/loss"], abs=1e-6)
+        assert abs(other["train/loss"] - one["train/loss"]) > 1e-4
 
 
 def test_the_loss_falls_below_that_of_letter_frequencies(data_dir, tmp_path):

@@ -32,11 +32,14 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
 
     monkeypatch.setattr(TrainLoader, "update", watched)
     changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
-    lines = run(tiny_config(data_dir, tmp_path / "run", **changes))
+    config = tiny_config(data_dir, tmp_path / "run", **changes)
+    lines = run(config)
     # 3 updates read 12 sequences. 4 updates of the new size are 32 sequences, reached after 3 more updates of 8.
     assert read == [(12, 8), (20, 8), (28, 8)]
     assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    rates = [config.learning_rate_at(update) for update in (12 / 8, 20 / 8, 28 / 8)]
+    assert [line["train/learning_rate"] for line in lines[3:]] == rates
 
 
 @pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])

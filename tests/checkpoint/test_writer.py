@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import losses, make_text, run, status, tiny_config
@@ -65,6 +67,22 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     assert names(tmp_path / "run") == [*stay, "checkpoint-8"]
     assert find_corruption(elsewhere) is None  # only the link is removed, not its target
     assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
+
+
+def test_a_damaged_checkpoint_does_not_count_when_its_step_is_saved_again(
+    data_dir, tmp_path, monkeypatch
+):
+    settings = {"save_every": 4, "keep_last": 1, "resume_from": "latest"}
+    run(tiny_config(data_dir, tmp_path, max_steps=4, **settings))
+    (tmp_path / "checkpoint-8").mkdir()
+
+    def fail(*_, **__):
+        raise OSError("no room")
+
+    monkeypatch.setattr(writer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no room"):
+        run(tiny_config(data_dir, tmp_path, max_steps=8, **settings))
+    assert find_corruption(tmp_path / "checkpoint-4") is None
 
 
 def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path):
@@ -168,6 +186,7 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
         signal.raise_signal(signal.SIGTERM)  # sent when the launcher dies: the reason stays
         assert stop.reason == "SIGINT" and stop.seconds_left == 0
         signal.raise_signal(signal.SIGINT)
+    assert signals.ECHO == 0.0  # it was the last signal that raised
     limited = StopRequest(max_hours=1e-9)
     time.sleep(0.01)
     assert limited.reason == "max_hours" and limited.seconds_left == math.inf
@@ -193,6 +212,27 @@ def test_a_restored_guard_judges_as_before(values):
     for loss in (1.5, 50.0):
         assert guard.check(loss, 2.5) == again.check(loss, 2.5)
     assert guard.check(50.0, 2.5).startswith("the loss is 50")
+
+
+def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
+    data_dir, tmp_path, monkeypatch
+):
+    log, rename, synced, held = tmp_path / "metrics.jsonl", Path.rename, [0], []
+
+    def fsync(file):
+        if log.exists() and os.path.samestat(os.fstat(file), log.stat()):
+            synced.append(log.stat().st_size)
+
+    def noted(self, target):
+        if target.name.startswith("checkpoint-"):
+            lines = log.read_bytes()[: synced[-1]].splitlines()
+            held.append((target.name, bool(lines) and json.loads(lines[-1])["step"]))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", noted)
+    run(tiny_config(data_dir, tmp_path, save_every=4))
+    assert held == [("checkpoint-4", 4), ("checkpoint-8", 8)]
 
 
 def test_a_slow_write_stores_the_state_of_its_own_step(data_dir, tmp_path, monkeypatch):

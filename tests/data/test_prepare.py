@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -578,6 +579,21 @@ def test_a_full_disk_leaves_no_partial_shards(corpus, tmp_path, small_disk, monk
     made(parts, disk / "d")
     made(parts, tmp_path / "d")
     assert same(disk / "d", tmp_path / "d")
+
+
+def test_the_folder_is_synced_to_disk_before_it_gets_its_name(corpus, tmp_path, monkeypatch):
+    synced, rename, checked = set(), Path.rename, []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+
+    def check(self, target):
+        if target == tmp_path / "data":
+            checked.append({path.stat().st_ino for path in (self, *self.rglob("*"))} <= synced)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", check)
+    made(parts_of(corpus[0]), tmp_path / "data")
+    assert checked == [True]
+    assert tmp_path.stat().st_ino in synced  # the name too
 
 
 def test_a_second_preparation_of_a_folder_is_refused(corpus, tmp_path):

@@ -1,6 +1,7 @@
 """Shards, manifests, the training order and the loaders' batches. `test_recorded.py` holds the order itself."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -230,6 +231,13 @@ def test_a_shard_without_a_header_was_never_closed(tmp_path):
     writer.append(np.arange(1000))
     writer._file.flush()
     assert MAGIC not in (tmp_path / "a.bin").read_bytes()
+
+
+def test_a_closed_shard_is_on_disk(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a.bin", []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+    write_shard(path, range(100))
+    assert synced == [path.read_bytes()]  # with its header
 
 
 def test_changed_tokens_and_a_replaced_shard_are_refused(copied):

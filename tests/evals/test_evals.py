@@ -51,6 +51,13 @@ def plain_loop(hf, context: str, continuation: str) -> list[float]:
     return F.cross_entropy(logits, torch.tensor(target), reduction="none").tolist()
 
 
+def test_scores_are_without_dropout_and_the_mode_is_restored(accelerator):
+    model = GPT(replace(SHAPE, dropout=0.5)).train()
+    questions = build_hellaswag(hellaswag_items(3)).questions
+    first, again = (log_likelihoods(accelerator, model, questions) for _ in range(2))
+    assert first == again and model.training
+
+
 def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)

@@ -145,6 +145,9 @@ def test_published_config_is_read(published, config, parameters, tmp_path):
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 10_000
     changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 5000.0
+    # Of both forms transformers takes the new one.
+    both = {"rope_parameters": changed["rope_parameters"]}
+    assert read_config(write(tmp_path, published, **both)).rope_theta == 5000.0
     with pytest.raises(ValueError, match="no dropout"):
         read_config(tmp_path, dropout=0.1)
 

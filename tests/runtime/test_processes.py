@@ -3,8 +3,11 @@
 import json
 
 import pytest
-from conftest import WORDS, as_flags, losses, metrics, run, tiny_config
+from conftest import WORDS, as_flags, losses, make_text, metrics, run, tiny_config
 from launching import launch
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = "tests/train_script.py"
 
@@ -34,6 +37,18 @@ def test_losses_do_not_depend_on_processes_and_accumulation(
     said = "micro_batch_size 2 in place of 8: each process has 2 sequences"
     assert done.stdout.count(said) == (micro_batch_size == 8)
     assert done.stdout.count("tokens per update") == 1  # only the main process prints
+
+
+def test_dropout_differs_between_processes(tmp_path):
+    # Both read the same window, and the learning rate is 0: with equal dropout the mean loss would be that of the first.
+    prepare({"train": [make_text(20, 0)[:32]]}, byte_tokenizer(), tmp_path / "data", source="text")
+    settings = {"dropout": 0.2, "learning_rate": 0.0, "micro_batch_size": 1, "max_steps": 3}
+    alone = tiny_config(tmp_path / "data", tmp_path / "alone", total_batch_size=32, **settings)
+    config = tiny_config(tmp_path / "data", tmp_path / "both", total_batch_size=64, **settings)
+    done = launch(SCRIPT, *as_flags(config), processes=2)
+    assert done.returncode == 0, done.stderr
+    for one, both in zip(losses(run(alone)), losses(metrics(tmp_path / "both")), strict=True):
+        assert abs(both - one) > 1e-4
 
 
 def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
