@@ -267,8 +267,7 @@ class JsonLines:
     def write(self, entry: dict) -> None:
         """Appends one entry, with null for numbers that are not finite. On a full disk it stays in memory until the
         next call."""
-        entry = {name: None if not_finite(value) else value for name, value in entry.items()}
-        self._unwritten += json.dumps(entry, allow_nan=False).encode() + b"\n"
+        self._unwritten += json.dumps(finite(entry), allow_nan=False).encode() + b"\n"
         with suppress(OSError):
             self._flush()
 
@@ -278,7 +277,7 @@ class JsonLines:
         if entries and entries[-1]["step"] == entry["step"]:
             entry = entries.pop() | entry
         self._file.close()
-        self._open([*entries, entry])
+        self._open([*entries, finite(entry)])
 
     def close(self) -> None:
         """Closes the file. Prints how many lines are lost if the disk is still full."""
@@ -295,6 +294,11 @@ class JsonLines:
         while self._unwritten:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written:]
+
+
+def finite(entry: dict) -> dict:
+    """Returns an entry with null for numbers that are not finite, which JSON lacks."""
+    return {name: None if not_finite(value) else value for name, value in entry.items()}
 
 
 def not_finite(value: object) -> bool:

@@ -135,8 +135,8 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     )
     # Inductor reports a choice of its own for few rows, once for each graph.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    # A run compiles for its micro-batch and for the evaluation, and a program may train several runs. Dynamo runs any beyond the limit, by
-    # default 8, uncompiled.
+    # A run compiles for its micro-batch and for the evaluation, and a program may train several runs. Dynamo runs any
+    # beyond the limit, by default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64
 
 
