@@ -14,7 +14,7 @@ from gpt2_accel.estimate.flops import duration
 from gpt2_accel.progress import PAUSE
 from gpt2_accel.runtime.log import Sink
 
-# The figures of an update of which the terminal shows some in its own way.
+# The figures that every run logs; the terminal shows any other one by its name.
 FIGURES = {
     f"train/{name}"
     for name in [

@@ -51,7 +51,7 @@ LOG = "log.txt"  # in a run's folder: its terminal output
 def require_study() -> None:
     """Raises `ValueError` if a library of the extra `study` is not installed."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401, missing libraries are named before hours of runs
         import optuna
         import scipy  # noqa: F401
     except ImportError as error:

@@ -1,6 +1,7 @@
 """The outcome of a comparison: as text and as a page."""
 
 import math
+from functools import partial
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING
@@ -125,11 +126,11 @@ def write_page(outcome: Comparison, engine: Engine, name: str) -> Path:
     page.section("Remarks", bullets(remarks(outcome)))
     if len(study.variants) > 1:
         caption = "The mean difference to the baseline, its 95% interval, and the difference of each pair of seeds."
-        draw = lambda width: differences_figure(outcome, width)  # noqa: E731
+        draw = partial(differences_figure, outcome)
         page.section("Differences", page.picture("differences", draw, caption))
     if curves := curves_of(outcome, engine):
         caption = "Runs of the largest budget: the mean over the seeds, and a band from the lowest to the highest."
-        draw = lambda width: curves_figure(curves, width)  # noqa: E731
+        draw = partial(curves_figure, curves)
         page.section("Curves", page.picture("curves", draw, caption))
     settings = {
         name: [", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())]
