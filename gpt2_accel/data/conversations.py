@@ -58,6 +58,7 @@ CHANGES = {
     "cut": "to the length of a window",
     "replaced": "with bytes or characters that are not Unicode, replaced by U+FFFD",
 }
+SHORTEST = 64  # tokens of a window
 HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = token_dtype(2**32)
 
@@ -91,6 +92,7 @@ def prepare_conversations(
     source: str,
     model: str,
     cut: bool = False,
+    shorten: bool = False,
     workers: int = 1,
     revision: str | None = None,
     command: str | None = None,
@@ -99,15 +101,18 @@ def prepare_conversations(
     """Writes the conversations in `rows` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
     `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
-    A conversation that is longer than a window is left out; with `cut` its beginning is kept. `source`, `model` (a
+    A conversation that is longer than a window is left out; with `cut` its beginning is kept. With `shorten` the windows
+    are as long as the longest conversation, in multiples of `SHORTEST`, and at most `sequence_length`. `source`, `model` (a
     directory relative to `data_dir`), `revision` and `command` are recorded. Raises `ValueError` for a row in none of the
     forms and if a split would be empty, and the errors of `run_parts`.
     """
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
-    writer = ConversationWriter(tokenizer, sequence_length, cut, model, source, shard_tokens)
+    writer = ConversationWriter(
+        tokenizer, sequence_length, cut, model, source, shard_tokens, shorten
+    )
     template = template_digest(tokenizer)
-    plan = plan_of(rows, tokenizer, template, sequence_length, cut, model, shard_tokens)
+    plan = plan_of(rows, tokenizer, template, sequence_length, cut, model, shard_tokens, shorten)
     about = {"source": source, "plan": plan, "revision": revision, "command": command}
     return run_parts(rows, writer, tokenizer, data_dir, workers=workers, **about)
 
@@ -133,6 +138,7 @@ class ConversationWriter:
     model: str
     source: str
     shard_tokens: int
+    shorten: bool = False
 
     @functools.cached_property
     def specials(self) -> re.Pattern:
@@ -214,23 +220,29 @@ class ConversationWriter:
                     f"{self.source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
                     "different conversations, or correct those that are left out"
                 )
+        size = self.sequence_length
+        if self.shorten:
+            longest = int(places[:, 2].max())
+            size = min(size, -(-longest // SHORTEST) * SHORTEST)
         return {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,
-            "sequence_length": self.sequence_length,
+            "sequence_length": size,
             "template": template_digest(self.tokenizer),
             "model": self.model,
             "counts": counts,
             "first": first,
-            "splits": {name: self.pack(folder, name, chosen) for name, chosen in splits.items()},
+            "splits": {
+                name: self.pack(folder, name, chosen, size) for name, chosen in splits.items()
+            },
         }
 
-    def pack(self, folder: Path, split: str, places: np.ndarray) -> dict:
-        """Writes the shards of a split and the counted targets of its windows; returns its entry in the manifest.
+    def pack(self, folder: Path, split: str, places: np.ndarray, size: int) -> dict:
+        """Writes the shards of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
+        the manifest.
 
         `places`, (conversations, 4) uint64, are rows of the records' `index`.
         """
-        size = self.sequence_length
         windows = best_fit(places[:, 2].astype(np.int64), size)
         each = max(1, self.shard_tokens // size)
         shards, targets = [], []

@@ -35,6 +35,7 @@ from gpt2_accel.data.shards import (
     STARTS,
     TOKEN_ID,
     UnreadableData,
+    conversation_length,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
@@ -320,6 +321,17 @@ def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     found = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
     (ids,) = (ids for ids in found if len(ids) == 64)
     assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
+
+
+def test_windows_are_as_short_as_the_longest_conversation_if_asked(chat_base, tmp_path):
+    for longest, length in ((90, 128), (150, 192), (300, 256)):
+        folder = tmp_path / str(longest)
+        folder.mkdir()
+        rows = [*chat_rows(20), {"messages": [ASKED[0], {**ASKED[1], "content": "a" * longest}]}]
+        manifest = prepared(chat_base, folder, rows, sequence_length=256, shorten=True, cut=True)
+        assert manifest["sequence_length"] == length == conversation_length(folder / "chat")
+        assert documents(manifest) == {"train": 20, "val": 1}
+        stored(folder / "chat", "train")
 
 
 def naive_best_fit(lengths, capacity):
