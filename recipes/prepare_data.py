@@ -38,9 +38,9 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.data.conversations import (
     SUFFIXES,
     file_rows,
-    left_out,
     plural,
     prepare_conversations,
+    summary,
 )
 from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.data_sets import hub_parts
@@ -302,7 +302,7 @@ def prepare_chat(options: argparse.Namespace) -> dict:
 def summarize(manifest: dict) -> None:
     """Prints the counts of a manifest."""
     if "sequence_length" in manifest:
-        summarize_chat(manifest)
+        print(*summary(manifest), sep="\n")
         return
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
@@ -319,20 +319,6 @@ def summarize(manifest: dict) -> None:
     for name, label in labels.items():
         if counts.get(name):
             print(f"{counts[name]:,} {label}")
-
-
-def summarize_chat(manifest: dict) -> None:
-    """Prints the counts of a manifest of conversations."""
-    length = manifest["sequence_length"]
-    for split, entry in manifest["splits"].items():
-        tokens = entry["tokens"] - entry["padding"]
-        print(
-            f"{split}: {plural(entry['documents'], 'conversation')}, {tokens:,} tokens, of which "
-            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
-            f"{length:,} ({tokens / entry['tokens']:.1%} full)"
-        )
-    for line in left_out(manifest["counts"], manifest["first"]):
-        print(line)
 
 
 def show(data_dir: str) -> None:

@@ -311,6 +311,19 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return sorted(map(sorted, windows))
 
 
+def summary(manifest: Mapping) -> list[str]:
+    """Returns lines with the counts of a manifest of conversations: of each split, and what was left out."""
+    lines, length = [], manifest["sequence_length"]
+    for split, entry in manifest["splits"].items():
+        tokens = entry["tokens"] - entry["padding"]
+        lines.append(
+            f"{split}: {plural(entry['documents'], 'conversation')}, {tokens:,} tokens, of which "
+            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
+            f"{length:,} ({tokens / entry['tokens']:.1%} full)"
+        )
+    return lines + left_out(manifest["counts"], manifest["first"])
+
+
 def left_out(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
     """Returns a line for each of `PROBLEMS` and `CHANGES` that conversations have: how many, and the first."""
     return [
