@@ -44,15 +44,11 @@ test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, com
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
-	$(BIN)/python benchmarks/training.py --size gpt2
-	$(BIN)/python benchmarks/training.py --size qwen3
-	$(BIN)/python benchmarks/training.py --size baby
-	$(BIN)/python benchmarks/parts.py
+	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby generate
 	$(BIN)/python benchmarks/shakespeare.py
-	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/table.py
 
-gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench, ladder, generate or profile
+gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench, ladder or generate
 	PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(PART)
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails

@@ -1,12 +1,11 @@
 """Checks and measures the toolkit on a GPU, with the interpreter that is there: `make gpu PART=tests`.
 
-    python benchmarks/gpu.py tests bench ladder generate profile
+    python benchmarks/gpu.py tests bench ladder generate
 
 Each part takes at most 8 minutes. A part has steps: processes with a time limit each, and the next one starts if one
 fails. A step for which no time is left is not started; a second call, with warm caches, has time for it. It needs
-torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The results of all parts are in
-`gpu.json` in the folder of the device's results, beside those that the benchmarks write there; `benchmarks/table.py`
-shows the trainings, the ladder and generation in docs/.
+torch, transformers and accelerate, uses synthetic tokens, and downloads nothing. The outcomes of all parts are in
+`gpu.json` in the folder of the device's results, beside those that the benchmarks write there.
 
 Without a GPU every part runs, with tiny models, into runs/gpu.
 """
@@ -17,76 +16,44 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from results import RESULTS, read_result, write_result
+from results import RESULTS, kind, read_results, write_result
 
 HERE = Path(__file__).parent
 LONGEST = 480  # seconds of a part
 SHORTEST = 10  # seconds in which a step can do anything
 # What compiles several models comes last: with cold caches it may not fit into the part.
-CHECKS = ("peak", "contexts", "attention", "resume", "train", "export", "evaluation", "generation")
+CHECKS = ("attention", "resume", "train", "export", "evaluation", "generation")
 CHECKS += ("fp16", "fsdp2", "qwen3", "deterministic", "document_mask", "auto_batch")
 LINES = 12  # of a failed step's output
-TINY_LADDER = "--size tiny --sequence_length 32 --steps 1 --accumulation 2 --attention 1 2 32 16"
-TINY_TEXT = "--new_tokens 4 --rounds 1 --no_cache_tokens 0 --dtypes float32"
-PARTS = ("tests", "bench", "ladder", "generate", "profile")
+PARTS = ("tests", "bench", "ladder", "generate")
 
 
-@dataclass
-class Step:
-    """A process: `command` are arguments of Python, `seconds` is its time limit."""
-
-    name: str
-    command: tuple[str, ...]
-    seconds: int
-
-
-def steps(part: str, cuda: bool, results: Path) -> list[Step]:
-    """Returns the steps of a part, with tiny models unless there is a GPU."""
-
-    def script(name: str, flags: str, *more: str) -> tuple[str, ...]:
-        return (str(HERE / f"{name}.py"), *flags.split(), *more)
-
-    into = ("--results", str(results))
+def steps(part: str, results: Path) -> dict[str, list[str]]:
+    """Returns the commands of a part by the names of its steps, arguments of Python, with tiny models unless there is a GPU."""
+    measure = f"{HERE}/measure.py --results {results}"
+    ladder = f"{HERE.parent}/recipes/speed_ladder.py --output_dir {results}"
     if part == "tests":
-        return [Step(name, script("gpu_checks", name), 90) for name in CHECKS]
-    if part == "bench":
-        rounds = 5 if cuda else 1
-
-        def training(size: str) -> tuple[str, ...]:
-            return script("training", f"--size {size} --rounds {rounds}", *into)
-
-        found = [
-            Step("training", training("gpt2" if cuda else "tiny"), 220),
-            Step("kernels", script("kernels", "", *into), 60),
-        ]
-        large = ("micro_batch", "switches") if cuda else ()
-        return found + [Step(size, training(size), 100) for size in large]
-    if part == "ladder":
-        folder = ("--output_dir", str(results / ("cuda" if cuda else "cpu") / "ladder"))
-        command = script("../recipes/speed_ladder", "" if cuda else TINY_LADDER, *folder)
-    elif part == "generate":
-        flags = f"--batch_sizes 1 8 {'' if cuda else TINY_TEXT}"
-        command = script("generate", flags, *into)
+        commands = {name: f"{HERE}/gpu_checks.py {name}" for name in CHECKS}
+    elif kind() == "cuda":
+        found = {"bench": f"{measure} gpt2", "ladder": ladder, "generate": f"{measure} generate"}
+        commands = {part: found[part]}
     else:
-        command = script("profile_updates", "", *into)
-    return [Step(part, command, LONGEST)]
+        tiny = {"bench": f"{measure} --rounds 1 tiny"}
+        tiny["ladder"] = f"{ladder} --size tiny --sequence_length 32 --steps 1"
+        tiny["generate"] = f"{measure} --rounds 1 tiny_generate"
+        commands = {part: tiny[part]}
+    return {name: command.split() for name, command in commands.items()}
 
 
-def run(step: Step, left: float) -> dict:
-    """Runs a step, with its output shown; returns its `outcome`, `seconds`, and if it failed the end of its output.
-
-    `left` are the seconds that the part has left. With less than `SHORTEST` the step is not started."""
-    if left < SHORTEST:
-        return {"outcome": f"not started: the part's {LONGEST} s are over", "seconds": 0.0}
-    limit = min(step.seconds, round(left))
-    print(f"--- {step.name}, at most {limit} s", flush=True)
+def run(name: str, command: list[str], limit: float) -> dict:
+    """Runs a step for at most `limit` seconds; returns its `outcome`, `seconds`, and if it failed the end of its output."""
+    print(f"--- {name}, at most {limit:.0f} s", flush=True)
     begun = time.monotonic()
     path = os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", "")))
     process = subprocess.Popen(
-        [sys.executable, *step.command],
+        [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,24 +64,29 @@ def run(step: Step, left: float) -> dict:
         output, _ = process.communicate(timeout=limit)
         outcome = "ok" if process.returncode == 0 else f"failed: exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        outcome = f"failed: took longer than {limit} s"
+        outcome = f"failed: took longer than {limit:.0f} s"
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     print(output, flush=True)
+    lines = output.strip().splitlines() or [""]
+    if outcome == "ok" and lines[-1].startswith("skipped"):
+        outcome = lines[-1]
     found = {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1)}
-    lines = output.strip().splitlines()
-    if outcome != "ok":
-        found["output"] = lines[-LINES:]
-    elif lines and lines[-1].startswith("skipped"):
-        found["outcome"] = lines[-1]
-    print(f"--- {step.name}: {found['outcome']} in {found['seconds']} s", flush=True)
-    return found
+    return found | ({"output": lines[-LINES:]} if outcome.startswith("failed") else {})
 
 
-def has_gpu() -> bool:
-    """Whether torch sees a CUDA GPU. Asks another process: importing torch here would count as memory of the steps."""
-    code = "import torch; print(torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"True\n"
+def run_part(part: str, results: Path) -> dict[str, dict]:
+    """Runs the steps of a part one after the other; returns what `run` returns by their names."""
+    end, outcomes = time.monotonic() + LONGEST, {}
+    longest = 90 if part == "tests" else LONGEST
+    for name, command in steps(part, results).items():
+        left = end - time.monotonic()
+        if left < SHORTEST:
+            outcomes[name] = {"outcome": f"not started: the part's {LONGEST} s are over"}
+        else:
+            outcomes[name] = run(name, command, min(longest, left))
+        print(f"--- {name}: {outcomes[name]['outcome']}", flush=True)
+    return outcomes
 
 
 def main() -> None:
@@ -124,20 +96,17 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--results", type=Path, help="folder of the results")
     options = parser.parse_args()
-    cuda = has_gpu()
-    results = (options.results or (RESULTS if cuda else HERE.parent / "runs" / "gpu")).resolve()
-    missing: dict[str, list[str]] = {"failed": [], "not started": []}
-    for part in options.parts:
-        end, outcomes = time.monotonic() + LONGEST, {}
-        for step in steps(part, cuda, results):
-            outcomes[step.name] = run(step, end - time.monotonic())
-        for name, found in outcomes.items():
-            for word, names in missing.items():
-                if found["outcome"].startswith(word):
-                    names.append(name)
-        earlier = read_result("gpu", "cuda" if cuda else "cpu", results) or {"parts": {}}
-        write_result("gpu", {"parts": earlier["parts"] | {part: outcomes}}, results)
-    lines = [f"{word}: {', '.join(names)}" for word, names in missing.items() if names]
+    default = RESULTS if kind() == "cuda" else HERE.parent / "runs" / "gpu"
+    results = (options.results or default).resolve()
+    parts = {part: run_part(part, results) for part in options.parts}
+    earlier = [found["parts"] for found in read_results("gpu", results)]
+    write_result("gpu", {"parts": (earlier[-1] if earlier else {}) | parts}, results)
+    named = {name: found["outcome"] for part in parts.values() for name, found in part.items()}
+    lines = [
+        f"{word}: {', '.join(names)}"
+        for word in ("failed", "not started")
+        if (names := [name for name in named if named[name].startswith(word)])
+    ]
     if lines:
         sys.exit("\n".join(lines))
 

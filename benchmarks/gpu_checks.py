@@ -14,18 +14,17 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from timing import this_device
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.device import device_name, matmul_flops, peak_flops
+from gpt2_accel.device import launch_device
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train as run_training
 
 ROOT = Path(__file__).parent.parent
-CUDA = this_device().type == "cuda"
+DEVICE = launch_device()
+CUDA = DEVICE.type == "cuda"
 LENGTH, WIDTH = (256, 128) if CUDA else (32, 32)
 UPDATES = 24
 
@@ -95,28 +94,6 @@ def qwen3(folder: Path) -> None:
     check_close(losses(compiled)[:5], losses(eager)[:5], 0.05)
 
 
-def peak(folder: Path) -> None:
-    """The product of two matrices in bf16 reaches a part of the GPU's published peak, and no more than all of it."""
-    name = device_name(this_device())
-    if (published := peak_flops(name)) is None:
-        return print(f"skipped: no peak of {name} is known")
-    measured = matmul_flops(this_device(), torch.bfloat16, 8192, repeats=10)
-    print(f"{name}: {measured / 1e12:.0f} of {published / 1e12:.0f} TFLOP/s")
-    assert 0.3 < measured / published < 1.02
-
-
-def contexts(folder: Path) -> None:
-    """A process on another GPU than the first reads ahead without a context on the first."""
-    last = torch.cuda.device_count() - 1
-    if last < 1:
-        return print("skipped: contexts need two GPUs")
-    torch.cuda.set_device(last)
-    batches = ((torch.ones(1), torch.ones(1)) for _ in range(9))
-    with Prefetch(batches, torch.device("cuda", last)) as ahead:
-        assert all(part.device.index == last for batch in ahead for part in batch)
-    assert not torch._C._cuda_hasPrimaryContext(0)
-
-
 def resume(folder: Path) -> None:
     """A resumed run continues with the losses of an uninterrupted one."""
     whole = run(folder, "whole", save_every=12, compiled=False)
@@ -176,16 +153,15 @@ def attention(folder: Path) -> None:
     from gpt2_accel.device import attention_order
     from gpt2_accel.models.parts import attend
 
-    device = this_device()
     length = 2048 if CUDA else 64
 
     def heads(number: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(2, number, tokens, 64, dtype=dtype, device=device, requires_grad=True)
+        return torch.randn(2, number, tokens, 64, dtype=dtype, device=DEVICE, requires_grad=True)
 
-    with kernels.chosen(sdpa_order=attention_order(device, deterministic=False)):
+    with kernels.chosen(sdpa_order=attention_order(DEVICE, deterministic=False)):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             k, v = heads(6, length + 37, dtype), heads(6, length + 37, dtype)
-            mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=device)
+            mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=DEVICE)
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
             with torch.no_grad(), torch.profiler.profile(activities=kinds) as profile:

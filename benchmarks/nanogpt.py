@@ -16,8 +16,9 @@ import torch
 from reference_model import PlainLoss
 from torch import nn
 
+from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.device import DTYPES
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.tokenizer import char_tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids and targets, (B, T) int64
 
@@ -107,8 +108,8 @@ def learning_rate(step: int, updates: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", required=True, help="text file")
-    parser.add_argument("--output_dir", required=True, help="folder of the weights, model.pt")
-    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--output_dir", required=True, help="folder of the model")
+    parser.add_argument("--max_steps", type=int, default=UPDATES)
     options = parser.parse_args()
     text = Path(options.input).read_text(encoding="utf-8")
     number = {character: i for i, character in enumerate(sorted(set(text)))}
@@ -121,16 +122,15 @@ def main() -> None:
     model = GPT(GPTConfig(len(number), **CPU_SHAPE))
     loss_of, optimizer = PlainLoss(model), plain_optimizer(model, PEAK, beta2=0.99)
     update = plain_update(loss_of, optimizer, train)
-    for step in range(options.updates + 1):
-        if step % EVAL_EVERY == 0 or step == options.updates:
+    for step in range(options.max_steps + 1):
+        if step % EVAL_EVERY == 0 or step == options.max_steps:
             losses = estimate(loss_of, train), estimate(loss_of, val)
             print("step {}: train {:.4f}, val {:.4f}".format(step, *losses), flush=True)
-        if step < options.updates:
+        if step < options.max_steps:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, options.updates)
+                group["lr"] = learning_rate(step, options.max_steps)
             update()
-    Path(options.output_dir).mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), Path(options.output_dir) / "model.pt")
+    save_pretrained(model, options.output_dir, char_tokenizer(text))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from table import markdown
 
 from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, ScalingLaw, bootstrap_interval
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.law_fit import fit
 
-Rows = dict[str, Sequence[str]]
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
     ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096), "law-1e14.json"),
@@ -31,22 +31,17 @@ SETTINGS = (
     "weight_decay",
 )
 SETTINGS += ("beta2", "warmup_share")
-# The settings by `SETTINGS`, those of the page's first table first; then what the second table compares with them.
+# The table of each corpus, and AdamW's and Muon's settings by `SETTINGS`.
 OPTIMIZERS = {
     "Python's library": (
         "muon_python.csv",
         ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9999, 0.1),
         ("muon", 0.022, 768, "linear", 0.03, 0.1, 0.999, 0.05),
-        ("AdamW, β2 0.9998", ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9998, 0.1)),
     ),
     "tiny Shakespeare": (
         "muon_shakespeare.csv",
         ("adamw", 0.0056, 192, "wsd", 0.03, 0.03, 0.8, 0.1),
         ("muon", 0.011, 384, "linear", 0.0, 0.1, 0.95, 0.003),
-        (
-            "Muon, last rate 3%, decay 0.03, warmup 0.1%",
-            ("muon", 0.011, 384, "linear", 0.03, 0.03, 0.95, 0.001),
-        ),
     ),
 }
 
@@ -63,16 +58,14 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 def scaling(folder: Path) -> str:
     """Returns the table of both laws: the fit, the tests of its form, the predictions."""
-    folder = Path(folder) / "cpu/scaling"
-    if not folder.exists():
-        return ""
+    folder = folder / "cpu/scaling"
     runs = read_runs(folder / "runs.csv")
     columns = [
         law_column(runs, budgets, target)
         | {"predicted before the run": predicted(folder / name, target)}
         for budgets, target, name in LAWS
     ]
-    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return markdown(("", "first", "second"), rows)
 
 
@@ -127,48 +120,33 @@ def known(runs: list[dict]) -> dict[str, Any]:
 def rates(folder: Path) -> str:
     """Returns the lowest loss of each width, and the minimum of a parabola in the logarithm of the rate through the lowest loss and
     up to two neighbours on each side."""
-    path = Path(folder) / "cpu/scaling_rates.csv"
-    if not path.exists():
-        return ""
     by_width: dict[int, dict[float, float]] = {}
-    for run in read_runs(path):
+    for run in read_runs(folder / "cpu/scaling_rates.csv"):
         by_width.setdefault(run["n_embd"], {})[run["learning_rate"]] = run["loss"]
-    rows = {}
+    rows = []
     for width, losses in sorted(by_width.items()):
         tried, best = sorted(losses), min(losses, key=losses.get)
         near = tried[max(0, tried.index(best) - 2) : tried.index(best) + 3]
         a, b, _ = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
-        lowest = f"{losses[best]:.3f} at {best:g}"
-        rows[str(width)] = [
-            f"{tried[0]:g} to {tried[-1]:g}",
-            lowest,
-            f"{math.exp(-b / (2 * a)):.4f}",
-        ]
+        span, lowest = f"{tried[0]:g} to {tried[-1]:g}", f"{losses[best]:.3f} at {best:g}"
+        rows.append([str(width), span, lowest, f"{math.exp(-b / (2 * a)):.4f}"])
     return markdown(("width", "rates", "lowest loss", "minimum of the parabola"), rows)
 
 
 def optimizers(folder: Path) -> str:
-    """Returns the tables of AdamW and Muon: the losses, and what other settings of the same study reach."""
-    first, second, shares = {}, {}, []
-    for corpus, (name, adamw, muon, (title, other)) in OPTIMIZERS.items():
-        path = Path(folder) / "cpu" / name
-        if not path.exists():
-            return ""
-        runs = read_runs(path)
-        a, m, o = (losses_of(runs, settings) for settings in (adamw, muon, other))
-        base = a if other[0] == "adamw" else m
-        for tokens in sorted(a):
-            key = f"{corpus} | {tokens:,.0f}"
-            difference = plus_minus(m[tokens] - a[tokens], "+.4f")
-            first[key] = [plus_minus(a[tokens]), plus_minus(m[tokens]), difference]
-            change = plus_minus(o[tokens] - base[tokens], "+.4f")
-            second[key] = [title, plus_minus(o[tokens]), change]
-        shares.append(f"{share(a, m)} on {corpus}")
-    heads = ("corpus", "tokens")
+    """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
+    rows, shares = [], []
+    for corpus, (name, *settings) in OPTIMIZERS.items():
+        runs = read_runs(folder / "cpu" / name)
+        adamw, muon = (losses_of(runs, each) for each in settings)
+        for tokens in sorted(adamw):
+            losses = plus_minus(adamw[tokens]), plus_minus(muon[tokens])
+            difference = plus_minus(muon[tokens] - adamw[tokens], "+.4f")
+            rows.append((corpus, f"{tokens:,.0f}", *losses, difference))
+        shares.append(f"{share(adamw, muon)} on {corpus}")
     return (
-        f"{markdown((*heads, 'AdamW', 'Muon', 'Muon - AdamW'), first)}\n\n"
-        f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}.\n\n"
-        f"{markdown((*heads, 'other settings', 'loss', 'change to the table above'), second)}"
+        f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
+        f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}."
     )
 
 
@@ -202,7 +180,4 @@ def plus_minus(values: np.ndarray, form: str = ".3f") -> str:
     return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
 
 
-def markdown(heads: Sequence[str], rows: Rows) -> str:
-    """Formats a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *([title, *cells] for title, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+STUDIES = {"scaling": scaling, "rates": rates, "optimizers": optimizers}

@@ -7,23 +7,23 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from gpt2_accel.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 
 
+def kind() -> str:
+    """Returns the folder of this machine's results: "cuda" with an NVIDIA GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def machine() -> dict[str, str | int]:
     """Returns the device, threads, torch version and date of a measurement."""
-    import torch  # imported here, so that a process that only starts others needs no memory for it
-
-    cuda = torch.cuda.is_available()
-    return {
-        "type": "cuda" if cuda else "cpu",
-        "device": torch.cuda.get_device_name() if cuda else processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
+    device = torch.cuda.get_device_name() if kind() == "cuda" else processor()
+    threads, date = torch.get_num_threads(), datetime.date.today().isoformat()
+    return {"device": device, "threads": threads, "torch": torch.__version__, "date": date}
 
 
 def processor() -> str:
@@ -34,19 +34,17 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> Path:
-    """Writes the results of the benchmark `name`, with the machine; returns the path."""
-    result = {"machine": machine(), **figures}
-    path = Path(folder) / result["machine"]["type"] / f"{name}.json"
-    write_json(path, result)
+def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> None:
+    """Writes the results of the benchmark `name`, with the machine."""
+    path = Path(folder) / kind() / f"{name}.json"
+    write_json(path, {"machine": machine(), **figures})
     print(f"wrote {path}", flush=True)
-    return path
 
 
-def read_result(name: str, kind: str = "cpu", folder: str | Path = RESULTS) -> dict | None:
-    """Returns the results of the benchmark `name` on a `kind` of device, or None if there are none."""
-    path = Path(folder) / kind / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def read_results(name: str, folder: str | Path = RESULTS) -> list[dict]:
+    """Returns the results of the benchmark `name` on a CPU and on a GPU, as far as they are there."""
+    paths = (Path(folder) / kind / f"{name}.json" for kind in ("cpu", "cuda"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -54,6 +52,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Returns `above` / `below` for each round, so that changes of the machine between rounds cancel."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Returns the `summary` of `above` / `below` by round, in which changes of the machine between rounds cancel."""
+    return summary([a / b for a, b in zip(above, below, strict=True)])

@@ -1,100 +1,86 @@
 """Measures the wall time to a validation loss of 1.90 on tiny Shakespeare, for the whole command.
 
-    python benchmarks/shakespeare.py --input shakespeare.txt
+    python benchmarks/shakespeare.py
 
 `recipes/shakespeare_fast.py`, preparation of the text included, and nanoGPT's settings for a CPU in a plain loop
 (`nanogpt.py`) run in turns. Each run has an empty compiler cache. The loss is then computed on the whole validation
 split, the last 10% of the text, in windows of the training length.
 """
 
+import argparse
+import os
+import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
 import torch
-from nanogpt import CPU_SHAPE, UPDATES
-from processes import python
 from results import RESULTS, ratios, summary, write_result
-from timing import seconds_of
 
-from gpt2_accel import GPT, GPTConfig, cli, from_pretrained
-from gpt2_accel.config import parse_config, setting
-from gpt2_accel.data.sources import split_text, tiny_shakespeare
+from gpt2_accel import from_pretrained
+from gpt2_accel.data.sources import tiny_shakespeare
 from gpt2_accel.device import has_bf16
 
-CPU = torch.device("cpu")
-CONFIG = "cpu_bf16" if has_bf16(CPU) else "cpu"
-LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{CONFIG}.yaml"]
+ROOT = Path(__file__).parent.parent
+CONFIG = "cpu_bf16" if has_bf16(torch.device("cpu")) else "cpu"
+LAUNCH = f"-m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/{CONFIG}.yaml"
+PROGRAMS = {
+    "`shakespeare_fast.py`": f"{LAUNCH} {ROOT}/recipes/shakespeare_fast.py --data_dir data",
+    "nanoGPT's loop, its CPU settings": f"{ROOT}/benchmarks/nanogpt.py",
+}
 GOAL = 1.90
 
 
-@dataclass
-class Race:
-    input: str | None = setting(None, "text file; downloaded if not given")
-    rounds: int = setting(1, "runs of each")
-    recipe_flags: list[str] = setting([], "further settings of the recipe, such as max_steps=100")
-    updates: int = setting(UPDATES, "updates of the plain loop")
-    results: str = setting(str(RESULTS), "folder of the results")
-
-
-def main() -> None:
-    config = parse_config(Race)
-    try:
-        text = tiny_shakespeare(config.input)
-    except OSError as error:
-        print(f"not measured: {error}")
-        missing = {"missing": "tiny Shakespeare is not available"}
-        write_result("shakespeare", missing, config.results)
-        return
-    found = {name: {"seconds": [], "loss": []} for name in ("recipe", "nanogpt")}
-    for number in range(config.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "input.txt"
-            path.write_text(text, encoding="utf-8")
-            for name, (seconds, loss) in race(config, Path(folder), text).items():
-                found[name]["seconds"].append(seconds)
-                found[name]["loss"].append(loss)
-                print(f"round {number + 1}, {name}: {seconds:.1f} s, loss {loss:.4f}", flush=True)
-    for figures in found.values():
-        figures["time"] = summary(figures["seconds"])
-    speed = summary(ratios(found["nanogpt"]["seconds"], found["recipe"]["seconds"]))
-    write_result("shakespeare", {"goal": GOAL, "speed": speed, **found}, config.results)
-
-
-def race(config: Race, folder: Path, text: str) -> dict[str, tuple[float, float]]:
-    """Runs one round; returns the seconds of the whole process and the loss of both."""
-    flags = [part for flag in config.recipe_flags for part in f"--{flag}".split("=")]
-    recipe = [*LAUNCH, "recipes/shakespeare_fast.py", "--data_dir", folder / "data", *flags]
-    plain = ["benchmarks/nanogpt.py", "--updates", config.updates]
-
-    def seconds(command: list, name: str) -> float:
-        def run() -> None:
-            given = ("--input", folder / "input.txt", "--output_dir", folder / name)
-            python(*command, *given, TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"))
-
-        return seconds_of(run, CPU)
-
-    fast, slow = seconds(recipe, "recipe"), seconds(plain, "plain")
-    model = GPT(GPTConfig(len(set(text)), **CPU_SHAPE))
-    model.load_state_dict(torch.load(folder / "plain" / "model.pt"))
-    return {
-        "recipe": (fast, validation_loss(from_pretrained(str(folder / "recipe")), text)),
-        "nanogpt": (slow, validation_loss(model, text)),
-    }
+def run(arguments: str, folder: Path, text: str) -> tuple[float, float]:
+    """Runs Python with `arguments` in an empty folder; returns its seconds and the loss of its model."""
+    (folder / "input.txt").write_text(text, encoding="utf-8")
+    command = f"{sys.executable} {arguments} --input input.txt --output_dir run".split()
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    begun = time.perf_counter()
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun, validation_loss(folder / "run", text)
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, text: str) -> float:
+def validation_loss(model_dir: Path, text: str) -> float:
     """Returns the mean loss per character on the last 10% of the text, in windows of `n_positions`."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([number[character] for character in split_text(text)["val"][0]])
+    tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
+    model = from_pretrained(model_dir).eval()
     T = model.config.n_positions
     end = (len(tokens) - 1) // T * T
     windows = tokens[:end].view(-1, T).split(64), tokens[1 : end + 1].view(-1, T).split(64)
-    model.eval()
     nats = sum(model(*batch, reduction="none").sum().item() for batch in zip(*windows, strict=True))
     return nats / end
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", type=Path, help="text file; downloaded if not given")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each")
+    parser.add_argument("--flags", default="", help="more flags of both programs, for a trial")
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    text = tiny_shakespeare(options.input)
+    seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    losses: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    for _ in range(options.rounds):
+        for name, arguments in PROGRAMS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                took, loss = run(f"{arguments} {options.flags}", Path(folder), text)
+            print(f"{name}: {took:.1f} s, loss {loss:.4f}", flush=True)
+            seconds[name].append(took)
+            losses[name].append(loss)
+    rows = [
+        {"name": name, "setting": f"loss {max(losses[name]):.3f}", "time": summary(seconds[name])}
+        for name in PROGRAMS
+    ]
+    ours, theirs = seconds.values()
+    rows[1]["speed_up"] = ratios(theirs, ours)
+    title = f"tiny Shakespeare to a loss of {GOAL:.2f}, the whole process, {options.rounds} rounds"
+    write_result("shakespeare", {"title": title, "rows": rows}, options.results)
+
+
 if __name__ == "__main__":
-    cli.run(main)
+    main()

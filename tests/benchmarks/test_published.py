@@ -1,57 +1,63 @@
-"""The published studies: what the pages say follows from the recorded runs."""
+"""What the pages say follows from the recorded results."""
 
-import json
 import re
-import statistics
+import sys
 
 import pytest
 from launching import ROOT
 
-RESULTS = ROOT / "benchmarks/results"
+sys.path.append(str(ROOT / "benchmarks"))
+
+import published
+from results import RESULTS, ratios, read_results
+
+README = (ROOT / "README.md").read_text()
 PAGES = {"scaling": "scaling", "rates": "scaling", "optimizers": "studies/optimizers"}
-ROWS = ("loss of 2 layers of 160", "predicted before the run")
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e\d+)?")
 
 
 @pytest.mark.parametrize("section", PAGES)
-def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(section, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import published
-
+def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(section):
     page = (ROOT / f"docs/{PAGES[section]}.md").read_text()
-    shown = (
-        page.split(f"<!-- bench {section} -->")[1].split(f"<!-- /bench {section} -->")[0].strip()
-    )
-    found = getattr(published, section)(RESULTS)
+    shown = page.split(f"<!-- bench {section} -->")[1].split(f"<!-- /bench {section}")[0].strip()
+    found = published.STUDIES[section](RESULTS)
     assert NUMBER.sub("", shown) == NUMBER.sub("", found)
     numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (shown, found)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=0.0011)
 
 
-def test_the_predictions_are_those_that_were_written_before_the_runs(monkeypatch):
-    """Those of the laws' files of that day equal the first lines of best-*.yaml; today's fit gives the same losses."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import published
-
-    table = published.scaling(RESULTS)
-    today, before = (re.search(rf"^\| {row} \|(.*)", table, re.M)[1].split("|") for row in ROWS)
-    for place, target in enumerate(("1e14", "2e14")):
-        path = RESULTS / f"cpu/scaling/best-{target}.yaml"
-        written = [float(number) for number in re.findall(r"\d\.\d{4}\b", path.read_text())[:3]]
-        assert [float(n) for n in re.findall(r"\d\.\d+", before[place])] == pytest.approx(
-            written, abs=1e-3
-        )
-        assert float(today[place].split()[0]) == pytest.approx(written[0], abs=1e-3)
+@pytest.mark.parametrize("name", ["gpt2", "baby", "qwen3"])
+def test_a_ratio_follows_from_the_seconds_beside_it(name):
+    [result] = read_results(name)
+    first, *others = result["rows"]
+    for row in others:
+        assert row["speed_up"] == pytest.approx(ratios(row["seconds"], first["seconds"]))
+        assert row["memory_ratio"] == pytest.approx(first["memory"] / row["memory"])
 
 
-@pytest.mark.parametrize("size", ["gpt2", "baby", "qwen3"])
-def test_a_trainer_s_ratio_follows_from_the_seconds_beside_it(size):
-    result = json.loads((RESULTS / f"cpu/training-{size}.json").read_text())
-    for name, ratio in result["speed"].items():
-        beside = "gpt2_accel, Qwen3" if size == "qwen3" else "gpt2_accel"
-        own = result["contestants"][beside]["seconds"]
-        own = result.get("own_seconds", {}).get(name, own)
-        rival = result["contestants"][name]["seconds"]
-        pairs = [a / b for a, b in zip(rival, own, strict=True)]
-        assert ratio["median"] == pytest.approx(statistics.median(pairs))
-        assert [ratio["low"], ratio["high"]] == pytest.approx([min(pairs), max(pairs)])
+def values(name: str, column: str, *names: str) -> list[str]:
+    """Returns the figures of a column of a result on a CPU in the README's form, of rows by the start of name and setting."""
+    rows = {f"{row['name']}, {row['setting']}": row for row in read_results(name)[0]["rows"]}
+    found = [row[column] for start in names for key, row in rows.items() if key.startswith(start)]
+    return [f"{value['median'] if isinstance(value, dict) else value:.2f}" for value in found]
+
+
+def test_the_figures_of_the_readme_are_recorded():
+    others = ("nanoGPT's loop", "HF Trainer")
+    expected = {
+        "speed-up over it: 124M on a CPU": values("gpt2", "speed_up", *others),
+        "peak memory relative to it: 124M on a CPU": values("gpt2", "memory_ratio", *others),
+        "speed-up over it: nanoGPT's CPU model": values("baby", "speed_up", *others),
+        "speed-up of another recipe": values("shakespeare", "speed_up", others[0]),
+        "speed-up over it: one sample": values("generate", "speed_up", "HF generate, bf16")[:1],
+    }
+    for head, found in expected.items():
+        [line] = re.findall(rf"^\| {head}.*$", README, re.MULTILINE)
+        assert re.findall(r"(\d\.\d\d) x", line) == found, line
+    rate = read_results("gpt2")[0]["rows"][0]["matmul_flops"]["median"]
+    assert f"here {rate / 1e12:.2f} TFLOP/s" in README
+    [quickstart] = read_results("quickstart")
+    line = "val/loss {val/loss:.4f} ± {val/loss_stderr:.4f}, val/perplexity {val/perplexity:.4f}, "
+    assert (line + "val/bits_per_byte {val/bits_per_byte:.4f}").format(**quickstart) in README
+    assert f"`xz -9` needs {quickstart['xz -9']:.3f} bits per byte" in README
+    assert f"to {quickstart['val/bits_per_byte']:.2f} bits per byte" in README

@@ -1,0 +1,189 @@
+"""Measures training and generation beside other programs.
+
+    python benchmarks/measure.py gpt2 baby qwen3 generate
+
+Each contestant is a process (`worker.py`). In each round every contestant makes its updates while the others wait, so
+that all share the state of the machine. Building, warmup and compilation do not count. A ratio is the median of the
+rounds' ratios. An update is forward, backward, clipping and step on random tokens.
+
+- gpt2: 124M, sequences of 1,024 tokens, in bf16 (fp32 on a CPU that only emulates bf16), without dropout. HF's Trainer
+  and nanoGPT's loop around this package's model are compiled on a GPU only, and the loop is in fp32 on a CPU. The
+  share of the matrix products' speed is that of this package's FLOPs.
+- qwen3: GPT-2 and a Qwen3 of the same layers, heads and width, both by this package.
+- baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
+- generate: 48 tokens after a prompt of 16 by GPT-2 124M with random weights, greedy.
+- tiny, tiny_generate: to try this script.
+
+`benchmarks/table.py` prints the results.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from processes import Job, Process
+from results import RESULTS, ratios, summary, write_result
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.device import has_bf16, launch_device
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.tokenizer import char_tokenizer
+
+SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
+BABY = {"vocab_size": 65, "n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128} | {
+    "bias": False
+}
+TINY = {"vocab_size": 65, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
+FIRST = 0x10000  # 65,536 characters without gaps start at this code point
+
+
+@dataclass
+class Benchmark:
+    """Groups of contestants. Those of a group take turns; the first is compared with the others."""
+
+    title: str
+    groups: list[list[Job]]
+    updates: int = 1  # of a turn
+
+
+def benchmark(name: str, batch_size: int | None = None) -> Benchmark:
+    """Returns the benchmark of a name in `NAMES`, for this machine's device."""
+    if name == "generate":
+        return generation(SMALL, [batch_size] if batch_size else [1, 16], 16, 48)
+    if name == "tiny_generate":
+        return generation(TINY, [2], 4, 4)
+    return training(name, batch_size)
+
+
+def generation(
+    shape: dict, batch_sizes: Sequence[int], prompt_tokens: int, new_tokens: int
+) -> Benchmark:
+    """Returns the benchmark of a model's generation: a group for each precision and batch size."""
+    groups = []
+    for precision in ("no", "bf16") if has_bf16(launch_device()) else ("no",):
+        for batch_size in batch_sizes:
+            sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+            same = {"shape": shape, "batch_size": batch_size, "precision": precision, **sizes}
+            ours = Job("gpt2_accel", "generate", **same)
+            theirs = Job("HF generate", "hf_generate", **same)
+            groups.append([replace(ours, compile=True), ours, theirs])
+    model = "GPT-2 124M" if shape == SMALL else "a tiny model"
+    title = f"{model}, {new_tokens} tokens after a prompt of {prompt_tokens}, greedy"
+    return Benchmark(title, groups)
+
+
+def training(name: str, batch_size: int | None) -> Benchmark:
+    """Returns the benchmark of training, by default with the micro-batch of its name and device."""
+    cuda, bf16 = launch_device().type == "cuda", has_bf16(launch_device())
+    small = name in ("baby", "tiny")
+    shape = {"baby": BABY, "tiny": TINY}.get(name, SMALL)
+    batch_size = batch_size or {"baby": 12, "tiny": 4}.get(name, 16 if cuda else 4)
+    precision = "bf16" if bf16 and not small else "no"
+    same = {"shape": shape, "batch_size": batch_size, "precision": precision}
+    ours = Job("gpt2_accel", "toolkit", **same, compile=not small)
+    theirs = Job("HF Trainer", "hf_trainer", **same, compile=cuda and not small)
+    # nanoGPT's vocabulary includes the padding.
+    padded = shape | {"vocab_size": GPTConfig(**shape).padded_vocab_size}
+    plain = Job("nanoGPT's loop", "loop", padded, batch_size, tf32=True)
+    if cuda and not small:
+        plain = replace(plain, precision=precision, compile=True)
+    if name == "qwen3":
+        qwen3 = replace(ours, name="gpt2_accel, Qwen3", architecture="qwen3")
+        group = [qwen3, replace(ours, name="gpt2_accel, GPT-2")]
+    else:
+        group = [ours, theirs, plain]
+    if name in ("gpt2", "tiny"):
+        group.append(Job("matrix products", "matmul", precision=precision, warmup=1))
+    updates = {"baby": 100, "tiny": 5}.get(name, 20 if cuda else 1)
+    models = {"gpt2": "GPT-2 124M", "baby": "nanoGPT's model for a CPU", "qwen3": "124M"}
+    title = f"{models.get(name, 'a tiny model')}, {batch_size} x {shape['n_positions']:,} tokens"
+    return Benchmark(f"{title} per update", [group], updates)
+
+
+NAMES = ("gpt2", "qwen3", "baby", "generate", "tiny", "tiny_generate")
+
+
+def random_shards(folder: Path, vocab_size: int) -> None:
+    """Writes training shards of a million uniformly random tokens."""
+    tokenizer = char_tokenizer("".join(map(chr, range(FIRST, FIRST + vocab_size))))
+    numbers = np.random.default_rng(0).integers(vocab_size, size=2**20)
+    text = (numbers + FIRST).astype("<u4").tobytes().decode("utf-32-le")
+    prepare({"train": [text]}, tokenizer, folder, source="random characters")
+
+
+def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[list[dict]]:
+    """Runs all contestants in turn; returns the replies of each, one per round."""
+    replies: list[list[dict]] = [[] for _ in jobs]
+    with ExitStack() as stack:
+        places = (folder / str(number) for number in range(len(jobs)))
+        running = [stack.enter_context(Process(*pair)) for pair in zip(jobs, places, strict=True)]
+        for process in running:
+            process.reply()
+        for number in range(rounds):
+            # Alternate the direction, so that a contestant does not always follow the same one.
+            for place in range(len(jobs))[:: 1 if number % 2 == 0 else -1]:
+                job = jobs[place]
+                reply = running[place].turn(1 if job.kind == "matmul" else updates)
+                replies[place].append(reply)
+                where = f"round {number + 1}, {job.name}, {job.setting}"
+                print(f"{where}: {reply['seconds']:.3f} s", flush=True)
+    return replies
+
+
+def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]:
+    """Returns a row of the table for each contestant but the matrix products, the first with its share of their speed."""
+    found = []
+    for job, own in zip(jobs, replies, strict=True):
+        seconds = [reply["seconds"] for reply in own]
+        if job.kind == "matmul":
+            rates = [reply["flops"] for reply in own]
+            config = GPTConfig(**jobs[0].shape)
+            flops = updates * jobs[0].tokens * flops_per_token(config, config.n_positions)
+            found[0]["matmul_flops"] = summary(rates)
+            found[0]["mfu"] = ratios([flops / s for s in found[0]["seconds"]], rates)
+            continue
+        row = {"name": job.name, "setting": job.setting, "seconds": seconds}
+        row["tokens_per_second"] = summary([updates * job.tokens / s for s in seconds])
+        row["memory"] = own[-1]["memory"]
+        if found:
+            row["speed_up"] = ratios(seconds, found[0]["seconds"])
+            row["memory_ratio"] = found[0]["memory"] / row["memory"]
+        found.append(row)
+    return found
+
+
+def measure(chosen: Benchmark, rounds: int) -> dict:
+    """Measures all contestants of a benchmark; returns its title and its rows."""
+    found = []
+    for group in chosen.groups:
+        with tempfile.TemporaryDirectory() as name:
+            data = Path(name) / "data"
+            if any(job.kind == "toolkit" for job in group):
+                random_shards(data, group[0].shape["vocab_size"])
+            jobs = [replace(job, data_dir=str(data)) for job in group]
+            replies = compete(jobs, rounds, chosen.updates, Path(name))
+            found += rows(jobs, replies, chosen.updates)
+    return {"title": f"{chosen.title}, {rounds} rounds", "rows": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--batch_size", type=int, help="sequences, in place of the benchmark's own")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    for name in options.names:
+        found = measure(benchmark(name, options.batch_size), options.rounds)
+        write_result(name, found, options.results)
+
+
+if __name__ == "__main__":
+    main()
