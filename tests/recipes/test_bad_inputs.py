@@ -93,7 +93,6 @@ def config_files() -> Iterator[Row]:
         ("sample", "top_k: many", "c.yaml: top_k is 'many', expected int"),
         ("sample", "temperature: .inf", "temperature must be"),
         ("evaluate", "tasks: 5", "c.yaml: tasks is 5"),
-        ("speed_ladder", "attention: [1, two]", "c.yaml: attention is [1, 'two']"),
         ("import_checkpoint", "input: a.pt", "required: --output_dir"),
         ("push_to_hub", "repo_id: a/b", "required: --model"),
     ):
@@ -489,8 +488,6 @@ def the_rest() -> Iterator[Row]:
         ("speed_ladder", "--size huge", "there is no size 'huge'"),
         ("speed_ladder", "--steps 0", "steps must be at least 1"),
         ("speed_ladder", "--micro_batch_size 0", "micro_batch_size must be at least 1"),
-        ("speed_ladder", "--attention 1 2 3", "attention must be four numbers"),
-        ("speed_ladder", "--attention 1 2 3 four", "attention: 'four' is no whole number"),
         ("speed_ladder", "--size tiny --output_dir {text}", "{text}"),
     ):
         yield Row(recipe, arguments, words)
