@@ -256,28 +256,17 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path, last_step: int):
-        self._path, self._unwritten = path, b""
-        self._open([entry for entry in read_json_lines(path) if entry["step"] <= last_step])
-
-    def _open(self, entries: list[dict]) -> None:
-        """Replaces the file by one with the `entries`, and opens it."""
-        write_file(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
-        self._file = open(self._path, "ab", buffering=0)
+        entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
+        write_file(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+        self._file, self._unwritten = open(path, "ab", buffering=0), b""
 
     def write(self, entry: dict) -> None:
         """Appends one entry, with null for numbers that are not finite. On a full disk it stays in memory until the
         next call."""
-        self._unwritten += json.dumps(finite(entry), allow_nan=False).encode() + b"\n"
+        finite = {name: None if not_finite(value) else value for name, value in entry.items()}
+        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
         with suppress(OSError):
             self._flush()
-
-    def amend(self, entry: dict) -> None:
-        """Adds the values of `entry` to the last line if it has the same step, else appends it. Replaces the file."""
-        entries = read_json_lines(self._path)
-        if entries and entries[-1]["step"] == entry["step"]:
-            entry = entries.pop() | entry
-        self._file.close()
-        self._open([*entries, finite(entry)])
 
     def close(self) -> None:
         """Closes the file. Prints how many lines are lost if the disk is still full."""
@@ -294,11 +283,6 @@ class JsonLines:
         while self._unwritten:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written:]
-
-
-def finite(entry: dict) -> dict:
-    """Returns an entry with null for numbers that are not finite, which JSON lacks."""
-    return {name: None if not_finite(value) else value for name, value in entry.items()}
 
 
 def not_finite(value: object) -> bool:

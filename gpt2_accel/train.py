@@ -21,8 +21,8 @@ from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.optim import set_learning_rate
 from gpt2_accel.runtime.accelerator import close
 from gpt2_accel.runtime.context import RunContext, lock_run_dir
-from gpt2_accel.runtime.progress import lasting_output
 from gpt2_accel.runtime.setup import setup, start_accelerator
+from gpt2_accel.runtime.signals import lasting_output
 
 
 def train(config: TrainConfig) -> bool:
@@ -65,22 +65,21 @@ def run_updates(run: RunContext) -> None:
         lr = config.learning_rate_at(first / schedule.sequences)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
-        with run.without_garbage_collection():
-            loss = accumulate_gradients(
-                accelerator, model, run.loader, first, schedule.sequences, run.interrupted
-            )
-            if loss is None:  # a rank has to stop: the unfinished update is dropped
-                break
-            grad_norm = accelerator.clip_grad_norm_(
-                model.parameters(), config.max_grad_norm or math.inf
-            )
-            loss, grad_norm = run.reduce(loss, grad_norm)
-            problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
-            if problem is None:
-                optimizer.step()
-            elif accelerator.scaler is not None:  # fp16
-                accelerator.scaler.update()
-            optimizer.zero_grad()
+        loss = accumulate_gradients(
+            accelerator, model, run.loader, first, schedule.sequences, run.interrupted
+        )
+        if loss is None:  # a rank has to stop: the unfinished update is dropped
+            break
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), config.max_grad_norm or math.inf
+        )
+        loss, grad_norm = run.reduce(loss, grad_norm)
+        problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+        if problem is None:
+            optimizer.step()
+        elif accelerator.scaler is not None:  # fp16
+            accelerator.scaler.update()
+        optimizer.zero_grad()
         state.step += 1
         run.log_update({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}, problem)
         run.evaluate()

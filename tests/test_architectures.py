@@ -66,9 +66,11 @@ def test_final_model_opens_everywhere(architecture, trained):
 
 
 def test_resume_refuses_another_architecture(architecture, data_dir, trained, tmp_path):
-    name = f"{architecture.capitalize()}Config"
     changes = {"resume_from": str(trained / "checkpoint-4")}
-    with pytest.raises(ValueError, match=f"holds {name}.* but the settings say GPTConfig"):
+    with pytest.raises(
+        ValueError,
+        match=f"holds architecture {architecture}.* but the settings say architecture gpt2",
+    ):
         run(tiny_config(data_dir, tmp_path / "other", **changes))
     changes |= {"init_from": None, "depth": 1, "architecture": architecture}
     with pytest.raises(ValueError, match="holds n_layer 2, .*, but the settings say n_layer 1, "):

@@ -165,7 +165,7 @@ def make_parts(parts: Sequence[Any], writer: Writer, work: Path, workers: int) -
         else:
             made = (make_part(writer, work, i, parts[i]) for i in todo)
         for number in made:
-            bar.advance(parts[number].size)
+            bar.update(parts[number].size)
     return [json.loads(record_path(work, i).read_text()) for i in range(len(parts))]
 
 

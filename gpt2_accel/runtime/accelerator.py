@@ -3,11 +3,8 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +12,6 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
-    PrecisionType,
 )
 
 from gpt2_accel import kernels
@@ -40,21 +36,19 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
     config sets gradient accumulation, which follows from the batch size here.
     """
-    set_environment()
+    # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
         # DDP's buckets are the gradients, instead of a copy of them.
         views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        accelerator = Accelerator(kwargs_handlers=[views])
-    except ValueError as error:  # for example an unknown compile backend
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # which is not checked there
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
+    except ValueError as error:  # for example an unknown precision or compile backend
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
-    if accelerator.mixed_precision not in PrecisionType.list():
-        raise ValueError(
-            f"the Accelerate config asks for the precision {accelerator.mixed_precision!r}: choose one of "
-            f"{', '.join(PrecisionType.list())}"
-        )
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ValueError(
             f"Accelerate has no fp16 for the device {accelerator.device.type!r}, and would train in fp32 instead: "
@@ -106,18 +100,6 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     return accelerator
 
 
-def set_environment() -> None:
-    """Sets torch's environment variables that are not set. It has to come before the first CUDA call."""
-    # Inductor's default is the temporary folder, which a restart of the machine empties. With several nodes the home
-    # folder may be on a network disk, and the temporary one is each node's own.
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
-    # Segments that grow: memory is less fragmented where the shapes of batches vary.
-    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-    if not names & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
 def tune(device: torch.device, precision: str, compiled: bool, deterministic: bool) -> None:
     """Sets what torch and the kernels should use on the device, in Accelerate's `precision`."""
     if device.type == "cuda":
@@ -156,41 +138,21 @@ def prepare(
     return prepared, optimizer
 
 
-def user_cache() -> Path:
-    """Returns the user's cache folder of this package; it may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2_accel"
-
-
-@contextmanager
 def profiler(
-    steps: int, run_dir: Path, accelerator: Accelerator, print_line: Callable[[str], None]
-) -> Iterator[Any]:
-    """Traces `steps` updates after the first five into `trace-<rank>.json` and reports its path through `print_line`.
-
-    Yields an object whose `step()` is to be called after each update. With 0 `steps` it traces nothing.
-    """
+    steps: int, run_dir: Path, accelerator: Accelerator
+) -> AbstractContextManager[torch.profiler.profile | None]:
+    """Returns a context that traces `steps` updates after the first five into `trace-<rank>.json`, for
+    https://ui.perfetto.dev. Yields an object whose `step()` is to be called after each update; None if `steps` is 0."""
     if not steps:
-        yield SimpleNamespace(step=lambda: None)
-        return
-    kinds = {torch.profiler.ProfilerActivity.CPU}
-    if accelerator.device.type == "cuda":
-        kinds.add(torch.profiler.ProfilerActivity.CUDA)
+        return nullcontext()
     path = run_dir / f"trace-{accelerator.process_index}.json"
-    written = False
-
-    def export(profile: torch.profiler.profile) -> None:
-        nonlocal written
-        profile.export_chrome_trace(str(path))
-        written = True
-        print_line(f"the trace is in {path}: open it at https://ui.perfetto.dev")
-
-    schedule = torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(
-        activities=kinds, schedule=schedule, on_trace_ready=export
-    ) as profile:
-        yield profile
-    if not written:
-        print_line("there is no trace: the run ended before the first update that --profile traces")
+    accelerator.print(
+        f"updates 6 to {5 + steps} are traced into {path}: open it at https://ui.perfetto.dev"
+    )
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
 
 
 def close(accelerator: Accelerator) -> None:

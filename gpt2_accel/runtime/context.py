@@ -2,11 +2,10 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,13 +19,10 @@ from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, is_sharded, peak_flops
 from gpt2_accel.files import lock_folder, lock_id, read_json_lines, sync, write_json
 from gpt2_accel.generation.sampling import Sampling, complete, whole_text
-from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.uploads import Uploads
-from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.accelerator import profiler
-from gpt2_accel.runtime.clock import TrainingClock
-from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.runtime.log import RunFiles, RunLog, Sink
+from gpt2_accel.runtime.guard import MAX_BAD_STEPS, Diverged
+from gpt2_accel.runtime.log import RunFiles, RunLog, Sink, Status, Terminal
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
 from gpt2_accel.runtime.processes import (
     AnyRank,
@@ -34,11 +30,8 @@ from gpt2_accel.runtime.processes import (
     main_process_first,
     on_main_process,
 )
-from gpt2_accel.runtime.progress import Terminal
-from gpt2_accel.runtime.setup import TrainInputs
+from gpt2_accel.runtime.setup import TrainInputs, TrainState
 from gpt2_accel.runtime.signals import StopRequest
-from gpt2_accel.runtime.state import TrainState
-from gpt2_accel.runtime.status import Status
 from gpt2_accel.runtime.trackers import Trackers
 
 GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
@@ -59,7 +52,7 @@ class RunContext:
     stop: StopRequest
     uploads: Uploads
     writer: CheckpointWriter
-    profile: Any
+    profile: torch.profiler.profile | None
     loader: PrefetchLoader
 
     def __init__(
@@ -67,61 +60,89 @@ class RunContext:
     ):
         self.config, self.accelerator = config, accelerator
         self.state, self.inputs = state, inputs
-        plain = unwrap(accelerator, state.model)
-        self.metadata = describe_run(
-            config, plain, accelerator, inputs.loader, state.schedule, state.run_id
-        )
-        self._data = data_fingerprint(config.data_dir)
-        resumes_here = inputs.checkpoint is not None and (
-            inputs.checkpoint.resolve().parent == Path(config.output_dir).resolve()
-        )
-        self._saved_step = state.step if resumes_here else None
-        self._status: Status | None = None  # of the main process
-        self._frozen = False
-        self._lock = lock_id(config.output_dir)
-        self._save_due = False
+        self.metadata = describe_run(config, accelerator, state, inputs)
+        self.status: Status | None = None  # of the main process
         self.stopping, self.problem = False, ""
+        self._data = data_fingerprint(config.data_dir)
+        self._lock = lock_id(config.output_dir)
+        self._saved_step = state.step if inputs.resumes_here else None
+        self._save_due = False
         self._stack = ExitStack()
 
     def __enter__(self) -> "RunContext":
         with self._stack as stack:
             with all_or_none(self.accelerator):
-                unevaluated = self._enter_parts(stack)
-            if unevaluated:
+                self._enter_parts(stack)
+            if self.state.unevaluated and self._due(self.config.eval_every):
                 self.evaluate()
-                self.log.write()
-                if not self.stopping:  # the checkpoint gets the result, too
-                    self._saved_step = None
-                    self.save()
-                self.log.clock.resume()
+                self._saved_step, self._save_due = None, True  # the checkpoint gets the result, too
+                self.end_step()
             self._stack = stack.pop_all()
         return self
 
-    def _enter_parts(self, stack: ExitStack) -> bool:
-        """Starts the parts. Returns whether the evaluation of the update from which the run resumes is missing."""
-        config, run_dir = self.config, Path(self.config.output_dir)
+    def _enter_parts(self, stack: ExitStack) -> None:
+        """Starts the parts."""
+        config, accelerator, run_dir = self.config, self.accelerator, Path(self.config.output_dir)
         self.stop = stack.enter_context(StopRequest(config.max_hours))
-        self.interrupted = AnyRank(self.accelerator, self._must_stop)
-        is_main = self.accelerator.is_main_process
-        earlier = read_json_lines(run_dir / "metrics.jsonl") if is_main else []
-        unevaluated = self._lacks_evaluation(earlier)
-        sinks = self._open_sinks(stack) if is_main else []
-        self.log = self._build_log(sinks, earlier)
+        self.interrupted = AnyRank(accelerator, self._must_stop)
+        earlier, sinks = [], []
+        if accelerator.is_main_process:
+            earlier = read_json_lines(run_dir / "metrics.jsonl")
+            sinks = self._open_sinks(stack)
+        peak = peak_flops(device_name(accelerator.device))
+        self.log = RunLog(
+            sinks,
+            self.state.step,
+            lambda step: self.state.schedule.first(step) * config.tokens_per_sequence,
+            flops_per_token=self.metadata.flops_per_token,
+            flops_per_second=peak and peak * accelerator.num_processes,
+            device_type=accelerator.device.type,
+            earlier=earlier,
+        )
         self.uploads = stack.enter_context(
-            start_uploads(config, self.accelerator, self.log.print_line, self.stop)
+            Uploads(
+                config.push_to_hub if accelerator.is_main_process else None,
+                run_dir,
+                self.log.print_line,
+                strategy=config.hub_strategy,
+                seconds_left=lambda: self.stop.seconds_left,
+            )
         )
-        self.profile = stack.enter_context(
-            profiler(config.profile, run_dir, self.accelerator, self.log.print_line)
+        self.profile = stack.enter_context(profiler(config.profile, run_dir, accelerator))
+        self.writer = stack.enter_context(
+            CheckpointWriter(
+                run_dir,
+                self.inputs.tokenizer,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                keep_best=config.keep_best and config.eval_every > 0,
+                saved=self.uploads.push_checkpoint,
+                print_line=self.log.print_line,
+            )
         )
-        self.writer = stack.enter_context(self._start_writer())
         steps = range(self.state.step, self.inputs.updates)
         self.loader = stack.enter_context(
             PrefetchLoader(self.inputs.loader, self.state.schedule, steps)
         )
-        if self.inputs.checkpoint is not None and self.accelerator.is_main_process:
+        if self.inputs.checkpoint is not None and accelerator.is_main_process:
             self.writer.link(self.state.step)  # a kill may have prevented it
-        self.log.clock.resume()
-        return unevaluated
+        if gc.isenabled():  # a rank that collects within an update keeps the others waiting
+            gc.disable()
+            stack.callback(gc.enable)
+        self.log.resume()
+
+    def _open_sinks(self, stack: ExitStack) -> list[Sink]:
+        """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
+        config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
+        self.status = stack.enter_context(Status(run_dir, step, self.stop))
+        config.save(run_dir / "config.yaml")
+        metadata = asdict(self.metadata)
+        write_json(run_dir / "run.json", metadata)
+        print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
+        files = stack.enter_context(RunFiles(run_dir, step))
+        terminal = stack.enter_context(Terminal(self.inputs.updates))
+        trackers = Trackers(config, metadata, self.accelerator, step, terminal.print_line)
+        return [self.status, terminal, stack.enter_context(trackers), files]
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> bool | None:
         with self._stack as stack:
@@ -141,27 +162,7 @@ class RunContext:
     @property
     def diverged(self) -> bool:
         """Whether too many updates in a row were skipped."""
-        return self.state.guard.bad_in_a_row >= guard.MAX_BAD_STEPS
-
-    @contextmanager
-    def without_garbage_collection(self) -> Iterator[None]:
-        """The context of an update, without cyclic garbage collection: a rank that collects keeps the others waiting.
-
-        What is there after the first update is not collected before the run ends.
-        """
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if enabled:
-                gc.enable()
-        if not self._frozen:
-            gc.collect()
-            if not gc.get_freeze_count():  # else the program that calls has its own frozen objects
-                gc.freeze()
-                self._stack.callback(gc.unfreeze)
-            self._frozen = True
+        return self.state.guard.bad_in_a_row >= MAX_BAD_STEPS
 
     def reduce(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float]:
         """Returns the mean loss over all ranks and the gradient norm, and notes in `stopping` whether a rank has to stop.
@@ -188,7 +189,8 @@ class RunContext:
             self.log.skipped(problem, samples)
         elif step == 1 or self._due(self.config.log_every):
             self.log.training(figures)
-        self.profile.step()
+        if self.profile is not None:
+            self.profile.step()
 
     def evaluate(self) -> None:
         """Runs and logs the evaluations that are due at this step, until one is interrupted.
@@ -200,7 +202,11 @@ class RunContext:
                 results = evaluate(self.accelerator, self.state.model, self.interrupted)
                 self.stopping = not results
                 self.log.evaluation(results)
-                check_results(results)
+                if not math.isfinite(loss := results.get("val/loss", 0.0)):
+                    raise Diverged(
+                        f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
+                        "--learning_rate, or start again with it"
+                    )
                 self.state.early_stopping.count(results.get("val/loss"), self.state.step)
 
     def sample(self) -> None:
@@ -233,7 +239,9 @@ class RunContext:
         if not self.diverged and (not self.goes_on() or (self._save_due and is_good)):
             self.save()
             self._save_due = False
-        self.log.clock.resume()
+        if self._due(self.config.log_every):
+            gc.collect(1)  # on all ranks at once
+        self.log.resume()
 
     def _due(self, every: int) -> bool:
         """Whether an action of every `every` updates, and of the last, is due at this step. 0 means never."""
@@ -244,37 +252,53 @@ class RunContext:
         """Whether this rank has to stop: after a signal, or because its data cannot be read."""
         return self.stop.reason is not None or self.inputs.loader.problem is not None
 
-    # Checkpoints and the end
+    def check_data(self) -> None:
+        """Raises `UnreadableData` on all ranks if one could not read its training data."""
+        with all_or_none(self.accelerator):
+            if self.inputs.loader.problem is not None:
+                raise self.inputs.loader.problem
+
+    # Checkpoints
 
     def save(self) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, unless it is written. All ranks
-        call it.
-
-        Raises `OSError` if the run's folder was removed or moved since the start, after the checkpoint is written."""
+        call it. Raises `OSError` if another run has taken the folder."""
         state = self.state
-        folder_is_gone, failed = on_main_process(
-            self.accelerator, lambda: (self._folder_is_gone(), self.writer.failed)
-        )
+        failed = on_main_process(self.accelerator, self._end_write)
         if state.step == self._saved_step and not failed:
             return
         metrics = Path(self.config.output_dir) / "metrics.jsonl"
         if self.accelerator.is_main_process and metrics.exists():
             sync(metrics)  # a resumed run does not repeat this step
+        gc.collect()  # what the previous checkpoint leaves
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,
             state.model,
             state.optimizer,
             state.state_dict() | found,
-            self.describe(),
+            describe_training(self.config, self.metadata, self.log),
         )
         self._saved_step = state.step
-        if folder_is_gone:
-            self.wait_for_checkpoint()
+
+    def _end_write(self) -> bool:
+        """Waits for the previous checkpoint. Returns whether it could not be written.
+
+        Raises `OSError` if the run's folder was removed or moved, and another run has locked a new one."""
+        self.writer.join()  # a slow disk may exceed the time limit of a collective
+        run_dir = self.config.output_dir
+        lock = lock_id(run_dir)
+        if lock not in (0, self._lock):
             raise OSError(
-                f"{self.config.output_dir} was removed or moved during the run: checkpoint-{state.step} is in a new folder "
-                "there, continue with --resume_from latest"
+                f"{run_dir} was removed or moved during the run, and another process trains there now: start this run "
+                "again with another --output_dir"
             )
+        if not lock:
+            self.log.print_line(
+                f"{run_dir} was removed or moved during the run: checkpoints go into a new folder there, without "
+                "the earlier metrics"
+            )
+        return self.writer.failed
 
     def wait_for_checkpoint(self) -> None:
         """Waits until the last checkpoint is on disk, without a time limit. All ranks call it.
@@ -283,123 +307,6 @@ class RunContext:
         """
         with main_process_first():
             self.writer.wait()
-
-    def describe(self) -> Training:
-        """Returns the model card's description of the run so far."""
-        return describe_training(self.config, self.metadata, self.log)
-
-    def finished(self) -> None:
-        """Marks the run as complete: its final model is written. Removes the checkpoints that are not to be kept."""
-        if self._status is not None:
-            # Before the status: a complete run that is started again removes nothing.
-            self.writer.rotate(self.state.step)
-            self._status.finished()
-
-    def stopped(self, reason: str) -> None:
-        """Marks the run as ended before it is complete."""
-        if self._status is not None:
-            self._status.stopped(reason)
-        self.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
-
-    def check_data(self) -> None:
-        """Raises `UnreadableData` on all ranks if one could not read its training data."""
-        with all_or_none(self.accelerator):
-            if self.inputs.loader.problem is not None:
-                raise self.inputs.loader.problem
-
-    def _folder_is_gone(self) -> bool:
-        """Waits for the previous checkpoint. Returns whether the run's folder is no longer the one that it locked.
-
-        Raises `OSError` if another run has locked a new one there."""
-        self.writer.join()  # a slow disk may exceed the time limit of a collective
-        run_dir = Path(self.config.output_dir)
-        lock = lock_id(run_dir)
-        if lock not in (0, self._lock):
-            raise OSError(
-                f"{run_dir} was removed or moved during the run, and another process trains there now: start this run "
-                "again with another --output_dir"
-            )
-        return not lock
-
-    def _open_sinks(self, stack: ExitStack) -> list[Sink]:
-        """Writes `config.yaml` and `run.json`, prints the summary of the run, and opens what its log goes to."""
-        config, run_dir, step = self.config, Path(self.config.output_dir), self.state.step
-        self._status = stack.enter_context(Status(run_dir, step, self.stop))
-        config.save(run_dir / "config.yaml")
-        write_json(run_dir / "run.json", asdict(self.metadata))
-        print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
-        files = stack.enter_context(RunFiles(run_dir, step))
-        terminal = stack.enter_context(Terminal(step, self.inputs.updates))
-        trackers = Trackers(config, self.metadata, self.accelerator, step, terminal.print_line)
-        return [self._status, terminal, stack.enter_context(trackers), files]
-
-    def _lacks_evaluation(self, earlier: list[dict]) -> bool:
-        """Whether a signal prevented the evaluation of the update from which the run resumes, or its result was lost.
-        `earlier` are the lines of `metrics.jsonl`, on the main process."""
-        step, resumes_here = self.state.step, self._saved_step is not None
-        if step == 0 or not self._due(self.config.eval_every):
-            return False
-        return self.state.unevaluated or on_main_process(
-            self.accelerator,
-            lambda: (
-                resumes_here
-                and not any(line["step"] == step and "val/loss" in line for line in earlier)
-            ),
-        )
-
-    def _build_log(self, sinks: list[Sink], earlier: list[dict]) -> RunLog:
-        device = self.accelerator.device
-        peak = peak_flops(device_name(device))
-        clock = TrainingClock(
-            self.state.step,
-            self._tokens_at,
-            seconds=max((line.get("train/seconds", 0.0) for line in earlier), default=0.0),
-            flops_per_token=self.metadata.flops_per_token,
-            flops_per_second=peak and peak * self.accelerator.num_processes,
-            device_type=device.type,
-        )
-        return RunLog(sinks, clock, earlier)
-
-    def _tokens_at(self, step: int) -> int:
-        """Returns the number of tokens in the first `step` updates."""
-        return self.state.schedule.first(step) * self.config.tokens_per_sequence
-
-    def _start_writer(self) -> CheckpointWriter:
-        config = self.config
-        return CheckpointWriter(
-            config.output_dir,
-            self.inputs.tokenizer,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best and config.eval_every > 0,
-            saved=self.uploads.push_checkpoint,
-            print_line=self.log.print_line,
-        )
-
-
-def check_results(results: dict[str, float]) -> None:
-    """Raises `Diverged` if the validation loss is NaN or infinite."""
-    if not math.isfinite(loss := results.get("val/loss", 0.0)):
-        raise Diverged(
-            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower --learning_rate, or "
-            "start again with it"
-        )
-
-
-def start_uploads(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    print_line: Callable[[str], None],
-    stop: StopRequest,
-) -> Uploads:
-    """Builds the uploads to the Hub, which only the main process makes."""
-    return Uploads(
-        config.push_to_hub if accelerator.is_main_process else None,
-        config.output_dir,
-        print_line,
-        strategy=config.hub_strategy,
-        seconds_left=lambda: stop.seconds_left,
-    )
 
 
 @contextmanager

@@ -1,13 +1,17 @@
-"""Stops a run early: after a signal or `max_hours`."""
+"""What ends a run early, a signal or `max_hours`, and what must not: a terminal that is gone."""
 
 import ctypes
+import errno
 import math
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU", "SIGQUIT")
 GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
@@ -101,3 +105,48 @@ def adopt_orphans() -> None:
     """On Linux, makes this process the parent of descendants whose parent dies."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """In the block, and later at the end of the process, stdout and stderr may be gone: a closed terminal or pipe raises
+    no error."""
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = lasting = [LastingStream(stream or nowhere) for stream in before]
+        try:
+            yield
+        finally:
+            for stream in lasting:
+                stream.flush()
+            sys.stdout, sys.stderr = before
+
+
+class LastingStream:
+    """A text stream whose writes raise no `OSError`. When its terminal or pipe is gone, the rest goes to /dev/null."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        with suppress(AttributeError, OSError):
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes text; returns its length."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)

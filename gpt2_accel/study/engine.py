@@ -182,8 +182,8 @@ class Engine:
                 left = {id: trial for id, trial in trials.items() if not self.knows(trial)}
                 done = len(trials) - len(left)
                 before = done if before is None else before  # recorded earlier
-                bar.expect(max(least, len(trials)) - before)
-                bar.advance(done - before - shown)
+                bar.total = max(least, len(trials)) - before
+                bar.update(done - before - shown)
                 shown = done - before
                 if not left:
                     return

@@ -17,7 +17,6 @@ import huggingface_hub.constants
 import pytest
 from conftest import (
     as_flags,
-    contents,
     hellaswag_items,
     losses,
     make_text,
@@ -313,24 +312,6 @@ def test_a_process_exits_during_an_upload_that_hangs(server, data_dir, tmp_path)
         assert process.wait(10) == 0
     finally:
         process.kill()
-
-
-def test_starting_a_complete_run_again_pushes_only_what_the_hub_lacks(here, data_dir, tmp_path):
-    config = tiny_config(
-        data_dir, tmp_path, push_to_hub=REPO, hub_strategy="checkpoint", resume_from="latest"
-    )
-    run(config)
-    files = contents(tmp_path)
-    pushed = here.files(REPO)
-    commits = len(here.repos[REPO]["commits"])
-    here.requests.clear()
-    run(config)
-    assert len(here.repos[REPO]["commits"]) == commits
-    assert here.requests and not any("PUT" in r or "/commit/" in r for r in here.requests)
-    del here.repos[REPO]
-    run(config)
-    assert here.files(REPO) == pushed
-    assert contents(tmp_path) == files
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])

@@ -105,7 +105,7 @@ def environment() -> Iterator[Row]:
     tiny = "--data_dir {data} --output_dir run " + SMALL
     for env, words in (
         ({"GPT2_ACCEL_DEVICE": "{"}, "GPT2_ACCEL_DEVICE is not JSON"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp7"}, "asks for the precision 'fp7'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp7"}, "Unknown mixed_precision mode: fp7"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "Accelerate has no fp16 for the device 'cpu'"),
         ({"ACCELERATE_DYNAMO_BACKEND": "faster"}, "the Accelerate config cannot be used here"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "gradient_accumulation_steps is set"),

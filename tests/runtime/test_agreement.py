@@ -86,14 +86,14 @@ def other_rank(sums):
     )
 
 
-def test_only_the_main_process_looks_up_the_commit_and_estimates_memory(data_dir, tmp_path):
+def test_only_the_main_process_looks_up_the_commit_and_the_versions(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2, max_steps=1)
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
         "sys.path.insert(0, 'tests')\n"
         "import gpt2_accel.runtime.metadata as metadata\n"
-        "for name in ('git_commit', 'memory_by_part', 'installed_versions'):\n"
+        "for name in ('git_commit', 'installed_versions'):\n"
         "    honest = getattr(metadata, name)\n"
         "    setattr(metadata, name, lambda *a, f=honest, n=name: "
         "print(n, os.environ['RANK'], flush=True) or f(*a))\n"
@@ -104,5 +104,5 @@ def test_only_the_main_process_looks_up_the_commit_and_estimates_memory(data_dir
     )
     done = launch(script, *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
-    for name in ("git_commit", "memory_by_part", "installed_versions"):
+    for name in ("git_commit", "installed_versions"):
         assert f"{name} 0" in done.stdout and f"{name} 1" not in done.stdout

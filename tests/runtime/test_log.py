@@ -1,4 +1,4 @@
-"""`status.json` and the estimate of the remaining time."""
+"""`status.json` and the speed of training."""
 
 import json
 import time
@@ -13,9 +13,8 @@ import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.report.page import state_of
 from gpt2_accel.report.reader import read_run
-from gpt2_accel.runtime import clock, status
-from gpt2_accel.runtime.clock import TrainingClock
-from gpt2_accel.runtime.log import RunLog, Sink
+from gpt2_accel.runtime import log
+from gpt2_accel.runtime.log import RunLog, Sink, Status
 
 
 def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatch):
@@ -29,7 +28,7 @@ def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatc
         return honest(accelerator, model, loader, first, sequences, interrupted)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", slow)
-    monkeypatch.setattr(status, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(log, "HEARTBEAT", 0.05)
     run(tiny_config(data_dir, tmp_path))
     assert seen[0]["state"] == "running" and seen[0]["requeue"]
     found = read_status(tmp_path)
@@ -55,7 +54,7 @@ def test_a_run_without_heartbeat_counts_as_killed(data_dir, tmp_path):
 def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_path):
     """The launcher then also sends SIGTERM to the others."""
     stop = SimpleNamespace(reason="SIGTERM")
-    with pytest.raises(DistError), status.Status(tmp_path, 5, stop) as written:
+    with pytest.raises(DistError), Status(tmp_path, 5, stop) as written:
         written.advance(5 + updates)
         raise DistError("a peer is gone")
     found = read_status(tmp_path)
@@ -77,17 +76,18 @@ class Lines(Sink):
 
 def test_the_speed_is_that_of_training_alone(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    options = {"flops_per_token": 2, "flops_per_second": 1000.0, "seconds": 100.0}
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    options = {"flops_per_token": 2, "flops_per_second": 1000.0}
+    options["earlier"] = [{"step": 0, "train/seconds": 100.0}]
     lines = Lines()
-    run = RunLog([lines], TrainingClock(0, lambda step: 100 * step, **options))
+    run = RunLog([lines], 0, lambda step: 100 * step, **options)
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)
         run.training({"loss": 1.0})
         now[0] += 5  # an evaluation
         run.write()
-        run.clock.resume()
+        run.resume()
     last = lines.written[-1]
     assert (last["step"], last["tokens"], last["train/seconds"]) == (7, 700, 142.0)
     assert (last["train/tokens_per_second"], last["train/mfu"]) == (50.0, 0.1)

@@ -62,7 +62,7 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     text = "".join(part for _, part in seen)
     assert code == 0, text
     # Percentage, remaining time, figures.
-    assert re.search(r"\d+%\|.*\d+/800 \[.*<.*at=\d+.*loss=.*tok/s=", text)
+    assert re.search(r"training: +\d+%\|.*\d+/800 \[.*<.*at=\d+.*loss=.*tok/s=", text)
     bars = [
         piece
         for columns, part in seen[:-1]
@@ -79,13 +79,9 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     done = launch(SCRIPT, *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr and "%|" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
-    pattern = r"step 1/8 \(12%\): loss [\d.]+, lr [\d.e-]+, tok/s [\d,]+"
-    assert len(lines) == 1 and re.fullmatch(pattern, lines[0])
     said = done.stdout
     assert said.count("34,720 parameters on 2 x cpu, fp32") == 1
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
-    assert re.search(r"about [\d.]+ [kM]B per device, beside torch itself", said)
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
 
@@ -108,7 +104,9 @@ def test_no_long_task_is_silent_in_a_pipe(data_dir, tmp_path, capsys, monkeypatc
     run_recipe("prepare_data", "text", text, "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     assert re.search(r"tokenizing: 100%.* \d.*k?B/s", capsys.readouterr().err)
     logged = run(tiny_config(data_dir, tmp_path / "run", log_every=4, max_steps=6, eval_every=6))
-    assert "evaluating val: 100%" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "evaluating val: 100%" in shown
+    assert re.search(r"training: 83%, 5/6 \[.*<.*, at=4, loss=[\d.]+, lr=[\d.e-]+, tok/s=", shown)
     assert [line["step"] for line in logged if "train/loss" in line] == [1, 4, 6]
     run_recipe("evaluate", "--model", tmp_path / "run", "--tasks", "text", "--data", text)
     said, lines = capsys.readouterr()
