@@ -5,7 +5,6 @@ renamed. The name is unique, so two processes can write the same file. The proce
 process left behind (`remove_leftovers`).
 """
 
-import errno
 import hashlib
 import itertools
 import json
@@ -315,6 +314,9 @@ def sentence(error: BaseException) -> str:
     names none."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
-        full = ": free disk space and start again" if error.errno == errno.ENOSPC else ""
-        return f"{place}{error.strerror}{full}"
-    return " ".join(str(error).split()) or type(error).__name__
+        text = f"{place}{error.strerror}"
+    else:
+        text = " ".join(str(error).split()) or type(error).__name__
+    # Errors of safetensors and tokenizers have no number.
+    full = "No space left" in text
+    return text + ": free disk space" * full

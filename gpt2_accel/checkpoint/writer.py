@@ -139,7 +139,8 @@ class CheckpointWriter:
             self._error = None
         except Exception as error:  # the next write may succeed
             self._error = error
-            self.print_line(f"{path.name} could not be written, training continues: {error}")
+            reason = sentence(error)
+            self.print_line(f"{path.name} could not be written, training continues: {reason}")
             return
         self.link(state["step"])
         self.saved(path)

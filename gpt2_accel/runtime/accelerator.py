@@ -83,10 +83,6 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print(
             f"Accelerate has FSDP2 for {only} only: each process holds the whole model, as in DDP"
         )
-    if accelerator.device.type == "cpu" and os.environ.get("ACCELERATE_USE_CPU") == "False":
-        accelerator.print(
-            "there is no GPU: this run uses the CPU, for which cpu.yaml is the launch config"
-        )
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin

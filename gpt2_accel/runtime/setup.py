@@ -22,6 +22,7 @@ from gpt2_accel.data.shards import (
     load_data_tokenizer,
     read_manifest,
 )
+from gpt2_accel.device import total_memory
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -271,6 +272,12 @@ def build_model(
     else:
         shape = configured_shape(config, vocab_size)
         if source is None:
+            needed, available = 4 * shape.parameter_count, total_memory()
+            if needed > available:
+                raise ValueError(
+                    f"the fp32 weights of {shape.parameter_count:,} parameters take {needed / 1e9:,.1f} GB, but this "
+                    f"machine has {available / 1e9:,.1f} GB: lower --n_layer, --n_embd or --n_positions"
+                )
             model = shape.build()
         elif model.config != shape and not config.ignore_changes:
             raise ValueError(
