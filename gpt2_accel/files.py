@@ -59,7 +59,7 @@ def write_json(path: str | Path, value: object) -> None:
 def atomic_files(directory: str | Path) -> Iterator[Path]:
     """Yields an empty folder whose files replace those of `directory` when the block ends without an error, each
     atomically, after all are synced to disk. The last in the alphabet is replaced first, so that a `config.json` never
-    lacks its `model.safetensors`, nor an ONNX file its `.data`."""
+    lacks its `model.safetensors`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_directory(directory / "files") as scratch:

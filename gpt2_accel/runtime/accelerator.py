@@ -37,7 +37,8 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     config sets gradient accumulation, which follows from the batch size here.
     """
     # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+    if not names & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -64,15 +65,6 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         raise ValueError(
             "gradient_accumulation_steps is set in the Accelerate config: remove it, gradient accumulation "
             "follows from --total_batch_size"
-        )
-    if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        # Accelerate's default policy also reduces gradients and returns outputs in low precision.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=DTYPES[accelerator.mixed_precision],
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
         )
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not accelerator.is_fsdp2:
         if accelerator.distributed_type == DistributedType.FSDP:
@@ -121,16 +113,22 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
 def prepare(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Calls `accelerator.prepare`. With FSDP2 in mixed precision, also runs the forward under autocast.
+    """Calls `accelerator.prepare`. FSDP2 in mixed precision reduces gradients in fp32 and runs the forward under autocast.
 
-    Accelerate does not, so the loss, the norms and the residual stream would be in bf16.
+    By Accelerate's defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
+    dtype = DTYPES.get(accelerator.mixed_precision)
+    if not accelerator.is_fsdp2 or dtype is None:
+        return accelerator.prepare(model, optimizer)
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    if accelerator.is_fsdp2 and accelerator.mixed_precision in DTYPES:
-        # Autocast's cache would keep a copy of all weights, which FSDP2 frees after each block.
-        dtype = DTYPES[accelerator.mixed_precision]
-        autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
-        model.forward = autocast(model.forward)
+    # Autocast's cache would keep a copy of all weights, which FSDP2 frees after each block.
+    autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
+    model.forward = autocast(model.forward)
     return prepared, optimizer
 
 

@@ -202,12 +202,14 @@ class RunContext:
                 results = evaluate(self.accelerator, self.state.model, self.interrupted)
                 self.stopping = not results
                 self.log.evaluation(results)
-                if not math.isfinite(loss := results.get("val/loss", 0.0)):
+                if (loss := results.get("val/loss")) is None:
+                    continue
+                if not math.isfinite(loss):
                     raise Diverged(
                         f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
                         "--learning_rate, or start again with it"
                     )
-                self.state.early_stopping.count(results.get("val/loss"), self.state.step)
+                self.state.early_stopping.count(loss)
 
     def sample(self) -> None:
         """Generates a sample from each prompt if one is due: on the main process only, uncompiled, in fp32.

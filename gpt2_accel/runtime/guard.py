@@ -78,13 +78,9 @@ class EarlyStopping:
     def __init__(self, limit: int = 0):
         self.limit, self.waited = limit, 0
         self.best: float | None = None
-        self.step: int | None = None  # of the last evaluation that counted
 
-    def count(self, loss: float | None, step: int) -> None:
-        """Counts the evaluation of an update, once, unless `loss` is None."""
-        if loss is None or step == self.step:
-            return
-        self.step = step
+    def count(self, loss: float) -> None:
+        """Counts an evaluation."""
         if self.best is None or loss < self.best:
             self.best, self.waited = loss, 0
         else:
@@ -97,9 +93,8 @@ class EarlyStopping:
 
     def state(self) -> dict:
         """Returns the state to save in a checkpoint."""
-        return {"best": self.best, "waited": self.waited, "step": self.step}
+        return {"best": self.best, "waited": self.waited}
 
     def load(self, state: dict) -> None:
         """Restores the result of `state()`."""
-        self.best, self.waited = state.get("best"), state.get("waited", 0)
-        self.step = state.get("step")
+        self.best, self.waited = state["best"], state["waited"]

@@ -173,7 +173,6 @@ class RunFiles(Sink):
     def __init__(self, run_dir: str | Path, last_step: int):
         self._metrics = JsonLines(Path(run_dir) / "metrics.jsonl", last_step)
         self._samples = JsonLines(Path(run_dir) / "samples.jsonl", last_step)
-        self.write, self.sample = self._metrics.write, self._samples.write
 
     def __enter__(self) -> "RunFiles":
         return self
@@ -181,6 +180,12 @@ class RunFiles(Sink):
     def __exit__(self, *_) -> None:
         self._metrics.close()
         self._samples.close()
+
+    def write(self, line: dict) -> None:
+        self._metrics.write(line)
+
+    def sample(self, sample: dict) -> None:
+        self._samples.write(sample)
 
 
 class Terminal(Sink):

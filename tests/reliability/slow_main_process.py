@@ -28,8 +28,8 @@ def slowly(function):
 
 
 limited = InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))
-accelerator_module.Accelerator = lambda kwargs_handlers: Accelerator(
-    kwargs_handlers=[*kwargs_handlers, limited]
+accelerator_module.Accelerator = lambda kwargs_handlers, **settings: Accelerator(
+    kwargs_handlers=[*kwargs_handlers, limited], **settings
 )
 CheckpointWriter._write = slowly(CheckpointWriter._write)
 huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
