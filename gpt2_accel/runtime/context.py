@@ -242,7 +242,7 @@ class RunContext:
             self.save()
             self._save_due = False
         if self._due(self.config.log_every):
-            gc.collect(1)  # on all ranks at once
+            gc.collect(1)  # on all ranks at once, the young objects
         self.log.resume()
 
     def _due(self, every: int) -> bool:
@@ -272,7 +272,6 @@ class RunContext:
         metrics = Path(self.config.output_dir) / "metrics.jsonl"
         if self.accelerator.is_main_process and metrics.exists():
             sync(metrics)  # a resumed run does not repeat this step
-        gc.collect()  # what the previous checkpoint leaves
         found = {"data": self._data, "val_loss": self.log.at_this_step("val/loss")}
         self.writer.save(
             self.accelerator,
