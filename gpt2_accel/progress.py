@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-PAUSE = 15.0  # seconds before the first line and between lines; a shorter task prints none
+PAUSE = 15.0  # seconds before the first line and between lines
 DELAY = 1.0  # seconds before the bar appears
 LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 

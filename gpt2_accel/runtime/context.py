@@ -140,7 +140,7 @@ class RunContext:
         write_json(run_dir / "run.json", metadata)
         print(start_summary(config, self.metadata, self.accelerator, step), flush=True)
         files = stack.enter_context(RunFiles(run_dir, step))
-        terminal = stack.enter_context(Terminal(self.inputs.updates))
+        terminal = stack.enter_context(Terminal(step, self.inputs.updates))
         trackers = Trackers(config, metadata, self.accelerator, step, terminal.print_line)
         return [self.status, terminal, stack.enter_context(trackers), files]
 

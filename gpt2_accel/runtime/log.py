@@ -189,27 +189,21 @@ class RunFiles(Sink):
 
 
 class Terminal(Sink):
-    """The progress of `total` updates, and lines for the user; a context manager around the run's loop.
+    """The progress of updates, `done` of `total`, and lines for the user; a context manager around the run's loop."""
 
-    The bar begins after the first update, which may compile: the remaining time is that of updates like the others.
-    """
-
-    def __init__(self, total: int):
-        self._total = total
-        self._bar: Progress | None = None
+    def __init__(self, done: int, total: int):
+        self._bar = Progress("training", total, initial=done, unit="step", leave=True, delay=0)
 
     def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *_) -> None:
         """Ends the bar, which stays on the terminal."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def advance(self, step: int) -> None:
-        if self._bar is None:
-            begin = {"initial": step, "leave": True, "unit": "step"}
-            self._bar = Progress("training", self._total, **begin)
+        if self._bar.n == self._bar.initial:  # the first update may compile: its time says nothing
+            self._bar.unpause()
         self._bar.update(step - self._bar.n)
 
     def write(self, line: dict) -> None:

@@ -79,6 +79,12 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
     done = launch(SCRIPT, *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr and "%|" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("training: ")]
+    assert lines[0] == "training: 0%, 0/8 [00:00<?, ?step/s]"
+    assert re.fullmatch(
+        r"training: 100%, 8/8 \[.*, at=8, loss=[\d.]+, lr=.*, tok/s=[\d,]+\]", lines[1]
+    )
+    assert len(lines) == 2
     said = done.stdout
     assert said.count("34,720 parameters on 2 x cpu, fp32") == 1
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
