@@ -28,6 +28,7 @@ from gpt2_accel.checkpoint.state_dict import (
     optimizer_name,
     optimizer_tensors,
 )
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import is_sharded
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
@@ -51,17 +52,14 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        config: TrainConfig,
         tokenizer: "PreTrainedTokenizerBase",
-        *,
-        keep_last: int,
-        keep_every: int = 0,
-        keep_best: bool = False,
         saved: Callable[[Path], None],
         print_line: Callable[[str], None],
     ):
-        self.run_dir, self.tokenizer = Path(run_dir), tokenizer
-        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.config, self.tokenizer = config, tokenizer
+        self.run_dir = Path(config.output_dir)
+        self.keep_best = config.keep_best and config.eval_every > 0
         self.saved, self.print_line = saved, print_line
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -151,9 +149,9 @@ class CheckpointWriter:
         Newer ones can only be damaged. They are neither counted nor removed: the run replaces them.
         """
         checkpoints = self._up_to(step)
-        keep = checkpoints[-self.keep_last :]
-        if self.keep_every:
-            keep += [path for path in checkpoints if step_of(path) % self.keep_every == 0]
+        keep = checkpoints[-self.config.keep_last :]
+        if every := self.config.keep_every:
+            keep += [path for path in checkpoints if step_of(path) % every == 0]
         if self.keep_best and (best := best_checkpoint(checkpoints)):
             keep.append(best)
         for path in checkpoints:

@@ -111,13 +111,7 @@ class RunContext:
         self.profile = stack.enter_context(profiler(config.profile, run_dir, accelerator))
         self.writer = stack.enter_context(
             CheckpointWriter(
-                run_dir,
-                self.inputs.tokenizer,
-                keep_last=config.keep_last,
-                keep_every=config.keep_every,
-                keep_best=config.keep_best and config.eval_every > 0,
-                saved=self.uploads.push_checkpoint,
-                print_line=self.log.print_line,
+                config, self.inputs.tokenizer, self.uploads.push_checkpoint, self.log.print_line
             )
         )
         steps = range(self.state.step, self.inputs.updates)
