@@ -77,10 +77,10 @@ class Trackers(Sink):
                 tracker, newest = self._start(name)
             except Exception as error:  # each library has its own types
                 self.__exit__(type(error))
-                raise OSError(
-                    f"--report_to {name}: it cannot be started ({first_line(error)})"
-                    + (": log in with `wandb login`, or set WANDB_MODE=offline" * (name == "wandb"))
-                ) from error
+                hint = (
+                    "; or set WANDB_MODE=offline, which needs no account" if name == "wandb" else ""
+                )
+                raise OSError(f"{name} cannot be started ({first_line(error)}){hint}") from error
             self._trackers.append(tracker)
             self._newest[tracker] = newest
         if self._trackers:
