@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 280  # time limit of one launch
+GRACE = 10  # seconds in which the others must end after one process failed
 stores: list[TCPStore] = []  # of `hold_store`
 
 
@@ -99,10 +100,7 @@ class Started:
         if processes:
             flags = launch_flags(*argv, processes=processes, config=config, **env)
             argv, environments = launched(*flags)
-        hold_store(environments)
-        commands = [{"argv": argv, "env": env} for env in environments]
-        files = {"output": str(log), "errors": str(log)}
-        self.pids = ask({"commands": commands, "cwd": str(ROOT), **files})
+        self.pids = start(argv, environments, ROOT, log, log)
 
     def poll(self) -> int | None:
         """Returns None while a process runs, then the exit code."""
@@ -171,27 +169,46 @@ def hold_store(environments: list[dict[str, str]]) -> None:
         stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
 
 
+def start(
+    argv: list[str],
+    environments: list[dict[str, str]],
+    cwd: Path,
+    output: Path,
+    errors: Path,
+    at_import: dict[str, str] | None = None,
+) -> list[int]:
+    """Starts a script in one forked process per environment; returns the process ids."""
+    hold_store(environments)
+    files = {"cwd": str(cwd), "output": str(output), "errors": str(errors)}
+    return ask({"argv": argv, "envs": environments, **files}, at_import)
+
+
 def forked(
     argv: list[str],
     environments: list[dict[str, str]],
     cwd: Path = ROOT,
     at_import: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Runs a script in one forked process per environment, in parallel, and waits for all of them."""
-    hold_store(environments)
+    """Runs a script in one forked process per environment, in parallel, and waits for all of them.
+
+    If one fails the others are ended, as by torchrun.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        request = {
-            "commands": [{"argv": argv, "env": env} for env in environments],
-            "cwd": str(cwd),
-            "output": str(output),
-            "errors": str(errors),
-            "timeout": SECONDS,
-        }
-        codes = ask(request, at_import or {})
-        return subprocess.CompletedProcess(
-            argv, exit_code(codes), *(p.read_text() for p in (output, errors))
-        )
+        pids = start(argv, environments, cwd, output, errors, at_import)
+        deadline, failed = time.monotonic() + SECONDS, False
+        while None in (codes := ask({"poll": pids}, at_import)):
+            left = [pid for pid, code in zip(pids, codes, strict=True) if code is None]
+            if any(codes) and not failed:
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+                for pid in left:
+                    os.kill(pid, signal.SIGTERM)
+            if time.monotonic() > deadline:
+                for pid in left:
+                    os.killpg(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        texts = (path.read_text() for path in (output, errors))
+        return subprocess.CompletedProcess(argv, exit_code(codes), *texts)
 
 
 def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
