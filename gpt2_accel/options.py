@@ -1,60 +1,52 @@
-"""What to say about an option that does not exist: the one that is meant, or that the launch config sets it."""
+"""How the words of options are parsed, and what to say about an option that does not exist."""
 
 import argparse
 import difflib
 import os
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, get_args
 
 from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import folder
 
-# Option -> its names in nanoGPT, Hugging Face's libraries and litgpt that difflib does not find. The first option that a
-# command has is meant.
+# Names in nanoGPT, Hugging Face's Trainer and litgpt that are not spelled like ours -> our options, of which the first that
+# the command has is meant.
 OTHER_NAMES = {
-    "learning_rate": "lr max_lr",
-    "max_steps": "iters max_iters epochs num_train_epochs",
-    "micro_batch_size": "batch_size bs per_device_train_batch_size",
-    "total_batch_size": "global_batch_size gradient_accumulation_steps grad_accum",
-    "max_grad_norm": "grad_clip",
-    "n_layer": "layers num_hidden_layers",
-    "n_embd": "d_model hidden_size dim",
-    "sequence_length": "block_size seq_len max_seq_length context_length",
-    "checkpoint_activations": "gradient_checkpointing",
-    "eval_every": "eval_interval eval_steps",
-    "save_every": "save_interval save_steps",
-    "log_every": "log_interval logging_steps",
-    "report_to": "wandb tensorboard",
-    "init_from": "model model_name_or_path pretrained",
-    "resume_from": "ckpt checkpoint",
-    "model": "ckpt checkpoint init_from model_name_or_path out_dir",
-    "output_dir": "o out out_dir",
-    "data_dir": "dataset o out output_dir",
-    "max_new_tokens": "max_tokens length",
-    "dtype": "fp16 bf16 half precision",
-    "tasks": "lm_eval",
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "epochs": "max_steps",
+    "batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "total_batch_size",
+    "grad_clip": "max_grad_norm",
+    "block_size": "sequence_length",
+    "gradient_checkpointing": "checkpoint_activations",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "logging_steps": "log_every",
+    "wandb": "report_to",
+    "model": "init_from",
+    "model_name_or_path": "init_from model",
+    "checkpoint": "resume_from model",
+    "out_dir": "output_dir model",
+    "out": "output_dir output data_dir",
+    "dataset": "data_dir",
+    "max_tokens": "max_new_tokens",
+    "fp16": "dtype",
+    "lm_eval": "tasks",
 }
-# Other programs' names of what the launch config sets, what that is, a shipped config ("" for this machine's), and a flag
-# of `accelerate launch` with its value.
+# What the launch config sets, its names in other programs, a shipped config ("" for this machine's), and a flag of
+# `accelerate launch` with its value.
 LAUNCH = (
-    ("fp16 half amp", "the precision", "", "--mixed_precision fp16"),
-    ("bf16 precision mixed_precision dtype", "the precision", "", "--mixed_precision bf16"),
-    ("cpu use_cpu no_cuda", "the device", "cpu", ""),
-    ("cuda gpu use_cuda", "the device", "1xgpu", ""),
-    ("mps", "the device", "mps", ""),
-    (
-        "gpus n_gpu n_gpus num_gpus devices num_processes nproc_per_node world_size ddp",
-        "the number of processes",
-        "8xa100",
-        "--num_processes N",
-    ),
-    ("nodes nnodes num_nodes num_machines", "the number of machines", "2x8xa100", "--num_machines N"),
-    ("compile torch_compile dynamo_backend", "compilation", "", "--dynamo_backend inductor"),
-    ("fsdp use_fsdp deepspeed", "sharding", "8xa100_fsdp2", ""),
-    ("config_file", "the hardware", "", ""),
+    ("precision", "fp16 bf16 precision mixed_precision dtype", "", "--mixed_precision bf16"),
+    ("number of processes", "gpus n_gpus num_gpus devices num_processes", "8xa100", "--num_processes N"),
+    ("number of machines", "nodes nnodes num_nodes num_machines", "2x8xa100", "--num_machines N"),
+    ("compilation", "compile torch_compile", "", "--dynamo_backend inductor"),
+    ("sharding", "fsdp deepspeed", "8xa100_fsdp2", ""),
+    ("device", "cpu use_cpu no_cuda", "cpu", ""),
+    ("device", "mps", "mps", ""),
+    ("device", "device gpu cuda", "1xgpu", ""),
 )  # fmt: skip
-
-
 DATATROVE = "datatrove's own pipelines tokenize on a cluster, and their output is a --data_dir (docs/data.md)"
 # Options of earlier releases: the default, and what to do instead.
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -69,8 +61,44 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "max_bad_steps": (5, "it is 5, MAX_BAD_STEPS in gpt2_accel/runtime/guard.py"),
     "hub_private_repo": (True, "a new repository is private; its page on the Hub makes it public"),
     "license": (None, "write it into the card on the Hub"),
+    "beta1": (0.9, "it is 0.9, in the call of build_optimizer in gpt2_accel/runtime/setup.py"),
+    "accelerate_config": (None, "--dry_run LAUNCH.yaml GPU plans for that hardware"),
+    "device": (None, "--dry_run LAUNCH.yaml GPU plans for that hardware"),
     **{name: (None, DATATROVE) for name in ("executor", "slurm_partition", "slurm_time")},
 }
+
+
+def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
+    """Returns how a word becomes a value of a setting of type `hint`, or an item of it, and the word's name in `--help`."""
+    kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
+    if name == "micro_batch_size":
+        return batch_size, "N"
+    if kind is bool:
+        return true_or_false, "BOOL"
+    return {int: (whole_number, "N"), float: (float, "X")}.get(kind, (str, "TEXT"))
+
+
+def whole_number(text: str) -> int:
+    """Parses a whole number, such as 1000 or 1e3. Raises `ArgumentTypeError` for another word."""
+    try:
+        return int(text)
+    except ValueError:
+        with suppress(ValueError):
+            if (number := float(text)).is_integer():
+                return int(number)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+
+
+def batch_size(text: str) -> int:
+    """Parses `--micro_batch_size`: a number, or `auto`, which is 0."""
+    return 0 if text == "auto" else whole_number(text)
+
+
+def true_or_false(text: str) -> bool:
+    """Parses the value of a switch. Raises `ArgumentTypeError` for another word."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def suggestion(word: str, names: Collection[str], dashes: str = "--", value: str = "") -> str:
@@ -79,25 +107,23 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--", value: str
     `word` is the option as it was typed, and `value` the word after it. `names` are the options that there are, written
     without dashes; `dashes` begin an option in the hint.
     """
-    option, _, given = word.partition("=")
-    if dashes and option == word and not word.startswith("-"):
-        meant = "config" if word.endswith((".yaml", ".yml")) else "model"
-        likely = meant in names and (meant == "config" or os.path.exists(word))
-        return f": did you mean --{meant} {word}?" if likely else ": an option begins with --"
+    option, equals, given = word.partition("=")
+    if dashes and not equals and not word.startswith("-"):
+        meant = "config" if word.endswith(".yaml") else "model"
+        return f": did you mean --{meant} {word}?" if meant in names else ": options begin with --"
     name = option.lstrip("-").split(".")[-1].replace("-", "_").lower()
-    if name in REMOVED and name not in names:
-        return f", which was taken back: {REMOVED[name][1]}"
-    meant = [name, *(known for known, others in OTHER_NAMES.items() if name in others.split())]
-    found = next((known for known in meant if known in names), None)
-    if found is None and (launch := from_launch(name, given or value)):
-        if "eval_tokens" in names:  # training and evaluation are launched
-            return f": {launch}"
-        if "dtype" in names:
-            return ": it runs on the GPU if there is one, which CUDA_VISIBLE_DEVICES= hides"
+    meant = [name, *OTHER_NAMES.get(name, "").split()]
+    found = next((option for option in meant if option in names), None)
     if found is None:
-        like = [known for known in names if known.startswith(name)]
-        like = like if len(like) == 1 else difflib.get_close_matches(name, names, n=1)
-        found = next(iter(like), None)
+        launched = "eval_tokens" in names  # training and evaluation are
+        if launched and (how := from_launch(name, given or value)):
+            return f": {how}"
+        if "dtype" in names and name in ("device", "cpu", "gpu"):
+            return ": it runs on the GPU if there is one, which CUDA_VISIBLE_DEVICES= hides"
+        if name in REMOVED:
+            return f", which was taken back: {REMOVED[name][1]}"
+        begun = [known for known in names if known.startswith(name)]
+        found = next(iter(begun or difflib.get_close_matches(name, names, n=1)), None)
     return f": did you mean {dashes}{found}?" if found else ": --help lists the settings"
 
 
@@ -106,40 +132,23 @@ def from_launch(name: str, value: str = "") -> str | None:
 
     `value` is the value that was given, such as `cpu` of `--device`.
     """
-    here = "1xgpu" if may_have_gpu() else "cpu"
-    if name == "device":
-        name = {"": here.removeprefix("1x"), "cpu": "cpu", "mps": "mps"}.get(value, "gpu")
-    for names, what, config, flag in LAUNCH:
+    if name == "device" and value in ("cpu", "mps"):
+        name = value
+    for what, names, config, flag in LAUNCH:
         if name in names.split():
-            path = os.path.relpath(folder("accelerate_configs") / f"{config or here}.yaml")
-            switch, _, default = flag.partition(" ")
+            flag, _, usual = flag.partition(" ")
             if value.lower() in ("false", "0", "no"):
-                flag = f"{switch} no"
-            elif value in ("fp16", "bf16") or (value.isdigit() and default == "N"):
-                flag = f"{switch} {value}"
-            words = filter(None, ("accelerate launch --config_file", path, flag, "RECIPE"))
-            return f"the launch config sets {what}: {' '.join(words)}"
+                usual = "no"
+            elif name == "fp16" or value in ("fp16", "bf16") or value.isdigit():
+                usual = name if name == "fp16" else value
+            path = os.path.relpath(
+                folder("accelerate_configs") / f"{config or this_machine()}.yaml"
+            )
+            words = f"accelerate launch --config_file {path} {flag} {usual}".split()
+            return f"the launch config sets the {what}: {' '.join(words)} RECIPE"
     return None
 
 
-def whole_number(text: str) -> int:
-    """Parses a whole number. Raises `ArgumentTypeError`, with the number as digits if it is written as `1e3`."""
-    try:
-        return int(text)
-    except ValueError as error:
-        try:
-            number = float(text.replace(",", ""))
-            meant = f": write {int(number)}" if number.is_integer() else ""
-        except ValueError:
-            meant = ""
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number{meant}") from error
-
-
-def check_separate(option: str, given: Iterable[str], choices: Collection[str]) -> None:
-    """Raises `ValueError` if a value of an option that takes several joins some of `choices` by commas."""
-    for value in given:
-        parts = value.split(",")
-        if len(parts) > 1 and {*parts} & {*choices}:
-            raise ValueError(
-                f"--{option} takes several with spaces between them: --{option} {' '.join(parts)}"
-            )
+def this_machine() -> str:
+    """Returns the name of a launch config for this machine."""
+    return "1xgpu" if may_have_gpu() else "cpu"

@@ -13,7 +13,7 @@ Expected: a lower validation loss than OpenAI's 124M on the same data, 3.2924, a
 (both measured by build-nanogpt). Not run in full here: 10B tokens are 8.6e18 FLOPs, 2.4 hours at 40% of
 the peak of eight A100s. `--dry_run` computes that for any launch config and GPU, on any machine:
 
-    python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml --device A100
+    python recipes/pretrain_124m.py --dry_run accelerate_configs/8xa100.yaml A100
 
 With Muon instead of AdamW, settings found at smaller sizes and extrapolated:
 

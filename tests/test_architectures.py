@@ -78,7 +78,7 @@ def test_resume_refuses_another_architecture(architecture, data_dir, trained, tm
 
 
 def test_dry_run_of_a_depth(architecture, data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, architecture=architecture, depth=2, dry_run=True)
+    config = tiny_config(data_dir, tmp_path, architecture=architecture, depth=2, dry_run=["here"])
     found = dry_run(config)
     vocab_size, width = 257, 128
     attention, mlp = {

@@ -55,8 +55,7 @@ LOCAL = {
         f"{SMALL} --input my_texts/0.txt --output_dir runs/shakespeare"
     ),
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
-    "python recipes/pretrain_124m.py --dry_run --accelerate_config accelerate_configs/8xa100.yaml "
-    "--device A100": "",
+    "python recipes/pretrain_124m.py --dry_run accelerate_configs/8xa100.yaml A100": "",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain_124m.py --data_dir "
     "data/mine --output_dir runs/try --n_layer 2 --n_head 2 --n_embd 128 --n_positions 128 "
     "--micro_batch_size 4 --total_batch_size 2048 --max_steps 20 --warmup_steps 2 --eval_tokens 20480": (

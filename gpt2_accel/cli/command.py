@@ -6,6 +6,7 @@ The process is replaced by the recipe's, or by that of Accelerate's launcher: si
 import os
 import sys
 from collections.abc import Collection
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,9 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings]
   doctor                  say whether training works here, and which launch config fits
   launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
+  estimate RECIPE [CONFIG] [GPU]
+                          print memory, FLOPs and time of a run, as in
+                          gpt2-accel estimate pretrain-124m 8xa100 H100
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
@@ -46,6 +50,8 @@ def run(words: list[str]) -> None:
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
+    elif command == "estimate":
+        estimate(args)
     elif command == "run" and args:
         run(args)
     elif command == "config":
@@ -53,7 +59,7 @@ def run(words: list[str]) -> None:
     elif is_recipe(command, trained()):
         launch(command, *args)
     else:
-        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
+        names = [*trained(), *COMMANDS, "doctor", "launch", "estimate", "config"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -101,6 +107,15 @@ def launch(*args: str) -> None:
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
     start(*launcher, *flags, recipe, *options)
+
+
+def estimate(words: list[str]) -> None:
+    """Starts a recipe with `--dry_run`. `words`: recipe, launch config, GPU, settings of the recipe."""
+    name, *rest = words or [""]
+    plan = list(takewhile(lambda word: not word.startswith("-"), rest))
+    configs = launch_configs()
+    known = [configs.get(word.replace("_", "-"), word) for word in plan]
+    start(find("recipe", name, recipes()), "--dry_run", *known, *rest[len(plan) :])
 
 
 def is_recipe(word: str, names: Collection[str]) -> bool:

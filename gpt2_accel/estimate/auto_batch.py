@@ -2,8 +2,6 @@
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -28,10 +26,10 @@ def fitting_batch_size(
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    The memory is estimated. On a GPU the largest size that should fit is then tried: forward and backward with random
-    tokens, with gradients, memory reserved for the optimizer state, and a `MARGIN`. On a CPU, or with a sharded model,
-    running out of memory cannot be caught, and the estimate decides. Parameters and random states do not change. `packed`
-    says that batches have `documents`.
+    The memory is estimated. On a GPU the size is then tried: forward and backward with random tokens, with gradients,
+    memory reserved for the optimizer state, and a `MARGIN`; if it does not fit, the next smaller one is. On a CPU, or with a
+    sharded model, running out of memory cannot be caught, and the estimate decides. Parameters and random states do not
+    change. `packed` says that batches have `documents`.
 
     Raises `ValueError` if not even one sequence fits.
     """
@@ -42,10 +40,11 @@ def fitting_batch_size(
         return 1  # the check of the batch sizes raises the error
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     run = config, accelerator, model
-    fitting = bisect_left(sizes, True, key=lambda size: not estimate_fits(*run, size))
+    fitting = sizes[: bisect_left(sizes, True, key=lambda size: not estimate_fits(*run, size))]
+    best = fitting[-1] if fitting else 0
     if reports_out_of_memory(accelerator.device) and not is_sharded(model):
-        fitting = count_fitting(sizes, fitting, partial(trial_fits, *run, packed=packed))
-    best = sizes[fitting - 1] if fitting else 0
+        tried = reversed(fitting or sizes[:1])
+        best = next((size for size in tried if trial_fits(*run, size, packed)), 0)
     best = int(accelerator.gather(torch.tensor([best], device=accelerator.device)).min())
     if not best:
         raise ValueError(
@@ -56,36 +55,19 @@ def fitting_batch_size(
     return best
 
 
-def count_fitting(sizes: list[int], estimated: int, fits: Callable[[int], bool]) -> int:
-    """Returns how many of the ascending `sizes` fit. It tries the largest of the first `estimated`, and its neighbours only
-    until one fits and the next does not: each trial of a compiled model compiles it for that size."""
-    count = estimated
-    if count and not fits(sizes[count - 1]):
-        return next((n for n in range(count - 1, 0, -1) if fits(sizes[n - 1])), 0)
-    while count < len(sizes) and fits(sizes[count]):
-        count += 1
-    return count
-
-
 def trial_fits(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    size: int,
-    *,
-    packed: bool,
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, size: int, packed: bool
 ) -> bool:
     """Whether forward and backward of a micro-batch of `size` sequences fit into memory."""
+    device = accelerator.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        device = accelerator.device
         reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
         margin = int(MARGIN * total_memory(device))
         reserve.append(torch.empty(margin, dtype=torch.uint8, device=device))
         for parameter in parameters:  # from the second micro-batch on they are there
             parameter.grad = torch.zeros_like(parameter)
-        shape = (size, config.tokens_per_sequence)
-        tokens = torch.randint(0, 100, shape, device=device)
+        tokens = torch.randint(0, 100, (size, config.tokens_per_sequence), device=device)
         with accelerator.no_sync(model):
             model(tokens, tokens, documents=tokens * 0 if packed else None).backward()
         del reserve
@@ -98,7 +80,7 @@ def trial_fits(
         # Otherwise the trials would count towards Dynamo's recompile limit, after which it runs new sizes uncompiled.
         torch.compiler.reset()
         gc.collect()
-        empty_cache(accelerator.device)
+        empty_cache(device)
 
 
 def estimate_fits(

@@ -16,20 +16,18 @@ from gpt2_accel.models import ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
-DEVICES = ("A100", "H100", "H200")  # if `device` is not set
+DEVICES = ("A100", "H100", "H200")  # if no GPU is named
 
 
 def dry_run(config: TrainConfig) -> str:
     """Returns the memory and FLOPs estimate of a run as text.
 
-    The launch is that of this process, or of the config file `accelerate_config`. Only the manifest of the data is
-    read, if there is one.
+    The words of `config.dry_run` are a launch config, by default the launch of this process, and a key of `GPUS`. Only the
+    manifest of the data is read, if there is one.
 
-    Raises `ValueError` for an unknown `device`, or if the batch cannot be divided among the processes.
+    Raises `ValueError` for another word, or if the batch cannot be divided among the processes.
     """
-    if config.device not in (None, *GPUS):
-        raise ValueError(f"device must be one of {', '.join(GPUS)}, got {config.device!r}")
-    launch = read_launch(config.accelerate_config) if config.accelerate_config else this_launch()
+    launch, gpu = planned(config.dry_run)
     vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
@@ -43,9 +41,9 @@ def dry_run(config: TrainConfig) -> str:
     flops = tokens * flops_per_token(shape, length)
     times = ", ".join(
         f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"
-        for name in ([config.device] if config.device else DEVICES)
+        for name in ([gpu] if gpu else DEVICES)
     )
-    available = GPUS[config.device].memory if config.device else None
+    available = GPUS[gpu].memory if gpu else None
     logits = available and logits_at_once(available, launch.mixed_precision)
     memory = memory_by_part(config, shape, launch, micro_batch_size, logits)
     parts = ", ".join(f"{part} {readable_size(size)}" for part, size in memory.items())
@@ -70,6 +68,21 @@ def dry_run(config: TrainConfig) -> str:
     return "\n".join(filter(None, lines))
 
 
+def planned(words: list[str]) -> tuple[Launch, str | None]:
+    """Returns the launch and the GPU that the words of `--dry_run` name."""
+    launch, gpu = this_launch(), None
+    for word in words:
+        if word in GPUS:
+            gpu = word
+        elif word.endswith((".yaml", ".yml")):
+            launch = read_launch(word)
+        elif word not in ("here", "true"):
+            raise ValueError(
+                f"--dry_run takes a LAUNCH.yaml and one of {', '.join(GPUS)}, got {word!r}"
+            )
+    return launch, gpu
+
+
 def this_launch() -> Launch:
     """Returns the launch of this process, from the environment variables of Accelerate's launcher."""
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -82,7 +95,7 @@ def this_launch() -> Launch:
 
 def read_launch(path: str) -> Launch:
     """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
-    values = load_yaml(path, "--accelerate_config")
+    values = load_yaml(path, "--dry_run")
     processes = values.get("num_processes")
     if type(processes) is not int or processes < 1:
         raise ValueError(

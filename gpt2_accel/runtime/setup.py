@@ -185,7 +185,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> tuple[TrainState, Tr
         config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
-        betas=(config.beta1, config.beta2),
+        betas=(0.9, config.beta2),
     )
     model, optimizer = prepare(accelerator, plain, optimizer)
     size = config.micro_batch_size

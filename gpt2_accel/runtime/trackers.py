@@ -24,7 +24,6 @@ from accelerate.tracking import (
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import first_line, read_json_lines
-from gpt2_accel.options import check_separate
 from gpt2_accel.runtime.log import Sink
 
 TRACKERS = {  # name -> what to install
@@ -37,12 +36,11 @@ PROJECT = "gpt2_accel"
 
 def check_trackers(names: list[str]) -> None:
     """Raises `ValueError` if a name is not in `TRACKERS` or its package is not installed."""
-    check_separate("report_to", names, TRACKERS)
     installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in TRACKERS:
             raise ValueError(
-                f"report_to has the unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave it out"
+                f"report_to has the unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, with spaces between"
             )
         if name not in installed:  # Accelerate would drop it silently
             raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gpt2_accel.config import TrainConfig, load_yaml, parse_config
+from gpt2_accel.config import COMMANDS, TrainConfig, load_yaml, parse_config
 from gpt2_accel.options import suggestion
 from gpt2_accel.study.trials import WARMUP, as_words
 
@@ -16,7 +16,7 @@ UNITS = ("tokens", "flops")
 PRUNERS = ("none", "median")
 NAME = re.compile(r"[\w.+=,:()%/-][\w.+=,:()%/ -]*")  # of a variant, in tables and pictures
 OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
-ENDING = ("max_hours", "patience", *TrainConfig.commands())  # which end a run before its budget
+ENDING = ("max_hours", "patience", *COMMANDS)  # which end a run before its budget
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
 

@@ -58,6 +58,13 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
             *train,
         ]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
+    planned = [str(RECIPES / "pretrain_124m.py"), "--dry_run", str(CONFIGS / "8xa100.yaml")]
+    flags = ["--n_layer", "24"]
+    assert started("estimate", "pretrain-124m", "8xa100", "H100", *flags) == [
+        *planned,
+        "H100",
+        *flags,
+    ]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py", "cpu"):
         Path(file).write_text("num_processes: 1\n")
@@ -117,6 +124,7 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
         ("launch missing.yaml quickstart", "no launch config 'missing.yaml': choose one of 1xgpu"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
         ("launch README.md quickstart", "README.md is no launch config: give a YAML file"),
+        ("estimate", "no recipe '': choose one of .*quickstart"),
         ("config", "config needs one name"),
         ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],

@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.estimate.auto_batch import count_fitting, estimate_fits, fitting_batch_size
+from gpt2_accel.estimate import auto_batch
+from gpt2_accel.estimate.auto_batch import estimate_fits, fitting_batch_size
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.models.gpt2 import GPTConfig
 
@@ -27,18 +28,23 @@ def test_micro_batch_fits_if_its_estimated_memory_is_free(checkpointed, monkeypa
         assert estimate_fits(config, accelerator, model, 8) is fits
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 8, 64])
-@pytest.mark.parametrize("estimated", range(8))
-def test_the_trials_decide_whatever_the_estimate_was(largest, estimated):
-    sizes, tried = [1, 2, 4, 8, 16, 32, 64], []
+@pytest.mark.parametrize(("free", "largest", "expected"), [(2, 60, 30), (9, 20, 20), (0, 60, 1)])
+def test_a_trial_follows_the_estimate(free, largest, expected, monkeypatch):
+    """The estimate allows half of the batch, all of it, or nothing. Then sizes are tried downwards, until one fits."""
+    model, tried = SHAPE.build(), []
+    config = TrainConfig(sequence_length=128, total_batch_size=60 * 128)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    half = 12 * weights + activation_bytes(SHAPE, 30, 128, "no")
+    overrides = {"reports_out_of_memory": True, "free_memory": int(free * half / 0.9 / 2) + 1000}
+    monkeypatch.setenv(OVERRIDES, json.dumps(overrides))
 
-    def fits(size):
+    def fits(config, accelerator, model, size, packed):
         tried.append(size)
         return size <= largest
 
-    truth = sum(size <= largest for size in sizes)
-    assert count_fitting(sizes, estimated, fits) == truth
-    assert len(tried) == len({*tried}) <= abs(estimated - truth) + 2
+    monkeypatch.setattr(auto_batch, "trial_fits", fits)
+    assert auto_batch.fitting_batch_size(config, Accelerator(cpu=True), model) == expected
+    assert len(tried) <= 3
 
 
 def test_checkpointed_activations_need_less_than_half():

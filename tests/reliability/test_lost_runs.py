@@ -91,9 +91,9 @@ def test_a_refused_start_removes_only_the_folder_that_it_created(data_dir, tmp_p
 
 def test_a_dry_run_takes_no_lock(data_dir, tmp_path, capsys):
     with lock_folder(tmp_path / "run"):
-        run(tiny_config(data_dir, tmp_path / "run", dry_run=True))
+        run(tiny_config(data_dir, tmp_path / "run", dry_run=["here"]))
     assert capsys.readouterr().out
-    run(tiny_config(data_dir, tmp_path / "none", dry_run=True))
+    run(tiny_config(data_dir, tmp_path / "none", dry_run=["here"]))
     assert not (tmp_path / "none").exists()
 
 

@@ -343,18 +343,18 @@ def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
 
 
 def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, capsys):
-    flags = ("--dry_run", "--data_dir", tmp_path / "none", "--device", "A100")
+    flags = ("--dry_run", "A100", "--data_dir", tmp_path / "none")
     here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout.count("processes     2, bf16") == 1
     assert "9 h 31 min on 2 x A100" in launched.stdout
-    config = tiny_config(data_dir, tmp_path / "run", dry_run=True, device="A100")
+    config = tiny_config(data_dir, tmp_path / "run", dry_run=["A100"])
     config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
 
-    def said(name, **changes):
-        config.accelerate_config = str(ROOT / f"accelerate_configs/{name}.yaml")
-        train(replace(config, **changes))
+    def said(name, gpu="A100", **changes):
+        words = [str(ROOT / f"accelerate_configs/{name}.yaml"), gpu]
+        train(replace(config, dry_run=words, **changes))
         return capsys.readouterr().out
 
     whole, sharded = said("8xa100"), said("8xa100_fsdp2")
@@ -363,19 +363,19 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, cap
     assert "processes     8, bf16, sharded by FSDP2\n" in sharded
     assert "processes     16, bf16\n" in said("2x8xa100")
     assert "does not fit" not in whole
-    assert "does not fit" in said("1xt4_fp16", device="T4", n_embd=4096, n_layer=24)
+    assert "does not fit" in said("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(257, 32, 1, 2, 64)), tmp_path / "start", byte_tokenizer())
     shape = GPTConfig(257, 32, 1, 2, 64)
     assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
-    with pytest.raises(ValueError, match="device must be one of B200, .*got 'a100'"):
-        train(replace(config, device="a100"))
-    with pytest.raises(FileNotFoundError, match="--accelerate_config no.yaml: there is no such"):
-        train(replace(config, accelerate_config="no.yaml"))
-    with pytest.raises(ValueError, match="has no num_processes"):
-        train(replace(config, accelerate_config=str(ROOT / "recipes/nanogpt_openwebtext.yaml")))
-    with pytest.raises(ValueError, match="are for --dry_run"):
-        replace(config, dry_run=False)
+    settings = str(ROOT / "recipes/nanogpt_openwebtext.yaml")
+    for word, message in (
+        ("a100", "--dry_run takes a LAUNCH.yaml and one of B200, .*got 'a100'"),
+        ("no.yaml", "--dry_run no.yaml: there is no such file"),
+        (settings, "has no num_processes"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train(replace(config, dry_run=[word]))
     assert not (tmp_path / "run").exists()
 
 
