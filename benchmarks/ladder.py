@@ -87,7 +87,8 @@ def run_ladder(
         if before and "memory" in row:
             row["gain"] = row["tokens_per_second"]["median"] / before[-1]
         rows.append({name: value for name, value in row.items() if value is not None})
-        print(rows[-1], flush=True)
+        speed = f"{row['tokens_per_second']['median']:,.0f} tokens/s" if "memory" in row else ""
+        print(f"{rung.name}: {speed or row['remark']}", flush=True)
     title = (
         f"{size}, {micro_batch_size} x {sequence_length:,} tokens, then four times as many sequences, accumulated "
         f"{accumulation} times"
