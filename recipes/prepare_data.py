@@ -17,7 +17,7 @@ The same command, started again after a kill, does what is missing.
   validation.
 - text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
   .parquet files.
-- hf: any data set that `datasets` can load.
+- hf: a data set on the Hub, of Parquet or JSON files.
 - chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
   ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
 
@@ -42,11 +42,9 @@ from gpt2_accel.data.conversations import (
     prepare_conversations,
     summary,
 )
-from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.data_sets import hub_parts
-from gpt2_accel.data.documents import Drawn
 from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
-from gpt2_accel.data.rows import Column
+from gpt2_accel.data.rows import columns, drawn_columns, file_parts
 from gpt2_accel.data.shards import (
     TOKEN_ID,
     load_data_tokenizer,
@@ -55,7 +53,6 @@ from gpt2_accel.data.shards import (
     write_mixture,
 )
 from gpt2_accel.data.sources import (
-    Joined,
     Source,
     Texts,
     split_text,
@@ -77,11 +74,11 @@ BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
 BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
 
 # nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
-OPENWEBTEXT_VAL, OPENWEBTEXT_SEED = 0.0005, 2357
+OPENWEBTEXT_VAL = 0.0005, 2357
 DATASETS: dict[str, dict[str, Any]] = {
-    "fineweb-edu": {"dataset": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
+    "fineweb-edu": {"source": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
     "openwebtext": {
-        "dataset": "Skylion007/openwebtext",
+        "source": "Skylion007/openwebtext",
         "revision": "refs/convert/parquet",
         "data_files": "plain_text/*/*.parquet",
     },
@@ -92,6 +89,11 @@ CHAT = (
     "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
     ".jsonl.zst or .parquet."
 )
+DEFAULTS = {
+    **{"verify": False, "workers": usable_cpus(), "shard_tokens": SHARD_TOKENS},
+    **{"tokenizer": "gpt2", "vocab_size": None, "column": "text"},
+    **{"input": None, "pattern": None, "chatml": False, "cut": False},
+}
 
 
 def positive(text: str) -> int:
@@ -112,106 +114,94 @@ def weighted(text: str) -> tuple[str, float]:
         ) from error
 
 
-def parse_options() -> argparse.Namespace:
-    """Parses the command line."""
-    # Suppressed defaults let these options stand before or after the command.
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("--data_dir", help="folder of the shards")
-    common.add_argument("--verify", action="store_true", help="check all shards' checksums")
-    parser = cli.Parser(
-        description=__doc__,
-        parents=[common],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    work = argparse.ArgumentParser(add_help=False, parents=[common])
-    work.add_argument(
-        "--workers", type=positive, default=usable_cpus(), help="processes, all cores if not given"
-    )
-    work.add_argument(
-        "--shard_tokens",
-        type=positive,
-        default=SHARD_TOKENS,
-        help="tokens per shard, about; 100 million if not given",
-    )
-    data_set = argparse.ArgumentParser(add_help=False)
-    data_set.add_argument("--config", help="configuration of the data set")
-    data_set.add_argument("--split", help="split of the data set, train if not given")
-    data_set.add_argument("--revision", help="a branch, tag or commit")
-    data_set.add_argument("--data_files", help="pattern of the data set's files")
-    tokens = argparse.ArgumentParser(add_help=False)
-    tokens.add_argument("--tokenizer", default="gpt2", help=TOKENIZERS)
-    tokens.add_argument(
-        "--vocab_size", type=positive, help=f"of a trained bpe, {BPE_SIZE} if not given"
-    )
-    tokens.add_argument("--column", default="text", help="the column or field that holds the text")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "data_dir": {"help": "folder of the shards"},
+    "verify": {"action": "store_true", "help": "check all shards' checksums"},
+    "workers": {"type": positive, "help": "processes, all cores if not given"},
+    "shard_tokens": {
+        "type": positive,
+        "help": "tokens per shard, about; 100 million if not given",
+    },
+    "tokenizer": {"help": f"{TOKENIZERS}; gpt2 if not given"},
+    "vocab_size": {"type": positive, "help": f"of a trained bpe, {BPE_SIZE} if not given"},
+    "column": {"help": "the column or field that holds the text, text if not given"},
+    "input": {"help": "text file; downloaded if not given"},
+    "pattern": {"help": "pattern of a folder's files, such as '*.py'"},
+    "config": {"help": "configuration of the data set"},
+    "split": {"help": "split of the data set, train if not given"},
+    "revision": {"help": "a branch, tag or commit"},
+    "data_files": {"help": "pattern of the data set's files"},
+    "model": {"required": True, "help": "model to fine-tune: HF directory or Hub id"},
+    "sequence_length": {
+        "type": positive,
+        "required": True,
+        "help": "tokens per window, at most the model's positions",
+    },
+    "chatml": {"action": "store_true", "help": "ChatML in place of the model's own chat template"},
+    "cut": {
+        "action": "store_true",
+        "help": "cut conversations that are longer than a window; else they are left out",
+    },
+}
+WORK = ("workers", "shard_tokens")
+CORPUS = (*WORK, "tokenizer", "vocab_size", "column")
+HUB = ("config", "split", "revision", "data_files")
+# Command -> its positional arguments, the metavar and how many, and its options.
+COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "shakespeare": ("", None, ("input",)),
+    "shakespeare-char": ("", None, ("input",)),
+    "text": ("PATH", "+", (*CORPUS, "pattern")),
+    "hf": ("NAME", None, (*CORPUS, *HUB)),
+    "fineweb-edu": ("NAME", "?", (*CORPUS, *HUB)),
+    "openwebtext": ("NAME", "?", (*CORPUS, *HUB)),
+    "chat": ("FILE_OR_HUB_ID", None, (*WORK, *HUB, "model", "sequence_length", "chatml", "cut")),
+    "mix": ("DATA_DIR=WEIGHT", "+", ()),
+}
 
+
+def parse_options() -> argparse.Namespace:
+    """Parses the command line. `--data_dir` and `--verify` stand before or after the command."""
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = cli.Parser(description=__doc__, argument_default=argparse.SUPPRESS, **raw)
     commands = parser.add_subparsers(dest="command")
-    for name in ("shakespeare", "shakespeare-char"):
-        command = commands.add_parser(name, parents=[common])
-        command.add_argument("--input", help="text file; downloaded if not given")
-    text = commands.add_parser("text", parents=[work, tokens])
-    text.add_argument("sources", nargs="+", metavar="PATH")
-    text.add_argument("--pattern", help="pattern of a folder's files, such as '*.py'")
-    for name in ("hf", *DATASETS):
-        command = commands.add_parser(name, parents=[work, tokens, data_set])
-        command.add_argument("dataset", metavar="NAME", nargs="?" if name in DATASETS else None)
-    chat = commands.add_parser("chat", parents=[work, data_set], description=CHAT)
-    chat.add_argument(
-        "dataset", metavar="FILE_OR_HUB_ID", help="a file, a folder of files, or a data set's id"
-    )
-    chat.add_argument("--model", required=True, help="model to fine-tune: HF directory or Hub id")
-    chat.add_argument(
-        "--sequence_length",
-        type=positive,
-        required=True,
-        help="tokens per window, at most the model's positions",
-    )
-    chat.add_argument(
-        "--chatml", action="store_true", help="ChatML in place of the model's own chat template"
-    )
-    chat.add_argument(
-        "--cut",
-        action="store_true",
-        help="cut conversations that are longer than a window; else they are left out",
-    )
-    mix = commands.add_parser("mix", parents=[common])
-    mix.add_argument("parts", nargs="+", type=weighted, metavar="DATA_DIR=WEIGHT")
-    options = parser.parse_args()
-    if "data_dir" not in options:
+    for name, (argument, count, options) in COMMANDS.items():
+        command = commands.add_parser(
+            name, argument_default=argparse.SUPPRESS, description=CHAT if name == "chat" else None
+        )
+        if argument:
+            convert = weighted if name == "mix" else str
+            command.add_argument("source", metavar=argument, nargs=count, type=convert)
+        for option in ("data_dir", "verify", *options):
+            command.add_argument(f"--{option}", **OPTIONS[option])
+    for option in ("data_dir", "verify"):
+        parser.add_argument(f"--{option}", **OPTIONS[option])
+    found = parser.parse_args()
+    if "data_dir" not in found:
         parser.error("the following arguments are required: --data_dir")
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    defaults = {"verify": False, **vars(options)}
-    return argparse.Namespace(**{**defaults, **DATASETS.get(options.command, {}), **given})
+    return argparse.Namespace(**DEFAULTS | DATASETS.get(found.command, {}) | vars(found))
 
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
     """Returns the options that choose a part of a data set, those that are given."""
-    names = ("config", "split", "revision", "data_files")
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
+    return {name: getattr(options, name) for name in HUB if name in options}
 
 
 def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
     """Returns the parts of the corpus, its source for the manifest, and its revision."""
     tokens, column = options.shard_tokens, options.column
     if options.command == "text":
-        files, lines = text_files(options.sources, options.pattern)
-        for line in lines:
-            print(line, file=sys.stderr)
-        return file_parts(files, column, tokens), ", ".join(options.sources), None
-    numbered = options.command == "openwebtext"
-    rows, revision = hub_parts(
-        options.dataset,
-        shard_tokens=tokens,
-        column=column,
-        numbered=numbered,
-        **hub_options(options),
-    )
-    if numbered:
-        rule = Drawn(rows[0].total_rows, OPENWEBTEXT_VAL, OPENWEBTEXT_SEED)
+        files, lines = text_files(options.source, options.pattern)
+        print(*lines, sep="\n", file=sys.stderr)
+        return file_parts(files, column, tokens), ", ".join(options.source), None
+    given = {"shard_tokens": tokens, "column": column, **hub_options(options)}
+    rows, revision = hub_parts(options.source, **given)
+    if options.command == "openwebtext":
+        found = drawn_columns(rows, column, *OPENWEBTEXT_VAL)
+    elif options.command == "fineweb-edu":  # its first tokens are for validation
+        found = drawn_columns(rows, column, 0, 0)
     else:
-        # Of FineWeb-Edu no row is drawn: its first tokens are for validation.
-        rule = Drawn(0, 0, 0) if options.command == "fineweb-edu" else rule_for(rows, column)
-    return [Column(part, column, rule) for part in rows], options.dataset, revision
+        found = columns(rows, column)
+    return found, options.source, revision
 
 
 def build_tokenizer(name: str, vocab_size: int | None, parts: Sequence[Source]):
@@ -229,37 +219,27 @@ def build_tokenizer(name: str, vocab_size: int | None, parts: Sequence[Source]):
         raise FileNotFoundError(f"{error}: choose another --tokenizer, {TOKENIZERS}") from error
 
 
-def prepare_corpus(options: argparse.Namespace) -> dict:
+def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of text; returns the manifest."""
+    validation, revision = 0, None
     if options.command.startswith("shakespeare"):
         text = tiny_shakespeare(options.input)
-        parts = [Joined(tuple(Texts(split, found) for split, found in split_text(text).items()))]
+        parts, source = [Texts(split_text(text))], text_source(text, options.input)
         tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
-        source, revision, workers, validation = text_source(text, options.input), None, 1, 0
     else:
-        if (workers := options.workers) > 1:  # they start while the corpus is read
-            sources = [Path(source) for source in getattr(options, "sources", [])]
-            plain = sources and not any(
-                path.suffix == ".parquet" or any(path.rglob("*.parquet")) for path in sources
-            )
-            worker_context(*([] if plain else ["datasets"]))
+        worker_context()  # it starts while the corpus is read
         parts, source, revision = corpus_parts(options)
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
         validation = options.shard_tokens if options.command == "fineweb-edu" else 0
+    writer = TextWriter(tokenizer, source, validation_tokens=validation)
+    plan = plan_of(parts, tokenizer, validation)
+    about = {"source": source, "revision": revision, "command": command}
     return run_parts(
-        parts,
-        TextWriter(tokenizer, source, validation_tokens=validation),
-        tokenizer,
-        options.data_dir,
-        source=source,
-        plan=plan_of(parts, tokenizer, validation),
-        revision=revision,
-        command=shlex.join(["prepare_data.py", *sys.argv[1:]]),
-        workers=workers,
+        parts, writer, tokenizer, options.data_dir, plan=plan, workers=options.workers, **about
     )
 
 
-def prepare_chat(options: argparse.Namespace) -> dict:
+def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of conversations; returns the manifest."""
     # Only here: they import torch, which no other command needs.
     from gpt2_accel.checkpoint.find import verified_directory
@@ -272,30 +252,26 @@ def prepare_chat(options: argparse.Namespace) -> dict:
         raise ValueError(
             f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
         )
-    revision, source = None, Path(options.dataset)
-    hub = hub_options(options)
-    if hub and source.is_file():
-        raise ValueError(
-            f"--{next(iter(hub))} is for a data set of several files: leave it out with {source}"
-        )
+    revision, source, hub = None, Path(options.source), hub_options(options)
     if source.exists() and not hub:
         rows = file_rows(source)
     elif source.name.endswith(SUFFIXES):
-        raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")
+        fix = "leave out the options of a data set" if source.exists() else "give another file"
+        raise FileNotFoundError(f"{source} is no data set or file that exists: {fix}")
     else:
-        rows, revision = hub_parts(options.dataset, shard_tokens=options.shard_tokens, **hub)
+        rows, revision = hub_parts(options.source, shard_tokens=options.shard_tokens, **hub)
     return prepare_conversations(
         rows,
         tokenizer,
         options.data_dir,
         sequence_length=length,
-        source=options.dataset,
+        source=options.source,
         model=options.model,
         cut=options.cut,
+        shard_tokens=options.shard_tokens,
         workers=options.workers,
         revision=revision,
-        command=shlex.join(["prepare_data.py", *sys.argv[1:]]),
-        shard_tokens=options.shard_tokens,
+        command=command,
     )
 
 
@@ -310,15 +286,15 @@ def summarize(manifest: dict) -> None:
         counts = [f"{count:,} {name}" for name, count in known.items()]
         counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
         print(f"{split}: {', '.join(counts)}")
-    counts, first = manifest.get("counts", {}), manifest.get("first_not_utf8")
     labels = {
         "empty": "documents without text, left out",
-        "not_utf8": f"bytes that are not UTF-8, replaced by U+FFFD, the first in {first}",
+        "not_utf8": "bytes that are not UTF-8, replaced by U+FFFD, the first in "
+        f"{manifest.get('first_not_utf8')}",
         "literal_separator": "times the text holds <|endoftext|>, encoded as text",
     }
-    for name, label in labels.items():
-        if counts.get(name):
-            print(f"{counts[name]:,} {label}")
+    for name, count in manifest.get("counts", {}).items():
+        if count and name in labels:
+            print(f"{count:,} {labels[name]}")
 
 
 def show(data_dir: str) -> None:
@@ -336,23 +312,26 @@ def show(data_dir: str) -> None:
             print(f"{split} begins with {tokenizer.decode(ids.tolist())!r}")
 
 
+def verify(data_dir: str) -> None:
+    """Checks a data folder, and prints what was checked."""
+    count = verify_data(data_dir)
+    if "format" in read_manifest(data_dir):
+        print(f"all {count} shards are intact")
+    else:  # other trainers' files
+        print(f"{plural(count, 'file')} of the right size; there are no checksums to compare")
+
+
 def main() -> None:
-    options = parse_options()
+    options, command = parse_options(), shlex.join(["prepare_data.py", *sys.argv[1:]])
     if options.command == "mix":
-        if len({Path(folder).resolve() for folder, _ in options.parts}) < len(options.parts):
-            raise ValueError("mix: a folder is named twice, give it one weight")
-        summarize(write_mixture(options.data_dir, dict(options.parts)))
+        summarize(write_mixture(options.data_dir, dict(options.source)))
     elif options.command == "chat":
-        summarize(prepare_chat(options))
+        summarize(prepare_chat(options, command))
     elif options.command:
-        summarize(prepare_corpus(options))
+        summarize(prepare_corpus(options, command))
     if options.verify:
-        count = verify_data(options.data_dir)
-        if "format" in read_manifest(options.data_dir):
-            print(f"all {count} shards are intact")
-        else:  # other trainers' files
-            print(f"{plural(count, 'file')} of the right size; there are no checksums to compare")
-    if not (options.command or options.verify):
+        verify(options.data_dir)
+    elif not options.command:
         show(options.data_dir)
 
 

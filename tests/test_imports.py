@@ -68,7 +68,7 @@ HEAVY += "wandb tensorboard torch.utils.tensorboard tiktoken".split()
 def loaded():
     print(*(name for name in HEAVY if name in sys.modules))
 
-import gpt2_accel.data.prepare, gpt2_accel.data.corpus
+import gpt2_accel.data.prepare, gpt2_accel.data.rows
 loaded()
 import gpt2_accel.train
 loaded()

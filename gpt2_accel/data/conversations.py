@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.data.corpus import row_parts
 from gpt2_accel.data.documents import fitting_share, name_digest
-from gpt2_accel.data.messages import Problem, read_messages
+from gpt2_accel.data.messages import EMPTY, Problem, read_messages
 from gpt2_accel.data.prepare import SHARD_TOKENS
-from gpt2_accel.data.rows import Row, Rows
+from gpt2_accel.data.rows import Row, Rows, row_parts
 from gpt2_accel.data.shards import (
     COUNTS,
     PACKED_VERSION,
@@ -32,7 +31,7 @@ from gpt2_accel.data.shards import (
     template_digest,
     token_dtype,
 )
-from gpt2_accel.data.sources import ROW_SUFFIXES, clean
+from gpt2_accel.data.sources import ROW_SUFFIXES, clean, counted, visible_files
 from gpt2_accel.data.workers import plan_of, run_parts
 from gpt2_accel.files import atomic_file, first_line
 from gpt2_accel.progress import progress
@@ -42,22 +41,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".json", *ROW_SUFFIXES)
-# Why a conversation is left out.
-PROBLEMS = {
-    "no_answer": "without a message of the assistant that counts, or with none before the cut",
-    "role": "with a role other than system, user (human) and assistant (gpt)",
-    "empty": "without messages, or with one without text",
-    "not_text": "with a message that is no text",
-    "unsupported": "with tools, tool calls, reasoning, a history or a weight other than 0 and 1, which are not supported",
-    "special_token": "with a special token of the tokenizer in a message, which would end a turn",
-    "refused": "that the chat template or the tokenizer refuses",
-    "too_long": "of more tokens than a window, whose beginning --cut keeps",
-}
-# How a conversation is changed.
-CHANGES = {
-    "cut": "to the length of a window",
-    "replaced": "with bytes or characters that are not Unicode, replaced by U+FFFD",
-}
+NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
+REFUSED = "that the chat template or the tokenizer refuses"
+# How a conversation is changed that is kept.
+CHANGES = CUT, REPLACED = (
+    "cut to the length of a window",
+    "with bytes or characters that are not Unicode, replaced by U+FFFD",
+)
 SHORTEST = 64  # tokens of a window
 HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = token_dtype(2**32)
@@ -66,21 +56,18 @@ DTYPE = token_dtype(2**32)
 def file_rows(source: Path) -> list[Rows]:
     """Divides a file, or the files below a folder that are not hidden, into parts of rows.
 
-    Prints how many files are of another kind. Raises `FileNotFoundError` if none ends in one of `SUFFIXES`.
+    Prints which files are of another kind. Raises `FileNotFoundError` if none ends in one of `SUFFIXES`.
     """
-    files, others = [source] if source.is_file() else [], []
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        if not any(part.startswith(".") for part in path.relative_to(source).parts):
-            has_rows = path.name.endswith(SUFFIXES) and path.name != "dataset_infos.json"
-            (files if has_rows else others).append(path)
-    if not files or not files[0].name.endswith(SUFFIXES):
+    found = [source] if source.is_file() else visible_files(source)
+    files = [path for path in found if path.name.endswith(SUFFIXES)]
+    if not files:
         raise FileNotFoundError(
             f"{source} holds no conversations: give a file that ends in {', '.join(SUFFIXES)}, or a folder of them"
         )
-    if others:
-        what = plural(len(others), "file")
-        print(f"{what} of another kind left out, the first: {others[0]}", file=sys.stderr)
-    return row_parts(files, SHARD_TOKENS)
+    if len(files) < len(found):
+        others = counted([path.name for path in found if path not in files])
+        print(f"{source}: left out {others}, of another kind", file=sys.stderr)
+    return row_parts(list(map(str, files)), SHARD_TOKENS)
 
 
 def prepare_conversations(
@@ -93,17 +80,16 @@ def prepare_conversations(
     model: str,
     cut: bool = False,
     shorten: bool = False,
-    workers: int = 1,
-    revision: str | None = None,
-    command: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    workers: int = 1,
+    **about: str | None,
 ) -> dict:
     """Writes the conversations in `rows` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
     `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
     A conversation that is longer than a window is left out; with `cut` its beginning is kept. With `shorten` the windows
     are as long as the longest conversation, in multiples of `SHORTEST`, and at most `sequence_length`. `source`, `model` (a
-    directory relative to `data_dir`), `revision` and `command` are recorded. Raises `ValueError` for a row in none of the
+    directory relative to `data_dir`) and `about` are recorded. Raises `ValueError` for a row in none of the
     forms and if a split would be empty, and the errors of `run_parts`.
     """
     if Path(model).is_dir():
@@ -113,7 +99,7 @@ def prepare_conversations(
     )
     template = template_digest(tokenizer)
     plan = plan_of(rows, tokenizer, template, sequence_length, cut, model, shard_tokens, shorten)
-    about = {"source": source, "plan": plan, "revision": revision, "command": command}
+    about |= {"source": source, "plan": plan}
     return run_parts(rows, writer, tokenizer, data_dir, workers=workers, **about)
 
 
@@ -122,7 +108,7 @@ def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
     k-th answer. Raises `Problem` if a template marks an answer in several runs, or several answers in one."""
     runs = np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
     if len(runs) != len(answers):
-        raise Problem("refused", "the template does not mark each answer by itself")
+        raise Problem(REFUSED, "the template does not mark each answer by itself")
     for (start, end), answer in zip(runs.tolist(), answers, strict=True):
         if not answer:
             counts[start:end] = False
@@ -148,26 +134,26 @@ class ConversationWriter:
         """Writes a part's conversations into one file, uint32 with `STARTS` and `COUNTS`; returns their record.
 
         Its `index` has for each the part, the byte in its file, the number of tokens and the hash of the messages;
-        `counts` and `first` have the number and the first place of each of `PROBLEMS` and `CHANGES`.
+        `counts` and `first` have the number and the first place of each reason to leave out or change a conversation.
         """
         counts, first, index = Counter(), {}, []
         with atomic_file(tokens_path(folder, number)) as file:
             for row in part.rows():
                 detail = ""
                 try:
-                    tokens, key, notes = self.encode(row)
+                    tokens, key, reasons = self.encode(row)
                     index.append((number, file.tell(), len(tokens), key))
                     file.write(tokens.tobytes())
                 except Problem as problem:
-                    notes, detail = problem.args[:1], "".join(f" ({d})" for d in problem.args[1:])
-                for name in notes:
-                    counts[name] += 1
-                    if name not in first:
-                        first[name] = f"{row.place}{detail}"  # may read the file
+                    reasons, detail = problem.args[:1], "".join(f" ({d})" for d in problem.args[1:])
+                for reason in reasons:
+                    counts[reason] += 1
+                    if reason not in first:
+                        first[reason] = f"{row.place}{detail}"  # may read the file
         return {"index": index, "counts": counts, "first": first}
 
     def encode(self, row: Row) -> tuple[np.ndarray, int, list[str]]:
-        """Returns the tokens of a row with their bits, (n,) uint32, the hash of its messages, and which `CHANGES` it has.
+        """Returns the tokens of a row with their bits, (n,) uint32, the hash of its messages, and which of `CHANGES` it has.
 
         Raises `Problem`, and the errors of `read_messages`.
         """
@@ -178,34 +164,36 @@ class ConversationWriter:
             replaced += wrong
         answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
         if not messages:
-            raise Problem("empty")
+            raise Problem(EMPTY)
         if not any(answers):
-            raise Problem("no_answer")
+            raise Problem(NO_ANSWER)
         if any(self.specials.search(message["content"]) for message in messages):
-            raise Problem("special_token")
+            raise Problem(
+                "with a special token of the tokenizer in a message, which would end a turn"
+            )
         try:
             ids, counts = conversation_tokens(self.tokenizer, messages)
         except Exception as error:  # of the template's author, or of the tokenizer
-            raise Problem("refused", first_line(error)) from error
+            raise Problem(REFUSED, first_line(error)) from error
         if not all(answers):
             mask_answers(counts, answers)
         too_long = len(ids) > self.sequence_length
         if too_long and not self.cut:
-            raise Problem("too_long")
+            raise Problem("of more tokens than a window, whose beginning --cut keeps")
         tokens = ids[: self.sequence_length].astype(DTYPE)
         tokens[counts[: len(tokens)]] |= COUNTS
         tokens[0] = tokens[0] & TOKEN_ID | STARTS  # nothing comes before it
         if not (tokens & COUNTS).any():
-            raise Problem("no_answer")
+            raise Problem(NO_ANSWER)
         key = int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
-        return tokens, key, ["cut"] * too_long + ["replaced"] * bool(replaced)
+        return tokens, key, [CUT] * too_long + [REPLACED] * bool(replaced)
 
     def assemble(self, folder: Path, records: list[dict]) -> dict:
         """Packs the conversations of all parts into shards; returns the manifest's entries.
 
         Raises `ValueError` if a split would be empty.
         """
-        counts, first = Counter(dict.fromkeys(PROBLEMS | CHANGES, 0)), {}
+        counts, first = Counter(), {}
         for record in records:
             counts.update(record["counts"])
             first = record["first"] | first
@@ -325,11 +313,10 @@ def summary(manifest: Mapping) -> list[str]:
 
 
 def left_out(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
-    """Returns a line for each of `PROBLEMS` and `CHANGES` that conversations have: how many, and the first."""
+    """Returns a line for each reason why conversations are left out or changed: how many, and the first."""
     return [
-        f"{name if name in CHANGES else 'left out'}: {plural(counts[name], 'conversation')} {label}, the first: {first[name]}"
-        for name, label in (PROBLEMS | CHANGES).items()
-        if counts.get(name)
+        f"{'kept' if reason in CHANGES else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first[reason]}"
+        for reason, count in counts.items()
     ]
 
 

@@ -1,6 +1,5 @@
 """Documents, the places where a text may be cut, and the rules that hold documents out for validation."""
 
-import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +57,7 @@ def fitting_share(share: float) -> bool:
 
 
 Rule = Callable[[str, int], list[tuple[str, str]]]
-"""Maps the text of a row, and its number, to its parts, each with its split. The `repr` is part of a plan's digest."""
+"""Maps the text of a row, and its number in its part of the corpus, to its parts, each with its split. The `repr` is part of a plan's digest."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,16 @@ class LastPart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Holds out the rows that `train_test_split` of `datasets` draws with `seed`, a `share` of `count` rows."""
+    """Holds out the rows with the given numbers."""
 
-    count: int
-    share: float
-    seed: int
+    numbers: frozenset[int]
 
     def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
-        return [(split_of(row in drawn_rows(self.count, self.share, self.seed)), text)]
+        return [(split_of(row in self.numbers), text)]
 
 
-@functools.cache
 def drawn_rows(count: int, share: float, seed: int) -> frozenset[int]:
-    """Returns the numbers of the rows that `Drawn` holds out."""
+    """Returns the `share` of `count` rows that `train_test_split` of `datasets` draws with `seed`."""
     order = np.random.default_rng(seed).permutation(count)
     return frozenset(order[: int(np.ceil(share * count))].tolist())
 

@@ -11,7 +11,7 @@ In a mixture each data set has its own order. The data set at each position is a
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -184,8 +184,7 @@ def read_windows(
 ) -> Batch:
     """Reads the samples (n, 2), which are numbers of streams and windows.
 
-    Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations. Raises `ValueError`
-    if a window of conversations has another number of counted targets than its stream says.
+    Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations.
     """
     L = sequence_length
     input_ids, targets, documents = np.zeros((3, len(samples), L), np.int64)
@@ -201,11 +200,6 @@ def read_windows(
         targets[row, :-1] = np.where(counts, input_ids[row, 1:], -100)
         targets[row, -1] = -100
         documents[row] = (tokens & STARTS != 0).cumsum()
-        if counts.sum() != stream.targets[window]:
-            raise ValueError(
-                f"window {window} of {stream.data_dir}, split {stream.split!r}, has {counts.sum()} counted tokens, not "
-                f"{stream.targets[window]}: prepare the data again"
-            )
     packed = any(stream.sequence_length for stream in streams)
     return Batch(
         torch.from_numpy(input_ids),
@@ -228,7 +222,7 @@ def to_device(
 
 
 class Loader:
-    """Reads the batches of one rank from data sets with their shares (`open_split`), onto `device`.
+    """Reads the batches of rank `rank` of `world_size` from data sets with their shares (`open_split`), onto `device`.
 
     `packed` says whether one of them holds conversations, so that batches have `documents`.
     `problem` is the first error of a read, None before. From then on all tokens are 0, and it is raised after the last
@@ -238,10 +232,14 @@ class Loader:
     def __init__(
         self,
         parts: Sequence[tuple[TokenStream, float]],
+        *,
         sequence_length: int,
-        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
     ):
         self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
+        self.rank, self.world_size = rank, world_size
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.packed = any(stream.sequence_length for stream in self.streams)
         self.device = torch.device(device)
@@ -261,7 +259,7 @@ class Loader:
 class TrainLoader(Loader):
     """The training batches of one rank.
 
-    `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
+    `micro_batch_size` is the number of sequences per rank and backward pass. `share` are the settings of `Loader`. `windows` is the number of sequences in
     the data. Raises `ValueError` if the split is shorter than one sequence.
     """
 
@@ -269,17 +267,13 @@ class TrainLoader(Loader):
         self,
         parts: Sequence[tuple[TokenStream, float]],
         *,
-        sequence_length: int,
         micro_batch_size: int,
         seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
+        **share: Any,
     ):
-        super().__init__(parts, sequence_length, device)
-        self.mixture = Mixture([share for _, share in parts], seed)
-        self.micro_batch_size = micro_batch_size
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        super().__init__(parts, **share)
+        self.mixture = Mixture([weight for _, weight in parts], seed)
+        self.micro_batch_size, self.seed = micro_batch_size, seed
         self.windows = sum(self.set_windows)
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
 
@@ -351,7 +345,7 @@ class EvalLoader(Loader):
     `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
     `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
-    window. `bytes_per_token` is the mean over the windows' text, None if unknown.
+    window. `share` are the settings of `Loader`. `bytes_per_token` is the mean over the windows' text, None if unknown.
 
     Raises `ValueError` if a split is shorter than one sequence.
     """
@@ -360,23 +354,20 @@ class EvalLoader(Loader):
         self,
         parts: Sequence[tuple[TokenStream, float]],
         *,
-        sequence_length: int,
         batch_size: int,
         max_tokens: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
+        **share: Any,
     ):
-        super().__init__(parts, sequence_length, device)
+        super().__init__(parts, **share)
         self.batch_size = batch_size
-        most = [max(1, int(max_tokens * share) // sequence_length) for _, share in parts]
+        most = [max(1, int(max_tokens * weight) // self.sequence_length) for _, weight in parts]
         counts = list(map(min, self.set_windows, most))
         sets = np.repeat(np.arange(len(counts)), counts)
         windows = np.concatenate([np.arange(count) for count in counts])
         self.windows = len(windows)
-        self.numbers = np.arange(rank, self.windows, world_size)
+        self.numbers = np.arange(self.rank, self.windows, self.world_size)
         self.mine = np.stack((sets, windows), axis=1)[self.numbers]
-        self.rounds = -(-self.windows // (world_size * batch_size))
+        self.rounds = -(-self.windows // (self.world_size * batch_size))
         self.bytes_per_token = None
         if all(stream.bytes for stream in self.streams):
             text = [n * s.bytes / s.tokens for n, s in zip(counts, self.streams, strict=True)]

@@ -2,7 +2,7 @@
 
 | form                       | fields of a row                                                                    |
 |----------------------------|------------------------------------------------------------------------------------|
-| messages                   | `messages`: a list of `role` and `content`, or of texts in turns                   |
+| messages                   | `messages`: a list of `role` and `content`                                         |
 | ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
 | prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
 | Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
@@ -27,8 +27,14 @@ UNSUPPORTED = (
 )
 
 
+# Why a conversation is left out.
+EMPTY = "without messages, or with one without text"
+NOT_TEXT = "with a message that is no text"
+NOT_SUPPORTED = "with tools, tool calls, reasoning, a history or a weight other than 0 and 1, which are not supported"
+
+
 class Problem(Exception):
-    """A conversation cannot be trained on; the first argument is one of `PROBLEMS`, the second may be a detail."""
+    """A conversation cannot be trained on; the first argument says why, the second may be a detail."""
 
 
 def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[bool]]:
@@ -44,28 +50,28 @@ def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[b
         )
     fields = {name: value for name, value in row.items() if value is not None}
     if any(fields.get(name) for name in UNSUPPORTED):
-        raise Problem("unsupported")
+        raise Problem(NOT_SUPPORTED)
     if {"messages", "conversations"} & (row.keys() - fields.keys()) and not fields:
-        raise Problem("empty")  # null
+        raise Problem(EMPTY)  # null
     found, given = raw_messages(fields, place)
     system = fields.get("system", fields.get("system_prompt"))
     if not isinstance(system, str | None):
-        raise Problem("not_text")
+        raise Problem(NOT_TEXT)
     if system is not None and not (found and role_of(found[0]) == "system"):
         found, given = [{"role": "system", "content": system}, *found], given + 1
     messages, counts = [], []
     for number, message in enumerate(found):
         if (role := role_of(message)) is None:
-            raise Problem("role")
+            raise Problem("with a role other than system, user (human) and assistant (gpt)")
         weight = message.get("weight")
         if weight not in (None, 0, 1) or any(message.get(name) for name in UNSUPPORTED):
-            raise Problem("unsupported")
+            raise Problem(NOT_SUPPORTED)
         content = text_of(message.get("content") or message.get("value") or "")
         if content.strip():
             messages.append({"role": role, "content": content})
             counts.append(number >= given and weight != 0)
         elif role != "system":
-            raise Problem("empty")
+            raise Problem(EMPTY)
     return messages, counts
 
 
@@ -75,10 +81,7 @@ def raw_messages(fields: dict, place: object) -> tuple[list, int]:
     if "messages" in fields or "conversations" in fields:
         found = fields.get("messages", fields.get("conversations"))
         if not isinstance(found, list):
-            raise Problem("not_text")
-        if found and all(isinstance(message, str) for message in found):  # as in LIMA
-            roles = ("user", "assistant") * len(found)
-            found = [{"role": roles[i], "content": text} for i, text in enumerate(found)]
+            raise Problem(NOT_TEXT)
         return found, 0
     if "prompt" in fields and "completion" in fields:
         given = as_messages(fields["prompt"], "user")
@@ -109,5 +112,5 @@ def text_of(content: Any) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise Problem("not_text")
+        raise Problem(NOT_TEXT)
     return "".join(texts)

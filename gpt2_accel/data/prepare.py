@@ -12,13 +12,12 @@ from gpt2_accel.data.documents import Document
 from gpt2_accel.data.shards import (
     MANIFEST,
     VERSION,
-    Shard,
     ShardWriter,
     read_manifest,
+    read_shard,
     token_dtype,
 )
 from gpt2_accel.data.sources import (
-    Joined,
     Source,
     Texts,
     clean,
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD_TOKENS = 100_000_000
-# Of all documents: those without text, which are left out; bytes that are not UTF-8, replaced by U+FFFD; and literals
-# <|endoftext|>, encoded as text.
-COUNTS = ("empty", "not_utf8", "literal_separator")
 
 
 def prepare(
@@ -51,9 +47,8 @@ def prepare(
     leaves no files.
     """
     print(f"tokenizing {source}", file=sys.stderr)
-    texts = Joined(tuple(Texts(split, found) for split, found in splits.items()))
     writer = TextWriter(tokenizer, source, tuple(splits))
-    return run_parts([texts], writer, tokenizer, data_dir, source=source)
+    return run_parts([Texts(splits)], writer, tokenizer, data_dir, source=source)
 
 
 def prepare_text(
@@ -84,6 +79,9 @@ class TextWriter:
 
     `source` names the corpus in errors. `splits` must not be empty. With `validation_tokens` the first tokens of the
     corpus are for validation, and all others for training.
+
+    `counts` in the manifest has the documents without text, which are left out (`empty`), the bytes that are not UTF-8,
+    replaced by U+FFFD (`not_utf8`), and the literals `<|endoftext|>`, encoded as text (`literal_separator`).
     """
 
     def __init__(
@@ -104,27 +102,23 @@ class TextWriter:
         Raises `ValueError` for a character that is not in the vocabulary.
         """
         shards: dict[str, ShardWriter] = {}
-        totals: dict[str, Counter] = {}
-        counts, first_not_utf8 = Counter(dict.fromkeys(COUNTS, 0)), None
+        found: dict[str, Counter] = {}
+        counts, first_not_utf8 = Counter(empty=0, not_utf8=0, literal_separator=0), None
         for document in part.documents():
             split, invalid = document.split, counts["not_utf8"]
             if split not in shards:
                 path = folder / f"{split}_{number:06d}.bin"
-                shards[split] = ShardWriter(path, self.dtype)
-                totals[split] = Counter(documents=0, bytes=0)
-            totals[split].update(self.write_document(document, shards[split], counts))
+                shards[split], found[split] = ShardWriter(path, self.dtype), Counter()
+            size = self.append(document, shards[split], counts)
+            found[split]["bytes"] += size
+            found[split]["documents"] += document.begins and size > 0
             if counts["not_utf8"] > invalid:
                 first_not_utf8 = first_not_utf8 or str(document.place)
-        splits = {
-            split: split_entry([self.close(shards[split], total["documents"])], **total)
-            for split, total in totals.items()
-        }
+        splits = {split: self.close(shards[split], **found[split]) for split in shards}
         return {"counts": counts, "first_not_utf8": first_not_utf8, "splits": splits}
 
-    def write_document(
-        self, document: Document, shard: ShardWriter, counts: Counter
-    ) -> dict[str, int]:
-        """Appends a document's tokens to a shard and adds its `COUNTS`; returns its documents (0 or 1) and bytes."""
+    def append(self, document: Document, shard: ShardWriter, counts: Counter) -> int:
+        """Appends a document's tokens to a shard and updates `counts`; returns the bytes of its text."""
         size = 0
         for chunk in document.chunks:
             text, invalid = clean(chunk)
@@ -139,20 +133,25 @@ class TextWriter:
             counts["not_utf8"] += invalid
             counts["literal_separator"] += text.count(END_OF_TEXT)
         counts["empty"] += not size
-        return {"documents": int(document.begins and size > 0), "bytes": size}
+        return size
 
-    def close(self, shard: ShardWriter, documents: int) -> dict:
-        """Closes a shard; returns its entry in the manifest, whose `documents` are the separators in it."""
-        return {**shard.close(), "documents": 0 if self.separator is None else documents}
+    def close(self, shard: ShardWriter, documents: int, bytes: int) -> dict:
+        """Closes a shard; returns the manifest's entry of a split with this shard only.
+
+        The shard's own `documents` are its separators.
+        """
+        entry = {**shard.close(), "documents": 0 if self.separator is None else documents}
+        counts = {"tokens": shard.tokens, "documents": documents, "bytes": bytes}
+        return {**counts, "shards": [entry]}
 
     def assemble(self, folder: Path, records: list[dict]) -> dict:
         """Adds up the records. Raises `ValueError` if a split would be empty."""
-        splits: dict[str, dict] = {}
+        counts = Counter()
         for record in records:
-            for split, entry in record["splits"].items():
-                total = splits.setdefault(split, {**dict.fromkeys(entry, 0), "shards": []})
-                for name, value in entry.items():
-                    total[name] += value
+            counts.update(record["counts"])
+        entries = [record["splits"] for record in records]
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        splits = {name: total([e[name] for e in entries if name in e]) for name in names}
         if self.validation_tokens and "train" in splits:
             splits = self.hold_out_first(folder, splits["train"])
         for split in self.splits:
@@ -161,9 +160,6 @@ class TextWriter:
                 raise ValueError(
                     f"{self.source} holds no text for the split {split!r}: add documents{shorter}"
                 )
-        counts = Counter()
-        for record in records:
-            counts.update(record["counts"])
         return {
             "version": VERSION,
             "dtype": self.dtype.name,
@@ -179,29 +175,32 @@ class TextWriter:
         """
         shards, tokens = list(train["shards"]), np.empty(0, self.dtype)
         while shards and len(tokens) < self.validation_tokens:
-            shard = Shard(folder, shards.pop(0), self.dtype)
-            tokens = np.concatenate((tokens, shard.read(0, shard.tokens)))
+            shard = shards.pop(0)
+            own = read_shard(folder, self.dtype, shard, 0, shard["tokens"])
+            tokens = np.concatenate((tokens, own))
         first, rest = np.split(tokens, [self.validation_tokens])
-        val = [self.store(folder / "val_000000.bin", first)]
+        val = self.store(folder / "val_000000.bin", first)
         if len(rest):
-            shards.insert(0, self.store(folder / "train_rest.bin", rest))
-        size = int(self.token_bytes[first].sum())
-        return {
-            split: split_entry(found, sum(shard["documents"] for shard in found), text_bytes)
-            for split, found, text_bytes in (
-                ("val", val, size),
-                ("train", shards, train["bytes"] - size),
-            )
+            shards[:0] = self.store(folder / "train_rest.bin", rest)["shards"]
+        others = {
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(shard["documents"] for shard in shards),
+            "bytes": train["bytes"] - val["bytes"],
+            "shards": shards,
         }
+        return {"val": val, "train": others}
 
     def store(self, path: Path, tokens: np.ndarray) -> dict:
-        """Writes a shard; returns its entry in the manifest."""
+        """Writes a shard; returns as `close`."""
         shard = ShardWriter(path, self.dtype)
         shard.append(tokens)
-        return self.close(shard, int(np.count_nonzero(tokens == self.separator)))
+        documents = int(np.count_nonzero(tokens == self.separator))
+        return self.close(shard, documents, int(self.token_bytes[tokens].sum()))
 
 
-def split_entry(shards: list[dict], documents: int, bytes: int) -> dict:
-    """Returns the manifest's entry of a split; `bytes` are those of its text."""
-    tokens = sum(shard["tokens"] for shard in shards)
-    return {"tokens": tokens, "documents": documents, "bytes": bytes, "shards": shards}
+def total(entries: list[dict]) -> dict:
+    """Adds up the manifest's entries of one split; their shards are joined in order."""
+    found = {
+        name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")
+    }
+    return {**found, "shards": [shard for entry in entries for shard in entry["shards"]]}

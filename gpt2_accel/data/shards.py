@@ -43,7 +43,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ from gpt2_accel.tokenizer import fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION, PACKED_VERSION = 1, 2
+VERSIONS = VERSION, PACKED_VERSION = 1, 2
 # The bits of a token in version 2, above its id.
 STARTS, COUNTS = np.uint32(1 << 30), np.uint32(1 << 31)
 TOKEN_ID = STARTS - np.uint32(1)
@@ -68,7 +68,6 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 BLOCK = 2**22  # tokens read at once where all are read
-OPEN_SHARDS = 64  # each needs a file descriptor, and a process often has only 1,024
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -111,53 +110,39 @@ class ShardWriter:
         return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
 
-class Shard:
-    """The token ids of a shard that the manifest lists as `entry`; an entry with an `offset` has no header.
+def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
+    """Returns the tokens [start, start + count) of the file that the manifest lists as `shard`, (count,) of `dtype`.
 
-    They are read by `pread`, not mapped: a mapped file that is truncated kills the process. Several threads may read.
+    The file is opened and its header is checked at each call: no number of shards takes file descriptors, and a replaced
+    file is noticed. It is read, not mapped: a mapped file that is truncated kills the process.
 
-    Raises `FileNotFoundError`, or `ValueError` if the file holds other tokens than the entry says, by its size or header.
+    Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
     """
+    path, has_header = data_dir / shard["file"], "offset" not in shard
+    offset = HEADER.size if has_header else shard["offset"]
+    end = offset + shard["tokens"] * dtype.itemsize
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            same = size == end or (not has_header and size > end)
+            if has_header:
+                same = same and file.read(HEADER.size) in headers(shard, dtype)
+            place = offset + start * dtype.itemsize
+            data = os.pread(file.fileno(), count * dtype.itemsize, place)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
+    if not same:
+        raise ValueError(
+            f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
+            "prepare the data again"
+        )
+    return np.frombuffer(data, dtype)
 
-    def __init__(self, data_dir: Path, entry: dict, dtype: np.dtype):
-        self.path, self.dtype = data_dir / entry["file"], dtype
-        self.tokens, self.sha256 = entry["tokens"], entry["sha256"]
-        self.offset = entry.get("offset", HEADER.size)
-        try:
-            self._file = open(self.path, "rb", buffering=0)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{self.path} is missing: prepare the data again") from None
-        size = self.offset + self.tokens * dtype.itemsize
-        if "offset" in entry:
-            same = self.file_size() >= size
-        else:
-            digest, header = bytes.fromhex(self.sha256), self._file.read(HEADER.size)
-            same = self.file_size() == size and header in [
-                HEADER.pack(MAGIC, version, dtype.itemsize, self.tokens, digest)
-                for version in (VERSION, PACKED_VERSION)
-            ]
-        if not same:
-            raise ValueError(
-                f"{self.path} is not the shard that the manifest lists, by its size or header: prepare the data again"
-            )
 
-    def file_size(self) -> int:
-        """Returns the size of the file, in bytes."""
-        return os.fstat(self._file.fileno()).st_size
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Returns the tokens [start, start + count), (count,). Raises `UnreadableData` if the file no longer has them."""
-        size = count * self.dtype.itemsize
-        try:
-            data = os.pread(self._file.fileno(), size, self.offset + start * self.dtype.itemsize)
-        except OSError as error:
-            raise UnreadableData(f"{self.path} cannot be read: {error.strerror}") from error
-        if len(data) < size:
-            raise UnreadableData(
-                f"{self.path} was truncated to {self.file_size():,} bytes while it was in use: restore it or prepare the "
-                "data again"
-            )
-        return np.frombuffer(data, self.dtype)
+def headers(shard: dict, dtype: np.dtype) -> list[bytes]:
+    """Returns the possible headers of a shard."""
+    digest = bytes.fromhex(shard["sha256"])
+    return [HEADER.pack(MAGIC, v, dtype.itemsize, shard["tokens"], digest) for v in VERSIONS]
 
 
 def read_manifest(data_dir: str | Path) -> dict:
@@ -175,42 +160,48 @@ def read_manifest(data_dir: str | Path) -> dict:
         )
     try:
         manifest = parse_json(path.read_text(encoding="utf-8"))
-        check_manifest(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged or not a readable manifest ({type(error).__name__}: {error}): prepare the data again"
-        ) from error
+        valid = is_valid(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
     return manifest
 
 
-def check_manifest(manifest: dict) -> None:
-    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for another format, or an impossible entry."""
-    found = (manifest["format"], manifest["version"])
-    if found not in [(MANIFEST_FORMAT, VERSION), (MANIFEST_FORMAT, PACKED_VERSION)]:
-        raise ValueError(
-            f"it is {found[0]!r} version {found[1]}, this release reads {MANIFEST_FORMAT!r} {VERSION} and {PACKED_VERSION}"
-        )
-    DTYPES[manifest["dtype"]], manifest["source"], manifest["tokenizer"]["fingerprint"]
-    counts = [manifest["tokenizer"]["vocab_size"], manifest.get("sequence_length", 0)]
-    for name, entry in manifest["splits"].items():
-        files, totals = list(entry["shards"]), [entry["tokens"]]
-        if "mixture" not in manifest:
-            totals.append(sum(shard["tokens"] for shard in files))
-        if "sequence_length" in manifest:
-            files.append(entry["targets"])
-            totals.append(manifest["sequence_length"] * entry["targets"]["tokens"])
-        if len(set(totals)) > 1:
-            raise ValueError(f"the split {name!r} has other tokens than its files")
-        # Other trainers' files do not say how many bytes they hold, nor do conversations.
-        counts += [*totals, entry["bytes"] or 0, *(shard["tokens"] for shard in files)]
-        for shard in files:
-            if not plain_name(shard["file"]) or len(bytes.fromhex(shard["sha256"])) != 32:
-                raise ValueError(f"it has the impossible shard {shard!r}")
-    for part in manifest.get("mixture", []):
-        if not part["weight"] > 0 or not isinstance(part["data_dir"], str):
-            raise ValueError(f"it has the impossible part {part!r}")
-    if wrong := [count for count in counts if type(count) is not int or count < 0]:
-        raise ValueError(f"it has the impossible count {wrong[0]!r}")
+def is_valid(manifest: dict) -> bool:
+    """Whether a manifest is of this format, with possible shards and counts.
+
+    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if something is missing or of another type.
+    """
+    shards, splits = listed_shards(manifest), manifest["splits"].values()
+    tokenizer, mixture = manifest["tokenizer"], manifest.get("mixture", [])
+    counts = [tokenizer["vocab_size"], manifest.get("sequence_length", 0)]
+    # Other trainers' files do not say how many bytes they hold, nor do conversations.
+    counts += [n for split in splits for n in (split["tokens"], split["bytes"] or 0)]
+    counts += [shard["tokens"] for shard in shards]
+    return (
+        (manifest["format"], manifest["version"]) in [(MANIFEST_FORMAT, v) for v in VERSIONS]
+        and manifest["dtype"] in DTYPES
+        and isinstance(tokenizer["fingerprint"], str)
+        and isinstance(manifest["source"], str)
+        and all(type(count) is int and count >= 0 for count in counts)
+        and all(plain_name(shard["file"]) for shard in shards)
+        and all(len(bytes.fromhex(shard["sha256"])) == 32 for shard in shards)
+        and ("mixture" in manifest or all(map(adds_up, splits)))
+        and all(part["weight"] > 0 and isinstance(part["data_dir"], str) for part in mixture)
+    )
+
+
+def adds_up(split: dict) -> bool:
+    """Whether a split has the tokens of its shards."""
+    return split["tokens"] == sum(shard["tokens"] for shard in split["shards"])
+
+
+def listed_shards(manifest: dict) -> list[dict]:
+    """Returns the entries of all files of tokens in a manifest."""
+    splits = manifest["splits"].values()
+    shards = [shard for split in splits for shard in split["shards"]]
+    return shards + [split["targets"] for split in splits if "targets" in split]
 
 
 def data_fingerprint(data_dir: str | Path) -> str:
@@ -263,52 +254,46 @@ def verify_data(data_dir: str | Path) -> int:
     data_dir, manifest = Path(data_dir), read_manifest(data_dir)
     if "format" in manifest:
         load_data_tokenizer(data_dir)
-    splits = manifest["splits"].values()
-    entries = [shard for split in splits for shard in split["shards"]]
-    entries += [split["targets"] for split in splits if "targets" in split]
-    for entry in progress(entries, "verifying", len(entries)):
-        shard, digest = Shard(data_dir, entry, DTYPES[manifest["dtype"]]), hashlib.sha256()
-        for start in range(0, shard.tokens if shard.sha256 else 0, BLOCK):
-            digest.update(shard.read(start, min(BLOCK, shard.tokens - start)))
-        if shard.sha256 not in (None, digest.hexdigest()):
-            raise ValueError(f"{shard.path} does not match its checksum: prepare the data again")
-    return len(entries) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
+    shards, dtype = listed_shards(manifest), DTYPES[manifest["dtype"]]
+    for shard in progress(shards, "verifying", len(shards)):
+        digest = hashlib.sha256()
+        for start in range(0, shard["tokens"], BLOCK):
+            count = min(BLOCK, shard["tokens"] - start)
+            digest.update(read_shard(data_dir, dtype, shard, start, count))
+        if shard["sha256"] not in (None, digest.hexdigest()):
+            raise ValueError(
+                f"{data_dir / shard['file']} does not match its checksum: prepare the data again"
+            )
+    return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
 
 
-def part_manifests(folders: Iterable[Path], mixture: dict | None = None) -> dict[Path, dict]:
-    """Returns the manifests of the folders of a mixture, whose own is `mixture`.
-
-    Raises `ValueError` if one is a mixture, or if they differ in tokenizer, or in the windows or template of
-    conversations.
-    """
-    manifests = {folder: read_manifest(folder) for folder in folders}
+def check_parts(manifests: Mapping[Path, dict], tokenizer: str) -> None:
+    """Raises `ValueError` if folders of a mixture are mixtures themselves, have another tokenizer than `tokenizer`, by its
+    fingerprint, or do not fit together."""
+    expected: dict[str, str | int] = {"tokenizer": tokenizer}
     for folder, manifest in manifests.items():
         if "mixture" in manifest:
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-    alike = {"the mixture": mixture, **manifests} if mixture else manifests
-    for name in ("fingerprint", "sequence_length", "template"):
-        values = {folder: (m["tokenizer"] | m).get(name) for folder, m in alike.items()}
-        found = {folder: value for folder, value in values.items() if value is not None}
-        for folder, value in found.items():
-            other, expected = next(iter(found.items()))
-            if value != expected:
-                what = "tokenizer" if name == "fingerprint" else name
+        found = {"tokenizer": manifest["tokenizer"]["fingerprint"]}
+        found |= {name: manifest.get(name) for name in ("sequence_length", "template")}
+        for name, value in found.items():
+            if value is not None and expected.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{folder} has another {what} than {other}: prepare both with the same"
+                    f"{folder} has another {name} than the rest of the mixture: prepare all with the same"
                 )
-    return manifests
 
 
 def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
     """Returns a mixture's folders with their shares, which add up to 1; an empty list for other folders.
 
-    Raises the errors of `part_manifests`, also if a part has changed since the mixture was made.
+    Raises the errors of `check_parts`, also if a part has changed since the mixture was made.
     """
-    manifest = read_manifest(data_dir)
+    mixture = read_manifest(data_dir)
     parts = {
-        Path(data_dir) / part["data_dir"]: part["weight"] for part in manifest.get("mixture", [])
+        Path(data_dir) / part["data_dir"]: part["weight"] for part in mixture.get("mixture", [])
     }
-    part_manifests(parts, manifest)
+    manifests = {folder: read_manifest(folder) for folder in parts}
+    check_parts(manifests, mixture["tokenizer"]["fingerprint"])
     return [(folder, weight / sum(parts.values())) for folder, weight in parts.items()]
 
 
@@ -323,17 +308,15 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
     Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is below a thousandth of the total, and the errors of `part_manifests`;
-    `FileExistsError` if `data_dir` exists.
+    repeated. Raises `ValueError` if a weight is not positive, and the errors of `check_parts`; `FileExistsError`
+    if `data_dir` exists.
     """
-    for folder, weight in weights.items():
-        if not 0 < sum(weights.values()) / 1000 <= weight < math.inf:
-            raise ValueError(
-                f"the weight of {folder} must be at least a thousandth of the total, got {weight:g}"
-            )
-    manifests = part_manifests(map(Path, weights))
+    if not all(0 < weight < math.inf for weight in weights.values()):
+        raise ValueError(f"weights must be positive, got {dict(weights)}")
+    manifests = {Path(folder): read_manifest(folder) for folder in weights}
     packed = [folder for folder, manifest in manifests.items() if "sequence_length" in manifest]
     first = [*packed, *manifests][0]  # its tokenizer has the chat template
+    check_parts(manifests, manifests[first]["tokenizer"]["fingerprint"])
     entries = [manifest["splits"] for manifest in manifests.values()]
 
     def total(split: str, name: str) -> int | None:

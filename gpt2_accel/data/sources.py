@@ -1,11 +1,9 @@
-"""Sources of text: files and data sets, in parts that worker processes read.
-
-Plain text and JSON lines are read here, by byte ranges: every byte of a text counts, and a bad line is named with its
-number. All other rows, of Parquet files and of data sets on the Hub, are read by `datasets`.
+"""Sources of text: parts of a corpus that worker processes read, and the files of a corpus.
 
 A part of a source becomes one shard of tokens per split. Its size is about `4 * shard_tokens` bytes, less for a corpus of
 fewer than `PARTS` such parts, so that several processes share it. Small files are joined in order. The parts depend only
-on the source and `shard_tokens`.
+on the source and `shard_tokens`. Plain text is divided by byte ranges: every byte of a text counts. `rows.py` has the
+files with one document per row.
 """
 
 import codecs
@@ -31,13 +29,12 @@ from gpt2_accel.data.documents import (
     next_cut,
     split_of,
 )
-from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT
 from gpt2_accel.files import first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
 PARTS, SMALLEST_PART = 32, 2**20  # of a corpus; bytes
 BYTES_PER_TOKEN = 4  # about, of English in GPT-2's BPE
-COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 3, ".xz": 3, ".zip": 3}  # about
+COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3}  # about
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
@@ -52,6 +49,34 @@ class Source(Protocol):
     size: int
 
     def documents(self) -> Iterator[Document]: ...
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Consecutive sources, small ones, that make one shard per split."""
+
+    parts: tuple[Source, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def documents(self) -> Iterator[Document]:
+        for part in self.parts:
+            yield from part.documents()
+
+
+def join(parts: Iterable[Source], part_bytes: int) -> list[Source]:
+    """Joins consecutive sources of up to `part_bytes` together."""
+    groups: list[list[Source]] = []
+    room = 0
+    for part in parts:
+        if part.size > room or not groups:
+            groups.append([])
+            room = part_bytes
+        groups[-1].append(part)
+        room -= part.size
+    return [Joined(tuple(group)) for group in groups]
 
 
 def part_size(size: int, shard_tokens: int) -> int:
@@ -87,7 +112,7 @@ def clean(text: str) -> tuple[str, int]:
     return text, 0
 
 
-# Plain text: each file is one document
+# Files
 
 
 def text_files(
@@ -99,10 +124,8 @@ def text_files(
     with the names by which documents are held out, and for each folder a line that says what was taken and left out.
 
     Raises `FileNotFoundError` if a source does not exist or holds no text, `ValueError` for a file that is not text or for
-    an absolute or empty pattern.
+    an absolute pattern.
     """
-    if "" in sources:
-        raise ValueError("the path of a text is empty: give a file or a folder")
     files, lines = {}, []
     for source in map(Path, sources):
         if source.is_file():
@@ -116,41 +139,34 @@ def text_files(
             raise FileNotFoundError(
                 f"{source} does not exist: give a text file or a folder of them"
             )
-        taken, left_out = files_of(source, pattern)
-        lines.append(f"{source}: took {counted(taken) or 'no file'}")
-        for problem, names in left_out.items():
-            lines[-1] += f"; left out {counted(names)}, {problem}, the first: {names[0]}"
+        groups: dict[str | None, list[str]] = {None: []}  # names by what is wrong with the files
+        for path in visible_files(source, pattern or "*"):
+            name = path.relative_to(source).as_posix()
+            groups.setdefault(not_text(path), []).append(name)
+        taken = groups.pop(None)
+        line = f"{source}: took {counted(taken) or 'no file'}"
+        for problem, names in groups.items():
+            line += f"; left out {counted(names)}, {problem}, the first: {names[0]}"
         if not taken:
-            raise FileNotFoundError(f"{lines[-1]}: give a folder with text, or another --pattern")
+            raise FileNotFoundError(f"{line}: give a folder with text, or another --pattern")
+        lines.append(line)
         files |= {source / name: name for name in taken}
     return files, lines
 
 
-def files_of(folder: Path, pattern: str | None) -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the names of a folder's files of text and rows, and those left out by their problem."""
-    taken: list[str] = []
-    left_out: dict[str, list[str]] = {}
-    try:
-        found = sorted(folder.rglob(pattern or "*"))
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"the pattern {pattern!r} must match names below a folder, such as '*.py'"
-        ) from error
-    manifests = (path for path in folder.rglob(MANIFEST) if path.is_file())
-    prepared = {p.parent for p in manifests if MANIFEST_FORMAT.encode() in p.read_bytes()}
-    for path in found:
-        name = path.relative_to(folder)
-        if any(part.startswith(".") for part in name.parts):
-            continue
-        if not path.is_file():
-            if not path.is_symlink():
-                continue
-            problem = "a link to a folder or to nothing"
-        else:
-            problem = "prepared data" if prepared.intersection(path.parents) else not_text(path)
-        names = taken if problem is None else left_out.setdefault(problem, [])
-        names.append(name.as_posix())
-    return taken, left_out
+def visible_files(folder: Path, pattern: str = "*") -> list[Path]:
+    """Returns the sorted files, and links to folders or to nothing, below a folder that match `pattern` and are not hidden.
+
+    Raises `ValueError` for an absolute pattern.
+    """
+    if Path(pattern).is_absolute():
+        raise ValueError(f"the pattern {pattern!r} must match names below a folder, as '*.py'")
+    return [
+        path
+        for path in sorted(folder.rglob(pattern))
+        if (path.is_file() or path.is_symlink())
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
 
 
 def counted(names: list[str]) -> str:
@@ -160,15 +176,17 @@ def counted(names: list[str]) -> str:
 
 
 def not_text(path: Path) -> str | None:
-    """Says what a file is instead of UTF-8 text, by its beginning; None for text and for rows that are not plain text.
+    """Says what a path is instead of UTF-8 text, by its beginning; None for text and for rows that are not plain text.
 
     A few invalid bytes are allowed.
     """
+    if not path.is_file():
+        return "a link to a folder or to nothing"
     if path.name.endswith(ROW_SUFFIXES[1:]):
         return None
     with open(path, "rb") as file:
         start = file.read(CHUNK)
-    if b"\0" in start or start.startswith((b"%PDF-", b"PK\3\4", b"\x1f\x8b")):
+    if b"\0" in start:
         return "binary"
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
     wrong = len(re.findall("[\udc80-\udcff]", text))
@@ -254,35 +272,20 @@ def spans_of(path: Path, start: int, end: int, split: str, part_bytes: int) -> l
     ]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Consecutive sources, small ones, that make one shard per split."""
-
-    parts: tuple[Source, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
-    def documents(self) -> Iterator[Document]:
-        for part in self.parts:
-            yield from part.documents()
-
-
 # Texts in memory
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents of one split from memory or an iterator."""
+    """Documents of each split from memory or iterators."""
 
-    split: str
-    texts: Iterable[str]
+    splits: Mapping[str, Iterable[str]]
     size: int = 0
 
     def documents(self) -> Iterator[Document]:
-        for text in self.texts:
-            yield Document(self.split, chunks([text]))
+        for split, texts in self.splits.items():
+            for text in texts:
+                yield Document(split, chunks([text]))
 
 
 def tiny_shakespeare(path: str | Path | None = None) -> str:
@@ -295,7 +298,7 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
             return response.read().decode()
-    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise ConnectionError(
             f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text by --input FILE"
         ) from error

@@ -1,19 +1,12 @@
 """A split of a data folder as one long array of tokens, read from its shards."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from gpt2_accel.data.shards import (
-    DTYPES,
-    OPEN_SHARDS,
-    TOKEN_ID,
-    Shard,
-    UnreadableData,
-    read_manifest,
-)
+from gpt2_accel.data.shards import DTYPES, TOKEN_ID, UnreadableData, read_manifest, read_shard
 
 Read = Callable[[dict, int, int], np.ndarray]
 """`read(shard, offset, count)` returns the tokens [offset, offset + count) of a shard, (count,) integers. `shard` is its
@@ -23,14 +16,15 @@ entry in the manifest. It raises an error, and returns no fewer tokens, if it ca
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    `data_dir` holds the manifest; `read_shard` reads the shards, by default from the same folder. `tokens` is the length,
-    `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's. `sequence_length` is the length of
-    the windows of conversations, and `targets`, (windows,) int64, their counted tokens; both are None for text.
+    `data_dir` holds the manifest. `read` reads the shards; by default it is `read_shard`, and all are checked now.
+    `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
+    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens;
+    both are None for text.
 
-    Raises `ValueError` if the split does not exist, and the errors of `disk_reader` or `read_shard`.
+    Raises `ValueError` if the split does not exist, and the errors of `read`.
     """
 
-    def __init__(self, data_dir: str | Path, split: str, read_shard: Read | None = None):
+    def __init__(self, data_dir: str | Path, split: str, read: Read | None = None):
         manifest = read_manifest(data_dir)
         if split not in manifest["splits"]:
             raise ValueError(
@@ -44,19 +38,18 @@ class TokenStream:
         self.sequence_length: int | None = manifest.get("sequence_length")
         self.shards: list[dict] = entry["shards"]
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
-        targets = None if self.sequence_length is None else entry["targets"]
-        if read_shard is None:
-            shards = [*self.shards, targets] if targets else self.shards
-            read_shard = disk_reader(self.data_dir, shards, DTYPES[manifest["dtype"]])
-        self.read_shard = read_shard
+        self._read = read or partial(read_shard, self.data_dir, DTYPES[manifest["dtype"]])
+        for shard in self.shards if read is None else []:
+            self._read(shard, 0, 0)
         self.targets: np.ndarray | None = None
-        if targets:
-            self.targets = read_shard(targets, 0, targets["tokens"]).astype(np.int64)
+        if self.sequence_length is not None:
+            targets = entry["targets"]
+            self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
 
-        Raises the errors of `read_shard`, and `ValueError` if a token id is not below `vocab_size`.
+        Raises the errors of the stream's `read`, and `ValueError` if a token id is not below `vocab_size`.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         out = np.empty(count, np.int64)
@@ -65,7 +58,7 @@ class TokenStream:
         while filled < count:
             shard, left = self.shards[number], int(self._ends[number]) - start - filled
             size = min(count - filled, left)
-            piece = self.read_shard(shard, shard["tokens"] - left, size)
+            piece = self._read(shard, shard["tokens"] - left, size)
             if len(piece) != size:
                 raise UnreadableData(
                     f"{self.data_dir / shard['file']} gave {len(piece):,} of {size:,} tokens: try again"
@@ -80,19 +73,3 @@ class TokenStream:
             filled += size
             number += 1
         return out
-
-
-def disk_reader(data_dir: Path, shards: list[dict], dtype: np.dtype) -> Read:
-    """Returns a function that reads the shards of a folder; at most `OPEN_SHARDS` are open.
-
-    Each is opened now to check it, and checked whenever it is opened again. Raises the errors of `Shard`.
-    """
-    listed = {shard["file"]: shard for shard in shards}
-
-    @functools.lru_cache(maxsize=OPEN_SHARDS)
-    def opened(file: str) -> Shard:
-        return Shard(data_dir, listed[file], dtype)
-
-    for file in listed:
-        opened(file)
-    return lambda shard, offset, count: opened(shard["file"]).read(offset, count)

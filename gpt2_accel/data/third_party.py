@@ -18,7 +18,8 @@ None has checksums or a count of the text's bytes.
 import functools
 import os
 import re
-import struct
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.(?:bin|npy)")
-LLMC_MAGIC, LLMC_VERSION = 20240520, 1
+LLMC = [20240520, 1]  # magic and version
 LLMC_HEADER = 256 * 4  # bytes
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
-OTHER_LLMC_MAGIC = 20240801  # llm.c's Llama 3 files
 MOST_HELD_OUT = 10_000_000  # tokens
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")
 GPT2 = {
@@ -70,91 +70,78 @@ def third_party_manifest(data_dir: str | Path) -> dict | None:
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    shards: dict[str, list[dict]] = {}
+    shards: dict[str, list[dict]] = defaultdict(list)
     for name, split in matches.items():
-        shards.setdefault(split, []).append(describe(folder / name))
+        tokens, offset = find_tokens(folder / name)
+        shards[split].append(shard_entry(folder / name, tokens, offset))
     return manifest(folder, GPT2, "uint16", shards)
 
 
-def manifest(folder: Path, tokenizer: dict, dtype: str, shards: dict[str, list[dict]]) -> dict:
+def manifest(folder: Path, tokenizer: dict, dtype: str, shards: Mapping[str, list[dict]]) -> dict:
     """Returns the manifest of a folder whose splits have the given `shards`."""
-    return {
-        "tokenizer": tokenizer,
-        "dtype": dtype,
-        "source": f"{folder} as it is",
-        "splits": {
-            split: {
-                "tokens": sum(entry["tokens"] for entry in entries),
-                "documents": None,
-                "bytes": None,
-                "shards": entries,
-            }
-            for split, entries in shards.items()
-        },
-    }
+    splits = {}
+    for split, entries in shards.items():
+        tokens = sum(entry["tokens"] for entry in entries)
+        splits[split] = {"tokens": tokens, "documents": None, "bytes": None, "shards": entries}
+    source = f"{folder} as it is"
+    return {"tokenizer": tokenizer, "dtype": dtype, "source": source, "splits": splits}
 
 
-def describe(path: Path) -> dict:
-    """Returns the entry of one file: its name, number of tokens and the offset of the first token, in bytes."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        if path.suffix == ".npy":
-            tokens, offset = read_npy_header(path)
-        else:
-            if file.read(8) == OWN_MAGIC:
-                raise FileNotFoundError(
-                    f"{path.parent}/manifest.json is missing beside {path.name}: prepare the data first, "
-                    f"by {recipe_command('prepare_data')}"
-                )
-            file.seek(0)
-            magic, version, count = struct.unpack("<3i", (file.read(12) + bytes(12))[:12])
-            if magic == OTHER_LLMC_MAGIC:
-                raise ValueError(f"{path} holds tokens of Llama 3, not of GPT-2: remove it")
-            is_llmc = magic == LLMC_MAGIC and version == LLMC_VERSION
-            tokens, offset = (count, LLMC_HEADER) if is_llmc else (size // 2, 0)
-    check_size(path, offset + 2 * tokens, tokens)
+def shard_entry(path: Path, tokens: int, offset: int) -> dict:
+    """Returns the entry of a shard in a file."""
     return {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
 
 
-def check_size(path: Path, expected: int, tokens: int) -> None:
-    """Raises `ValueError` if a file with `tokens` tokens has not the `expected` bytes."""
+def check_size(path: Path, expected: int) -> None:
+    """Raises `ValueError` if a file has not the `expected` size in bytes."""
     if (size := path.stat().st_size) != expected:
         raise ValueError(
-            f"{path} has {size} bytes, but {tokens} tokens take {expected}: it is truncated or "
-            "not a token file, fetch it again or remove it"
+            f"{path} has {size} bytes, but its tokens take {expected}: it is truncated or not a token file, fetch it again "
+            "or remove it"
         )
 
 
-def read_npy_header(path: Path) -> tuple[int, int]:
-    """Returns the number of tokens of a numpy file and the offset of the first, in bytes."""
-    try:
-        tokens = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a complete numpy file of tokens: fetch it again or remove it"
-        ) from error
-    if tokens.ndim != 1 or tokens.dtype != np.uint16:
-        raise ValueError(
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}, not uint16 of shape (tokens,): remove it"
+def find_tokens(path: Path) -> tuple[int, int]:
+    """Returns the number of tokens of a file, and the offset of the first in bytes."""
+    if path.suffix == ".npy":
+        try:
+            array = np.load(path, mmap_mode="r")
+            complete = array.ndim == 1 and array.dtype == np.uint16
+        except (ValueError, EOFError, OSError):
+            complete = False
+        if not complete:
+            raise ValueError(
+                f"{path} is not a complete numpy file of uint16 tokens: fetch it again or remove it"
+            )
+        return len(array), array.offset
+    with open(path, "rb") as file:
+        start = file.read(12)
+    if start.startswith(OWN_MAGIC):
+        raise FileNotFoundError(
+            f"{path.parent}/manifest.json is missing beside {path.name}: prepare the data first, by "
+            f"{recipe_command('prepare_data')}"
         )
-    return len(tokens), tokens.offset
+    *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
+    tokens, offset = (tokens, LLMC_HEADER) if kind == LLMC else (path.stat().st_size // 2, 0)
+    check_size(path, offset + 2 * tokens)
+    return tokens, offset
 
 
 def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     """Returns the manifest of a folder in which datatrove wrote the files `names`."""
-    sizes: dict[str, int] = {}
+    sizes: dict[Path, int] = {}
     kinds = set()
-    for name in names:
+    for path in (folder / name for name in names):
         try:
-            kind, tokens, *_ = (folder / f"{name}.metadata").read_text().splitlines()
+            kind, tokens, *_ = Path(f"{path}.metadata").read_text().splitlines()
             source, _, width = kind.partition("|")  # without a width in older versions
-            sizes[name], width = int(tokens), {"": 2, "2": 2, "4": 4}[width]
+            sizes[path], width = int(tokens), {"": 2, "2": 2, "4": 4}[width]
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise ValueError(
-                f"{folder / name} has no readable {name}.metadata, which names its tokenizer: let datatrove finish, or "
-                "write the lines 'TOKENIZER|BYTES PER TOKEN' and the number of tokens there"
+                f"{path} has no readable {path.name}.metadata, which names its tokenizer: let datatrove finish, or write "
+                "the lines 'TOKENIZER|BYTES PER TOKEN' and the number of tokens there"
             ) from error
-        check_size(folder / name, width * sizes[name], sizes[name])
+        check_size(path, width * sizes[path])
         kinds.add((source, width))
     if len(kinds) > 1:
         raise ValueError(
@@ -163,15 +150,15 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     total = sum(sizes.values())
     left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
     shards: dict[str, list[dict]] = {"train": [], "val": []}
-    for name, tokens in sizes.items():
+    for path, tokens in sizes.items():
         first = min(tokens, left)
         left -= first
-        for split, start, end in (("train", 0, first), ("val", first, tokens)):
-            if start < end:
-                place = {"file": name, "tokens": end - start, "offset": start * width}
-                shards[split].append({**place, "sha256": None})
+        if first:
+            shards["train"].append(shard_entry(path, first, 0))
+        if first < tokens:
+            shards["val"].append(shard_entry(path, tokens - first, first * width))
         if tokens:
-            last = np.fromfile(folder / name, f"<u{width}", 1, offset=(tokens - 1) * width)
+            last = np.fromfile(path, f"<u{width}", 1, offset=(tokens - 1) * width)
     tokenizer = tokenizer_entry(source, folder / "tokenizer")
     if not total or last[0] != tokenizer["end_of_text"]:  # documents are not separated
         tokenizer = {**tokenizer, "end_of_text": None}

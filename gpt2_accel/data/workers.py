@@ -25,30 +25,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from filelock import FileLock, Timeout
 
-from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, read_manifest
-from gpt2_accel.files import (
-    remove,
-    remove_leftovers,
-    sync,
-    sync_tree,
-    write_file,
-    write_json,
-)
+from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, listed_shards, read_manifest
+from gpt2_accel.files import remove, sync, sync_tree, write_file, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import END_OF_TEXT, GPT2_FINGERPRINT, fingerprint, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RECORDS = "records"  # the folder of the parts' records in a work folder
-
 
 class Writer(Protocol):
     """Turns parts of a corpus into the shards of a folder. Each worker process gets a copy by `pickle`.
 
-    `write` writes the files of part `number`, each under its name when it is complete, and returns the part's record,
-    which JSON can hold. `assemble` returns the manifest's entries of all parts: version, dtype, counts, splits and
-    others (see `shards.py`).
+    `write` writes the files of part `number`, and syncs them to disk; returns the part's record, which JSON can hold.
+    `assemble` returns the manifest's entries of all parts: version, dtype, counts, splits and others (see `shards.py`).
     """
 
     def write(self, folder: Path, number: int, part: Any) -> dict: ...
@@ -62,16 +52,14 @@ def run_parts(
     tokenizer: "PreTrainedTokenizerBase",
     data_dir: str | Path,
     *,
-    source: str,
     plan: str | None = None,
-    revision: str | None = None,
-    command: str | None = None,
     workers: int = 1,
+    **about: str | None,
 ) -> dict:
     """Writes the shards of all parts into `data_dir`, in the format of `shards.py`; returns the manifest.
 
     Does what an earlier call with the same `plan` left undone, nothing if that is complete. A `plan` of None is not
-    restarted. `source`, `revision` and `command` are recorded in the manifest.
+    restarted. `about` is recorded in the manifest: `source`, `revision`, `command`.
 
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it or a worker is
     killed, and the errors of `writer`.
@@ -83,20 +71,16 @@ def run_parts(
     with locked(data_dir):
         if os.path.lexists(data_dir):
             return finished_before(data_dir, plan)
+        begin(work, plan)
         try:
-            begin(work, plan, tokenizer, data_dir)
             if not (work / MANIFEST).exists():
                 records = make_parts(parts, writer, work, workers)
-                head = {"plan": plan, "source": source, "revision": revision, "command": command}
-                try:
-                    entries = writer.assemble(work, records)
-                except ValueError:  # such as an empty split: no other plan can use the parts
-                    shutil.rmtree(work)
-                    raise
-                write_json(work / MANIFEST, {**head_of(tokenizer), **head, **entries})
+                save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
+                head = {**head_of(tokenizer), "plan": plan, **about}
+                write_json(work / MANIFEST, head | writer.assemble(work, records))
             return finish(work, data_dir)
         except BaseException:
-            if plan is None or not any((work / RECORDS).glob("*.json")):
+            if plan is None:
                 shutil.rmtree(work, ignore_errors=True)
             raise
 
@@ -105,18 +89,17 @@ def run_parts(
 def locked(data_dir: Path) -> Iterator[None]:
     """Keeps other processes from preparing the same folder. Raises `OSError` if one does."""
     data_dir.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(data_dir.with_name(f".{data_dir.name}.lock"), timeout=0)
+    path = data_dir.with_name(f".{data_dir.name}.lock")
     try:
-        lock.acquire()
+        with FileLock(path, timeout=0):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # a process that has opened it tries again
     except Timeout as error:
         raise OSError(
             f"another process is preparing {data_dir}: wait for it to end, or choose another --data_dir"
         ) from error
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # a process that has opened it tries again
-        lock.release()
 
 
 def plan_of(parts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:
@@ -126,79 +109,71 @@ def plan_of(parts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options
 
 
 def finished_before(data_dir: Path, plan: str | None) -> dict:
-    """Returns the manifest of an existing folder of this plan. Raises `FileExistsError` for another plan's folder."""
+    """Returns the manifest of an existing folder of this plan. Raises `FileExistsError` for another folder."""
     if plan is not None and (data_dir / MANIFEST).exists():
         manifest = read_manifest(data_dir)
         if manifest.get("plan") == plan:
             return manifest
-    others = ", made from other files (their names, sizes or times) or with other settings"
-    what = others if (data_dir / MANIFEST).exists() else ""
-    raise FileExistsError(f"{data_dir} exists already{what}: choose another folder")
+    raise FileExistsError(
+        f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose another "
+        "folder"
+    )
 
 
-def begin(
-    work: Path, plan: str | None, tokenizer: "PreTrainedTokenizerBase", data_dir: Path
-) -> None:
-    """Makes the work folder, and keeps an earlier call's finished parts if its plan was the same."""
-    plan_file = work / "plan.json"
-    before = json.loads(plan_file.read_text()).get("plan") if plan_file.exists() else None
-    if before is None or before != plan:
-        if before is not None:
-            print(
-                f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
-                file=sys.stderr,
-            )
-        remove(work)
-        work.mkdir()
-        save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-        write_json(plan_file, {"plan": plan})
-    remove_leftovers(work)
+def begin(work: Path, plan: str | None) -> None:
+    """Makes the work folder, unless it holds an earlier call's finished parts of the same plan."""
+    plan_file = work / "plan"
+    if plan_file.exists():
+        if plan_file.read_text() == plan:
+            return
+        print(
+            f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
+            file=sys.stderr,
+        )
+    remove(work)
+    work.mkdir()
+    write_file(plan_file, str(plan))
 
 
 def make_parts(parts: Sequence[Any], writer: Writer, work: Path, workers: int) -> list[dict]:
     """Makes the parts that have no record yet, in `workers` processes; returns all records."""
-    todo = [i for i in range(len(parts)) if not record_path(work, i).exists()]
-    size = sum(parts[i].size for i in todo)
+    records = [work / "records" / f"{number:06d}.json" for number in range(len(parts))]
+    todo = [number for number, record in enumerate(records) if not record.exists()]
+    make = partial(make_part, writer, work)
+    size = sum(parts[number].size for number in todo)
     with Progress("tokenizing", size, shown=size > 0, unit="B", unit_scale=True) as bar:
-        if min(workers, len(todo)) > 1:
-            made = made_by_workers(parts, todo, writer, work, min(workers, len(todo)))
-        else:
-            made = (make_part(writer, work, i, parts[i]) for i in todo)
+        several = min(workers, len(todo))
+        tasks = [(records[number], number, parts[number]) for number in todo]
+        made = made_by_workers(make, tasks, several) if several > 1 else map(make, tasks)
         for number in made:
             bar.update(parts[number].size)
-    return [json.loads(record_path(work, i).read_text()) for i in range(len(parts))]
+    return [json.loads(record.read_text()) for record in records]
 
 
-def record_path(work: Path, number: int) -> Path:
-    """Returns the path of a finished part's record."""
-    return work / RECORDS / f"{number:06d}.json"
-
-
-def make_part(writer: Writer, work: Path, number: int, part: Any) -> int:
-    """Writes a part and its record; returns its number."""
-    write_file(record_path(work, number), json.dumps(writer.write(work, number, part)))
+def make_part(writer: Writer, work: Path, task: tuple[Path, int, Any]) -> int:
+    """Writes a part, and last its record; returns its number."""
+    record, number, part = task
+    write_file(record, json.dumps(writer.write(work, number, part)))
     return number
 
 
-def worker_context(*modules: str) -> BaseContext:
-    """Starts the process from which the workers fork, unless it runs; returns its context. It imports `modules`."""
+def worker_context() -> BaseContext:
+    """Starts the process from which the workers fork, unless it runs; returns its context."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *modules])
+    context.set_forkserver_preload([__name__])
     forkserver.ensure_running()
     return context
 
 
-def made_by_workers(
-    parts: Sequence[Any], todo: list[int], writer: Writer, work: Path, workers: int
-) -> Iterator[int]:
-    """Makes the parts `todo` in `workers` processes; yields the number of each when it is finished.
+def made_by_workers(make: Callable[[Any], int], tasks: list[Any], workers: int) -> Iterator[int]:
+    """Calls `make` for the tasks in `workers` processes; yields each result when it is there.
 
     Raises the first error of a worker, `OSError` if a worker is killed; the other workers then end.
     """
     others = multiprocessing.active_children()
-    with ProcessPoolExecutor(workers, worker_context(), start_worker, (writer, work)) as pool:
+    with ProcessPoolExecutor(workers, worker_context(), start_worker, (make,)) as pool:
         try:
-            for future in as_completed([pool.submit(in_worker, i, parts[i]) for i in todo]):
+            for future in as_completed([pool.submit(in_worker, task) for task in tasks]):
                 if error := future.exception():
                     raise error  # here, so that `cli.run` prints one sentence
                 yield future.result()
@@ -213,15 +188,15 @@ def made_by_workers(
             raise
 
 
-worker_makes: Callable[[int, Any], int]  # set in a worker process
+make_in_worker: Callable[[Any], int]  # set in a worker process
 
 
-def start_worker(writer: Writer, work: Path) -> None:
+def start_worker(make: Callable[[Any], int]) -> None:
     """Initializes this worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
     Thread(target=end_with_parent, daemon=True).start()
-    global worker_makes
-    worker_makes = partial(make_part, writer, work)
+    global make_in_worker
+    make_in_worker = make
 
 
 def end_with_parent() -> None:
@@ -230,9 +205,9 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def in_worker(number: int, part: Any) -> int:
-    """Makes one part in a worker process."""
-    return worker_makes(number, part)
+def in_worker(task: Any) -> int:
+    """Does a task in a worker process."""
+    return make_in_worker(task)
 
 
 def head_of(tokenizer: "PreTrainedTokenizerBase") -> dict:
@@ -253,11 +228,9 @@ def head_of(tokenizer: "PreTrainedTokenizerBase") -> dict:
 def finish(work: Path, data_dir: Path) -> dict:
     """Removes all but the data from the work folder, renames it to `data_dir`, and returns the manifest."""
     manifest = read_manifest(work)
-    splits = manifest["splits"].values()
-    files = {shard["file"] for split in splits for shard in split["shards"]}
-    files |= {split["targets"]["file"] for split in splits if "targets" in split}
+    kept = {MANIFEST, "tokenizer", *(shard["file"] for shard in listed_shards(manifest))}
     for path in work.iterdir():
-        if path.name not in {*files, MANIFEST, "tokenizer"}:
+        if path.name not in kept:
             remove(path)
     sync_tree(work)
     work.rename(data_dir)

@@ -4,8 +4,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
+from gpt2_accel.data.rows import parse_line
 from gpt2_accel.data.sources import read_text
-from gpt2_accel.files import first_line, parse_json
+from gpt2_accel.files import first_line
 from gpt2_accel.hf.benchmarks import SOURCES
 
 
@@ -39,19 +40,11 @@ def read_items(path: str | Path) -> list[Item]:
     items = []
     # splitlines() would also split at U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            fields = parse_json(line)
-        except ValueError as error:
-            reason = str(error).partition(": line 1")[0]
-            raise ValueError(
-                f"{place}, is not valid JSON ({reason}): correct or remove it"
-            ) from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
-        items.append(Item(place, fields))
+        if line.strip():
+            place = f"{path}, line {number}"
+            items.append(Item(place, parse_line(line, place)))
+            if not isinstance(items[-1].fields, dict):
+                raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
     if not items:
         raise ValueError(f"{path} holds no items: give a file with at least one")
     return items

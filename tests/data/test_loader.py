@@ -93,7 +93,7 @@ def test_a_mixture_part_whose_tokenizer_has_changed_is_refused(tmp_path):
     assert mixture_loader(tmp_path / "mix").windows
     shutil.rmtree(tmp_path / "part")
     prepare(texts, char_tokenizer("abc "), tmp_path / "part", source="made up")
-    with pytest.raises(ValueError, match="part has another tokenizer than the mixture"):
+    with pytest.raises(ValueError, match="part has another tokenizer than the rest of the mixture"):
         mixture_loader(tmp_path / "mix")
 
 

@@ -16,7 +16,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import LONG, make_text
+from conftest import LONG, make_text, run_recipe
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 from launching import ROOT, Started, ask, python
 
 from gpt2_accel.data import documents, sources
-from gpt2_accel.data.corpus import file_parts, rule_for
 from gpt2_accel.data.data_sets import hub_parts
-from gpt2_accel.data.documents import ByHash, Drawn, LastPart, chunks, held_out
+from gpt2_accel.data.documents import ByHash, LastPart, chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, prepare
-from gpt2_accel.data.rows import Column, Row
+from gpt2_accel.data.rows import Column, Row, columns, drawn_columns, file_parts, row_parts
 from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.data.sources import part_size, read_text, text_files
 from gpt2_accel.data.stream import TokenStream
@@ -119,15 +118,31 @@ def bpe():
     return train_bpe([make_text(300, 0), "a b. c, it's 11 \n\n ab  a\t'st"] * 20, 330)
 
 
-def test_a_long_text_without_word_boundaries_is_chunked(monkeypatch):
+def test_a_text_without_word_boundaries_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "CHUNK", 1000)
     monkeypatch.setattr(documents, "LONGEST_WORD", 5000)
+    monkeypatch.setattr(sources, "SMALLEST_PART", 5000)
     parts = list(chunks(["x" * 20_000, " y" * 500]))
-    assert "".join(parts) == "x" * 20_000 + " y" * 500
-    assert max(map(len, parts)) <= 6000
+    assert "".join(parts) == "x" * 20_000 + " y" * 500 and max(map(len, parts)) <= 6000
+    text = "漢字" * 9000 + "。"
+    for name, content in (("a.txt", text), ("a.jsonl", json_lines([text]))):
+        (tmp_path / name).write_text(content)
+        found = parts_of(tmp_path / name)
+        made(found, tmp_path / f"of {name}")
+        [train], [val] = everything_in(tmp_path / f"of {name}")
+        assert train + val == text and 0.03 < len(val) / len(text) < 0.07
+        assert len(found) > 3 or name == "a.jsonl"
 
 
 # Files and folders
+
+
+def test_parts_follow_the_size_of_the_corpus(tmp_path):
+    sizes = (0, 10**6, 10**8, 10**12)
+    assert [part_size(size, 10**8) for size in sizes] == [2**20, 2**20, 10**8 // 32, 4 * 10**8]
+    for i in range(100):
+        (tmp_path / f"small{i}.txt").write_text("word")
+    assert len(parts_of(tmp_path)) == 1
 
 
 def test_all_file_formats_give_the_same_documents_with_any_size_of_parts(corpus, tmp_path):
@@ -146,17 +161,6 @@ def test_all_file_formats_give_the_same_documents_with_any_size_of_parts(corpus,
     assert all(val.count(text) in (4, 5) for text in rows) and len(val) <= 4 * len(rows) + 20
 
 
-def test_parts_follow_the_size_of_the_corpus(tmp_path):
-    sizes = (0, 10**6, 10**8, 10**12)
-    assert [part_size(size, 10**8) for size in sizes] == [2**20, 2**20, 10**8 // 32, 4 * 10**8]
-    (tmp_path / "a.txt").write_bytes(b"word " * 4_000_000)
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "word"}\n' * 10**6)
-    assert [len(parts_of(tmp_path / name)) for name in ("a.txt", "b.jsonl")] == [20, 17]
-    for i in range(100):
-        (tmp_path / f"small{i}.txt").write_text("word")
-    assert len(parts_of(tmp_path)) < 50
-
-
 def test_a_folder_of_text_means_its_text(tmp_path):
     folder = tmp_path / "mine"
     (folder / ".git").mkdir(parents=True)
@@ -165,7 +169,7 @@ def test_a_folder_of_text_means_its_text(tmp_path):
     (folder / "cat.png").write_bytes(bytes(range(256)))
     (folder / "dog.png").write_bytes(bytes(range(256)))
     (folder / "old.txt").write_bytes("Äpfel und Öl".encode("latin1"))
-    (folder / "paper.pdf").write_bytes(b"%PDF-1.4\n1 0 obj")
+    (folder / "paper.pdf").write_bytes(b"%PDF-1.4\n1 0 obj\0")
     done = recipe("text", folder, "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     assert (
         f"{folder}: took 1 .md, 1 .py, 1 without a suffix; left out 2 .png, 1 .pdf, binary, the first: cat.png; "
@@ -254,9 +258,10 @@ def test_a_file_of_another_format_is_refused_before_any_work(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_that_is_not_text_is_refused(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="a.parquet, row 0, has a value of type int in 'text'"):
+def test_a_wrong_column_of_parquet_is_named_with_its_file(tmp_path):
+    for name, values in (("a", ["text"]), ("b", [1, 2])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / f"{name}.parquet")
+    with pytest.raises(ValueError, match="b.parquet, row 0, has a value of type int in 'text'"):
         parts_of(tmp_path)
     with pytest.raises(ValueError, match="a.parquet has no column 'body': give --column text"):
         parts_of(tmp_path, column="body")
@@ -303,32 +308,20 @@ def test_a_single_text_is_split_once_and_read_in_parts(tmp_path, monkeypatch):
     assert manifest["splits"]["train"]["documents"] == 1
 
 
-@pytest.mark.parametrize("text", ["год 漢字。 это текст. " * 900, "漢字" * 9000 + "。"])
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_text_in_any_script_is_divided(tmp_path, monkeypatch, text, name):
-    monkeypatch.setattr(sources, "SMALLEST_PART", 5000)
-    (tmp_path / name).write_text(text if name == "a.txt" else json_lines([text]))
-    parts = parts_of(tmp_path)
-    made(parts, tmp_path / "d")
-    [train], [val] = everything_in(tmp_path / "d")
-    assert train + val == text and 0.03 < len(val) / len(text) < 0.07
-    assert len(parts) > 3 or name == "a.jsonl"
-
-
-def test_prepared_data_and_links_in_a_folder_are_left_out(tmp_path):
+def test_links_in_a_folder_are_left_out_and_the_same_command_does_nothing(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     for i in range(3):
         (folder / f"{i}.txt").write_text(make_text(200, i))
     (folder / "linked").symlink_to(tmp_path)
     (folder / "one.txt").write_bytes(b"a \xe9 " + b"plain text " * 900)  # one stray byte
-    args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", folder / "data")
+    args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "data")
     for _ in range(2):  # complete already
         done = recipe(*args)
         assert done.returncode == 0, done.stderr
-    assert f"{folder}: took 4 .txt; left out 5 .bin, 1 .json" not in done.stderr
-    assert "prepared data, the first: data/" in done.stderr
-    assert "a link to a folder or to nothing, the first: linked" in done.stderr
+    assert (
+        "took 4 .txt; left out 1 without a suffix, a link to a folder or to nothing" in done.stderr
+    )
     assert "1 bytes that are not UTF-8" in done.stdout
 
 
@@ -354,8 +347,12 @@ def test_few_rows_hold_out_their_last_parts(tmp_path, name):
     train, val = everything_in(tmp_path / "d")
     assert [first + last for first, last in zip(train, val, strict=True)] == texts
     assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
-    assert rule_for([Rows([{"text": f"{i} text"} for i in range(500)])], "text") == ByHash()
-    assert rule_for([Rows([{"text": "x" * 9**5}, {"text": "y"}])], "text") == LastPart()
+    for rows, rule in (
+        ([{"text": f"{i} text"} for i in range(500)], ByHash()),
+        ([{"text": "x" * 9**5}, {"text": "y"}], LastPart()),
+    ):
+        [found] = columns([Rows(rows)], "text")
+        assert found.rule == rule
 
 
 class Rows(list):
@@ -365,13 +362,18 @@ class Rows(list):
         return (Row(value, "a row") for value in self)
 
 
-def test_held_out_rows_equal_those_of_train_test_split():
+def test_held_out_rows_equal_those_of_train_test_split(tmp_path):
     from datasets import Dataset
 
-    rows = Dataset.from_dict({"row": range(20_001)})
+    rows = Dataset.from_dict({"row": [str(i) for i in range(20_001)]})
     drawn = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]["row"]
-    rule = Drawn(20_001, 0.0005, 2357)
-    assert sorted(drawn) == [row for row in range(20_001) if rule("", row)[0][0] == "val"]
+    for name, part in (("a", range(15_000)), ("b", range(15_000, 20_001))):
+        table = pyarrow.table({"row": [str(i) for i in part]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=4000)
+    parts = row_parts([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")], 1, "row")
+    found = [d for p in drawn_columns(parts, "row", 0.0005, 2357) for d in p.documents()]
+    assert len(parts) > 4 and len(found) == 20_001
+    assert sorted(drawn) == sorted("".join(d.chunks) for d in found if d.split == "val")
 
 
 def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path):
@@ -415,7 +417,7 @@ def test_a_local_data_set_is_divided_and_its_changes_are_noticed(
         (tmp_path / kind).mkdir()
         (tmp_path / kind / name).write_bytes((folder / name).read_bytes())
         rows, revision = hub_parts(str(tmp_path / kind), shard_tokens=200, column="text")
-        assert revision is None and (len(rows) > 3) == (kind == "parquet")
+        assert revision is None and len(rows) > 3
         made(
             [Column(part, "text", ByHash()) for part in rows], tmp_path / f"{kind}-made", workers=2
         )
@@ -428,8 +430,6 @@ def test_a_local_data_set_is_divided_and_its_changes_are_noticed(
         hub_parts(str(tmp_path / "parquet"), shard_tokens=200, column="body")
     with pytest.raises(ValueError, match="no split 'test', only train"):
         hub_parts(str(tmp_path / "parquet"), shard_tokens=200, split="test")
-    with pytest.raises(ValueError, match="not stored as Parquet"):
-        hub_parts(str(tmp_path / "json"), shard_tokens=200, numbered=True)
 
 
 def test_a_data_set_of_the_hub_is_streamed_and_retried(tmp_path):
@@ -563,7 +563,7 @@ def test_a_restart_does_what_is_missing_and_a_changed_source_starts_anew(
     assert "the source, the tokenizer or the options have changed" in capsys.readouterr().err
     made(parts_of(folder), tmp_path / "g")
     assert same(tmp_path / "f", tmp_path / "g")
-    with pytest.raises(FileExistsError, match="exists already, made from other files"):
+    with pytest.raises(FileExistsError, match="exists already, and not from the same files"):
         made(parts_of(folder), tmp_path / "e")
 
 
@@ -596,32 +596,26 @@ def test_the_folder_is_synced_to_disk_before_it_gets_its_name(corpus, tmp_path, 
     assert tmp_path.stat().st_ino in synced  # the name too
 
 
-def test_a_second_preparation_of_a_folder_is_refused(corpus, tmp_path):
-    with FileLock(tmp_path / ".d.lock"):
-        done = recipe("text", corpus[0], "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
-    assert done.returncode == 1
-    assert f"another process is preparing {tmp_path}/d: wait for it" in done.stderr
-
-
-def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
-    (tmp_path / "data").symlink_to("nothing")
-    with pytest.raises(FileExistsError, match="exists already"):
-        prepare({"train": ["a"], "val": ["b"]}, byte_tokenizer(), tmp_path / "data", source="x")
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_a_corrected_command_works_after_a_mistake(tmp_path):
+def test_mistakes_leave_no_files(tmp_path):
     (tmp_path / "a.jsonl").write_text(json_lines((f"text {i}" for i in range(100)), "body"))
-    args = ("text", tmp_path / "a.jsonl", "--data_dir", tmp_path / "d")
-    done = recipe(*args, "--tokenizer", "bytes")
-    assert "has no column 'text': give --column id or --column body" in done.stderr
-    done = recipe(*args, "--tokenizer", "byte", "--column", "body")
-    assert "byte holds no tokenizer" in done.stderr
-    assert "choose another --tokenizer, gpt2, bytes, bpe (trained on the text)" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-    done = recipe(*args, "--tokenizer", "bytes", "--column", "body")
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    (tmp_path / "link").symlink_to("nothing")
+    args = ("text", tmp_path / "a.jsonl", "--data_dir")
+    with pytest.raises(ValueError, match="has no column 'text': give --column id or --column bo"):
+        run_recipe("prepare_data", *args, tmp_path / "d", "--tokenizer", "bytes")
+    with pytest.raises(
+        FileNotFoundError, match="byte holds no .* choose another --tokenizer, gpt2"
+    ):
+        run_recipe("prepare_data", *args, tmp_path / "d", "--tokenizer", "byte", "--column", "body")
+    right = ("--tokenizer", "bytes", "--column", "body")
+    with pytest.raises(FileExistsError, match="exists already"):
+        run_recipe("prepare_data", *args, tmp_path / "link", *right)
+    with (
+        FileLock(tmp_path / ".d.lock"),
+        pytest.raises(OSError, match=f"another process is preparing {tmp_path}/d: wait"),
+    ):
+        run_recipe("prepare_data", *args, tmp_path / "d", *right)
+    run_recipe("prepare_data", *args, tmp_path / "d", *right)
+    assert {path.name for path in tmp_path.iterdir()} - {".d.lock"} == {"a.jsonl", "d", "link"}
 
 
 def test_a_folder_is_shown_and_verified(tmp_path):

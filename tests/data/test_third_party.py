@@ -73,11 +73,10 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     [
         ("train.bin", TOKENS.tobytes()[:-1], "truncated"),
         ("a_train_000001.npy", npy(TOKENS)[:-2], "not a complete numpy file"),
-        ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "int32"),
-        ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "of shape"),
+        ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "numpy file of uint16"),
+        ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "numpy file of uint16"),
         ("a_train_000001.npy", b"rubbish", "not a complete numpy file"),
         ("a_train_000001.bin", llmc(TOKENS)[:-2], "truncated"),
-        ("a_train_000001.bin", llmc(TOKENS, 20240801, 7), "Llama 3"),
         ("a_train_000001.npy", npy(np.array([{}], object)), "not a complete numpy file"),
     ],
 )
