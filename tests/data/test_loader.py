@@ -17,7 +17,6 @@ from gpt2_accel.data.shards import (
     MAGIC,
     write_mixture,
 )
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # Mixtures
@@ -100,27 +99,6 @@ def test_a_mixture_part_whose_tokenizer_has_changed_is_refused(tmp_path):
 # Attention within documents
 
 
-def test_document_mask_stops_attention_across_documents():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(300, n_positions=32, n_layer=2, n_head=2, n_embd=16))
-    first, second = torch.randint(0, 256, (2, 9))
-    separator = torch.tensor([256])
-    row = torch.cat((separator, first, separator, second))[None]
-    crossing = model(row)
-    model.separator = 256
-    masked = model(row)
-    # Tokens of earlier documents do not change the logits.
-    changed = row.clone()
-    changed[0, 1:10] = 7
-    assert torch.equal(model(changed)[:, 10:], masked[:, 10:])
-    assert torch.equal(masked[:, :10], crossing[:, :10]) or torch.allclose(
-        masked[:, :10], crossing[:, :10], atol=1e-6
-    )
-    assert not torch.allclose(masked[:, 10:], crossing[:, 10:], atol=1e-3)
-    # The second document alone, at the same positions.
-    alone = row.clone()
-    alone[0, :10] = 256
-    assert torch.allclose(model(alone)[:, 10:], masked[:, 10:], atol=1e-6)
 
 
 def test_training_with_the_document_mask(data_dir, tmp_path):
