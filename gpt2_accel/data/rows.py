@@ -121,7 +121,7 @@ def open_file(path: str) -> IO[bytes]:
         return open(path, "rb")
     import fsspec
 
-    return fsspec.open(path).open()
+    return io.BufferedReader(fsspec.open(path).open(), CHUNK)
 
 
 def open_binary(path: str) -> IO[bytes]:

@@ -99,8 +99,6 @@ def test_a_mixture_part_whose_tokenizer_has_changed_is_refused(tmp_path):
 # Attention within documents
 
 
-
-
 def test_training_with_the_document_mask(data_dir, tmp_path):
     plain = run(tiny_config(data_dir, tmp_path / "a", eval_every=8))
     masked = run(tiny_config(data_dir, tmp_path / "b", eval_every=8, document_mask=True))

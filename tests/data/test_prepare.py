@@ -432,15 +432,20 @@ def test_a_local_data_set_is_divided_and_its_changes_are_noticed(
         hub_parts(str(tmp_path / "parquet"), shard_tokens=200, split="test")
 
 
-def test_a_data_set_of_the_hub_is_streamed_and_retried(tmp_path):
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json.gz"])
+def test_a_data_set_of_the_hub_is_streamed_and_retried(tmp_path, suffix):
     files = {"README.md": b"# A data set\n"}
     for i in range(2):
-        table = pyarrow.table({"text": [f"{i} {j} hello" for j in range(500)], "id": range(500)})
-        pyarrow.parquet.write_table(table, tmp_path / "part.parquet", row_group_size=100)
-        files[f"data/train-{i}.parquet"] = (tmp_path / "part.parquet").read_bytes()
+        texts = [f"{i} {j} hello" for j in range(500)]
+        content = json_lines(texts).encode()
+        if suffix == "parquet":
+            table = pyarrow.table({"text": texts, "id": range(500)})
+            pyarrow.parquet.write_table(table, tmp_path / "part.parquet", row_group_size=100)
+            content = (tmp_path / "part.parquet").read_bytes()
+        files[f"data/train-{i}.{suffix}"] = gzip.compress(content) if ".gz" in suffix else content
     with Hub() as hub:
         hub.repos["u/n"] = {"private": False, "commits": [("a" * 40, files)]}
-        hub.faults = [("GET", f"{'a' * 40}/data/train-1.parquet", 503)]
+        hub.faults = [("GET", f"{'a' * 40}/data/train-1.{suffix}", 503)]
         at_import = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
         args = ("hf", "u/n", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
         done = python(RECIPE, *args, at_import=at_import, HF_TOKEN=TOKEN)
