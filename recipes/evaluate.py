@@ -12,6 +12,7 @@ Other tasks, and those that begin with `lm_eval:`, are lm-evaluation-harness's (
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import BASELINES, add_entry, markdown_table, read_record
 from gpt2_accel.evals.validation import prepare_loss
-from gpt2_accel.files import digest, finite, write_json
+from gpt2_accel.files import digest, write_json
 from gpt2_accel.hf.convert import check_finite, describe, local_directory, read_config
 from gpt2_accel.hf.model_card import add_results
 from gpt2_accel.hf.safetensors_files import weight_files
@@ -184,8 +185,8 @@ def main() -> None:
         directory = local_directory(verified_directory(name, config.verify))
         entry = describe_weights(directory)  # a run that trains meanwhile may remove the checkpoint
         table[name], notes = evaluate(config, accelerator, directory, items, harness)
-        entry |= {"precision": accelerator.mixed_precision, "notes": notes}
-        entry["results"] = finite(table[name])
+        finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
+        entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)
     if accelerator.is_main_process:
         # Published results are those of all items.
