@@ -14,11 +14,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.study.compare import compare, dry_run
-from gpt2_accel.study.engine import require_study
 from gpt2_accel.study.options import EngineOptions
-from gpt2_accel.study.outcome import as_text, write_page
-from gpt2_accel.study.study_file import read_study
 
 
 @dataclass(kw_only=True)
@@ -33,10 +29,15 @@ def main() -> None:
         words.insert(0, "--study")
     config = parse_config(Compare, words)
     path = Path(config.study)
+    engine = config.engine(Path("runs") / path.stem)
+    from gpt2_accel.study.compare import compare, dry_run
+    from gpt2_accel.study.engine import require_study
+    from gpt2_accel.study.outcome import as_text, write_page
+    from gpt2_accel.study.study_file import read_study
+
     study = read_study(path, Path(__file__).parent)
     if not config.tune:
         study.axes, study.trials = {}, 0
-    engine = config.engine(Path("runs") / path.stem)
     if config.dry_run:
         print(dry_run(study, engine))
         return

@@ -90,15 +90,12 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
     for name in trials if study.axes else []:
         start = seeded(name, trials[name], TUNING_SEED)
         tuned[name] = tuning = Tuning(start, study.axes, study.trials, loss)
-        engine.run(
-            lambda own=tuning: [with_budget(study, t, study.budgets[-1]) for t in own.tried()],
-            f"tune {name}",
-            pruner_of(study.pruner),
-            study.trials,
-        )
+        while points := [t for t in tuning.tried() if loss(t) is None]:
+            left = [with_budget(study, trial, study.budgets[-1]) for trial in points]
+            engine.run(left, f"tune {name}", pruner_of(study.pruner))
         trials[name] = tuning.best()
     runs = runs_of(study, trials)
-    engine.run(lambda: [trial for own in zip(*runs.values(), strict=True) for trial in own])
+    engine.run([trial for own in zip(*runs.values(), strict=True) for trial in own])
     results = {at: [engine.results.get(trial.id) for trial in own] for at, own in runs.items()}
     return Comparison(study, results, tuned, engine.failed)
 

@@ -1,7 +1,8 @@
-"""Trains the runs of a study in child processes, one driver per machine. Optuna's storage holds the queue and the results.
+"""Trains the runs of a study, one driver per machine. Optuna's storage holds the queue and the results.
 
-Each run is a trial of an Optuna study. A driver takes a waiting trial and trains its run in a folder where it resumes. If a
-driver dies, its heartbeats in the database end, and another driver takes its trials.
+A run is a trial of an Optuna study. A driver enqueues each run that is neither waiting, nor running, nor recorded, and
+`optimize` takes one for each GPU or CPU core. A run trains in a folder of its own, which its trainer locks, and where it
+resumes: also if it was stopped, or if another driver takes it after its own has died.
 """
 
 import re
@@ -10,38 +11,41 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING
 
-from gpt2_accel.files import (
-    first_line,
-    lock_folder,
-    read_json_lines,
-    remove,
-)
+from gpt2_accel.files import first_line, lock_folder, read_json_lines, remove
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.study import children
-from gpt2_accel.study.children import GRACE, Slot
-from gpt2_accel.study.trials import Result, Trial, read_run, read_table, write_table
+from gpt2_accel.study.trials import (
+    Result,
+    Trial,
+    read_run,
+    read_table,
+    recipe_source,
+    write_table,
+)
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.storages import RDBStorage
-    from optuna.trial import FrozenTrial
+    from optuna.trial import Trial as OptunaTrial
 
 INSTALL = "pip install 'optuna>=5.0' 'scipy>=1.13' 'matplotlib>=3.9'"
 POSTGRES = "for postgresql:// pip install 'psycopg[binary]>=3.2'"
-PAUSE = 0.1  # seconds between looks at the children
-LOOK = 2.0  # seconds between looks at the database
-HEARTBEAT = 10  # seconds between signs of life
-# Seconds without one after which other drivers take the runs: the children have noticed the silence and ended by then.
-STALE = 120
+PAUSE = 0.5  # seconds between looks at a run
+LOOK = 2.0  # seconds between looks at the database while other drivers have all runs
+HEARTBEAT = 10  # seconds between Optuna's signs of life of a run in the database
+STALE = 120  # seconds without one after which other drivers take a run
 PARTS = 10  # of a run, after which the pruner judges it
 PROBE = 40  # updates that measure the speed of training
 SHARED = "start each with --storage postgresql://USER@HOST/DATABASE, to share it (docs/studies.md)"
@@ -56,20 +60,16 @@ def require_study() -> None:
         import scipy  # noqa: F401
     except ImportError as error:
         raise ValueError(f"a study needs {error.name}: {INSTALL}") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a run that failed is named here
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 
 def open_storage(url: str) -> "RDBStorage":
     """Opens Optuna's storage, with heartbeats unless it is SQLite, which one driver uses. Raises `ValueError` if it cannot."""
-    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.storages import RDBStorage
     from sqlalchemy.exc import SQLAlchemyError
 
-    beats = {
-        "heartbeat_interval": HEARTBEAT,
-        "grace_period": STALE,
-        "heartbeat_stale_trial_callback": RetryHeartbeatStaleTrialCallback(),
-    }
+    beats = {"heartbeat_interval": HEARTBEAT, "grace_period": STALE}
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
     place, problem = url.rpartition("@")[-1], ""  # without a password
     for _ in range(4):  # drivers that start together create the same tables
@@ -83,24 +83,14 @@ def open_storage(url: str) -> "RDBStorage":
     raise ValueError(f"{place} cannot be opened: {problem}")
 
 
-@dataclass
-class Running:
-    """A run that a child of this process trains: its trial in the Optuna study, its folder and its place. `part` is the tenth
-    after which its loss was last reported, `pruned` whether the pruner has ended it."""
-
-    entry: "FrozenTrial"
-    trial: Trial
-    folder: Path
-    slot: Slot
-    process: BaseProcess
-    part: int = 0
-    pruned: bool = False
+class Ended(Exception):
+    """A run ended without a result: it failed, was stopped, or another driver has it."""
 
 
 @dataclass
 class Engine:
-    """Trains the runs of a study in `folder` and records them in the database `storage`, by default a file of the folder, and
-    in the CSV file `table`. A run in the table is done.
+    """Trains the runs of a study in `folder`, one in each of `slots` with a number of `processes`, and records them in the
+    database `storage`, by default a file of the folder, and in the CSV file `table`. A run in the table is done.
 
     `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
     recorded runs by id, `failed` the reasons of those that failed, `pruned` the last loss of those that the pruner ended.
@@ -108,7 +98,8 @@ class Engine:
 
     folder: Path
     table: Path
-    slots: Sequence[Slot]
+    slots: Sequence[str]
+    processes: int = 1
     storage: str | None = None
     precision: Mapping[str, str] = field(default_factory=dict)
     keep_models: bool = False
@@ -117,8 +108,6 @@ class Engine:
         self.results = read_table(self.table)
         self.failed: dict[str, str] = {}
         self.pruned: dict[str, float] = {}
-        self._running: list[Running] = []
-        self._beaten = 0.0
 
     def folder_of(self, id: str, label: str = "run") -> Path:
         """Returns the folder of a run: the one that ends with its id, else a new one."""
@@ -130,31 +119,24 @@ class Engine:
         return trial.id in {*self.results, *self.failed, *self.pruned}
 
     def run(
-        self,
-        wanted: Callable[[], Sequence[Trial]],
-        name: str = "runs",
-        pruner: "BasePruner | None" = None,
-        least: int = 0,
+        self, trials: Sequence[Trial], name: str = "runs", pruner: "BasePruner | None" = None
     ) -> None:
-        """Trains the trials that `wanted` returns, until it returns none that is not known. It is called again when there are
-        new results, and follows from them only: each driver has its own. `name` is that of the Optuna study, whose `pruner`
-        ends hopeless runs. `least` is the number of trials that it will return at least.
+        """Trains trials, as far as they are not known, or waits until other drivers have. `name` is that of the Optuna study,
+        whose `pruner` ends hopeless runs.
 
-        A run that fails is named, and the others go on. A signal stops the children with their checkpoints and raises
+        A run that fails is named, and the others go on. A signal stops the runs with their checkpoints and raises
         `KeyboardInterrupt`. Raises `OSError` if another driver uses the same SQLite file, `ValueError` if the database does
         not answer.
         """
         require_study()
         from optuna.exceptions import StorageInternalError
 
-        wanted()  # raises what it has to before a file is written
         try:
             with ExitStack() as stack:
                 if self.storage is None:
                     self._lock(stack)
                 stop = stack.enter_context(StopRequest())
-                stack.callback(self._stop)
-                self._train(wanted, self._open(name, pruner), stop, least)
+                self._train(trials, self._open(name, pruner), stop)
         except StorageInternalError as error:
             problem = first_line(error.__cause__ or error)
             raise ValueError(
@@ -162,194 +144,158 @@ class Engine:
             ) from error
 
     def _lock(self, stack: ExitStack) -> None:
-        """Locks the folder. The children of a driver that was killed hold its lock until they have ended."""
         try:
-            stack.enter_context(lock_folder(self.folder, wait=1.5 * GRACE))
+            stack.enter_context(lock_folder(self.folder))
         except OSError as error:
             raise error if error.errno else OSError(f"{error}, or {SHARED}") from error
-
-    def _train(
-        self, wanted: Callable[[], Sequence[Trial]], study: "Study", stop: StopRequest, least: int
-    ) -> None:
-        known, before, shown = -1, None, 0
-        with Progress("runs", None, unit="run") as bar:
-            while True:
-                self._read(study)
-                if known != (known := len({*self.results, *self.failed, *self.pruned})):
-                    trials = {trial.id: trial for trial in wanted()}
-                    if self.results:
-                        write_table(self.table, self.results.values())
-                left = {id: trial for id, trial in trials.items() if not self.knows(trial)}
-                done = len(trials) - len(left)
-                before = done if before is None else before  # recorded earlier
-                bar.total = max(least, len(trials)) - before
-                bar.update(done - before - shown)
-                shown = done - before
-                if not left:
-                    return
-                self._fill(study, left)
-                self._wait(study, stop)
 
     def _open(self, name: str, pruner: "BasePruner | None") -> "Study":
         """Returns the Optuna study `name`."""
         import optuna
 
-        self._database = open_storage(self.storage or f"sqlite:///{self.folder / 'study.db'}")
         study = optuna.create_study(
-            storage=self._database,
+            storage=open_storage(self.storage or f"sqlite:///{self.folder / 'study.db'}"),
             study_name=f"{self.folder.resolve().name}: {name}",
             load_if_exists=True,
             pruner=pruner or optuna.pruners.NopPruner(),
         )
-        for entry in study.trials:
-            if self.storage is None and entry.state.name == "RUNNING":  # its driver was killed
-                self._set(entry, "WAITING")
+        if self.storage is None:  # the driver of what still runs was killed
+            for entry in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+                study.tell(entry.number, state=optuna.trial.TrialState.FAIL)
         return study
 
+    def _train(self, trials: Sequence[Trial], study: "Study", stop: StopRequest) -> None:
+        from optuna.storages import fail_stale_trials
+
+        self._read(study)
+        left = {trial.id: trial for trial in trials if not self.knows(trial)}
+        free, lock, total = SimpleQueue(), Lock(), len(left)
+        for slot in self.slots:
+            free.put(slot)
+        with Progress("runs", total, unit="run") as bar:
+
+            def record(*_: object) -> None:
+                with lock:
+                    self._read(study)
+                    ended = [id for id, trial in left.items() if self.knows(trial)]
+                    bar.update(len([left.pop(id) for id in ended]))
+
+            while left:
+                if waiting := self._enqueue(study, left):
+                    train = partial(self._train_one, left=left, free=free, stop=stop)
+                    both = {"n_trials": waiting, "n_jobs": len(self.slots)}
+                    try:
+                        study.optimize(train, **both, catch=Ended, callbacks=[record])
+                    except ValueError as error:  # this driver was suspended, another took its run
+                        if "Cannot tell" not in str(error):
+                            raise
+                if stop.reason is not None:
+                    print(f"stopped ({stop.reason}): the same command continues", flush=True)
+                    raise KeyboardInterrupt
+                time.sleep(LOOK if not waiting else 0)
+                fail_stale_trials(study)
+                record()
+
     def _read(self, study: "Study") -> None:
-        """Takes what all drivers have recorded."""
+        """Takes what all drivers have recorded, and writes the table."""
         for entry in study.get_trials(deepcopy=False):
             if entry.state.name == "COMPLETE":
                 self.results[entry.user_attrs["run"]] = Result(**entry.user_attrs["result"])
             elif entry.state.name == "PRUNED":
-                [*_, last] = entry.intermediate_values.values()
-                self.pruned[entry.user_attrs["run"]] = last
-        for running in self._running:
-            self._judge(study, running)
+                self.pruned[entry.user_attrs["run"]] = entry.value
+        if self.results:
+            write_table(self.table, self.results.values())
 
-    def _judge(self, study: "Study", running: Running) -> None:
-        """Reports the loss of a run after each tenth of it, and stops the run if it is hopeless."""
-        import optuna
-
-        trial = optuna.trial.Trial(study, running.entry._trial_id)
-        for line in read_json_lines(running.folder / "metrics.jsonl"):
-            part, loss = PARTS * line["tokens"] // running.trial.tokens, line.get("val/loss")
-            if loss is not None and running.part < part < PARTS:
-                running.part = part
-                with suppress(optuna.exceptions.UpdateFinishedTrialError):
-                    trial.report(loss, part)
-                if trial.should_prune():
-                    running.pruned = True
-                    running.process.terminate()
-
-    def _fill(self, study: "Study", left: Mapping[str, Trial]) -> None:
-        """Enqueues the runs that are left, and starts waiting ones in the free slots."""
-        states, entries = ("WAITING", "RUNNING"), study.get_trials(deepcopy=False)
-        there = {entry.user_attrs["run"] for entry in entries if entry.state.name in states}
-        for id, trial in left.items():
-            if id not in there:
-                study.enqueue_trial({}, user_attrs={"run": id, "label": trial.label})
+    def _enqueue(self, study: "Study", left: Mapping[str, Trial]) -> int:
+        """Enqueues the runs that are neither waiting nor running; returns the number of trials that wait."""
+        states = {"WAITING": [], "RUNNING": []}
         for entry in study.get_trials(deepcopy=False):
-            id, here = entry.user_attrs["run"], [running.trial.id for running in self._running]
-            busy = [running.slot for running in self._running]
-            free = next((slot for slot in self.slots if slot not in busy), None)
-            if free and entry.state.name == "WAITING" and id in left and id not in here:
-                self._start(study, entry, left[id], free)
+            states.get(entry.state.name, []).append(entry.user_attrs.get("run"))
+        there = {*states["WAITING"], *states["RUNNING"]}
+        missing = [trial for id, trial in left.items() if id not in there]
+        for trial in missing:
+            study.enqueue_trial({}, user_attrs={"run": trial.id, "label": trial.label})
+        return len(states["WAITING"]) + len(missing)
 
-    def _start(self, study: "Study", entry: "FrozenTrial", trial: Trial, slot: Slot) -> None:
-        """Starts a run, unless another driver has it."""
-        if self.storage is not None:
-            self._database.record_heartbeat(entry._trial_id)  # before it runs, or it is never stale
-        if not self._set(entry, "RUNNING"):
-            return
-        # Drivers that look at the same time enqueue a run twice: the lowest number counts.
-        for other in study.get_trials(deepcopy=False):
-            same = other.user_attrs["run"] == trial.id and other.number < entry.number
-            if same and other.state.name != "FAIL":
-                self._set(entry, "FAIL")
-                return
-        folder = self.folder_of(trial.id, trial.label)
+    def _train_one(
+        self, entry: "OptunaTrial", left: Mapping[str, Trial], free: SimpleQueue, stop: StopRequest
+    ) -> float:
+        """Trains the run of a trial that `optimize` has taken, and returns its loss. Raises `Ended` without one, and
+        `TrialPruned` if the pruner ends it."""
+        from optuna import TrialPruned
+
+        trial = left.get(entry.user_attrs.get("run"))
+        if stop.reason is not None or not entry.user_attrs:  # nothing waits any more
+            entry.study.stop()
+            raise Ended
+        if trial is None or is_twin(entry):
+            raise Ended
+        folder, slot, part = self.folder_of(trial.id, trial.label), free.get(), 0
         process = self.child(trial, folder, slot)
-        self._running.append(Running(entry, trial, folder, slot, process))
-
-    def child(self, trial: Trial, folder: Path, slot: Slot) -> BaseProcess:
-        """Starts a trial in `folder`, where it resumes."""
-        words, log = trial.arguments(folder), folder / LOG
-        return children.start(children.train_recipe, trial.recipe, words, trial.files, slot, log)
-
-    def _wait(self, study: "Study", stop: StopRequest) -> None:
-        """Waits until a run has ended, or for `LOOK` seconds. Shows and looks for signs of life."""
-        import optuna
-
-        until = time.monotonic() + LOOK
-        while time.monotonic() < until:
-            if stop.reason is not None:
-                print(f"stopped ({stop.reason}): the same command continues", flush=True)
-                raise KeyboardInterrupt
-            if time.monotonic() > self._beaten + HEARTBEAT:
-                for running in [*self._running] if self.storage is not None else []:
-                    self._database.record_heartbeat(running.entry._trial_id)
-                    state = self._database.get_trial(running.entry._trial_id).state.name
-                    if state != "RUNNING":  # this driver was silent, and another has taken it
-                        children.stop([running.process], 0)
-                        self._running.remove(running)
-                self._beaten = children.alive.value = time.monotonic()
-                optuna.storages.fail_stale_trials(study)
-            ended = [running for running in self._running if not running.process.is_alive()]
-            for running in ended:
-                self._end(running)
-            if ended:
-                return
-            time.sleep(PAUSE)
-
-    def _end(self, running: Running, stopped: bool = False) -> None:
-        """Records a run whose child has ended. One that was stopped waits again, one that failed is named."""
-        self._running.remove(running)
-        entry, id, code = running.entry, running.trial.id, running.process.exitcode
         try:
-            found, reason = read_run(running.trial, running.folder), ""
+            while process.is_alive() and stop.reason is None:
+                process.join(PAUSE)
+                for line in read_json_lines(folder / "metrics.jsonl"):
+                    reached, loss = PARTS * line["tokens"] // trial.tokens, line.get("val/loss")
+                    if loss is not None and part < reached < PARTS:
+                        part = reached
+                        entry.report(loss, part)
+                        if entry.should_prune():
+                            raise TrialPruned
+        finally:
+            children.stop(process)
+            free.put(slot)
+        try:
+            found, reason = read_run(trial, folder), ""
         except ValueError as error:
             found, reason = None, str(error)
-        last = last_line(running.folder / LOG)
-        stopped |= code in (0, -signal.SIGTERM) or "is in use by another process" in last
-        if found is not None:
-            self.results[id] = found
-            self._set(entry, "COMPLETE", found)
-            if not self.keep_models:
-                remove_weights(running.folder)
-        elif running.pruned:
-            self._set(entry, "PRUNED")
-            remove_weights(running.folder)
-        elif stopped and not reason:
-            self._set(entry, "WAITING")
-        else:
-            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else last
-            self.failed[id] = reason or killed or f"exit code {code}"
-            self._set(entry, "FAIL")
-            log = running.folder / LOG
-            print(f"run {id} failed: {self.failed[id]} ({log})", file=sys.stderr, flush=True)
+        if found is None:
+            reason = reason or reason_of(process.exitcode, last_line(folder / LOG))
+            if reason and stop.reason is None:
+                self.failed[trial.id] = reason
+                log = folder / LOG
+                print(f"run {trial.id} failed: {reason} ({log})", file=sys.stderr, flush=True)
+            raise Ended
+        self.results[trial.id] = found
+        if not self.keep_models:
+            remove_weights(folder)
+        entry.set_user_attr("result", asdict(found))
+        return found.loss
 
-    def _set(self, entry: "FrozenTrial", state: str, result: Result | None = None) -> bool:
-        """Sets the state of an entry. Returns False if another driver has taken or ended it."""
-        import optuna
-
-        id, state = entry._trial_id, optuna.trial.TrialState[state]
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):
-            if result is not None:
-                self._database.set_trial_user_attr(id, "result", asdict(result))
-            return self._database.set_trial_state_values(id, state, result and [result.loss])
-        return False
-
-    def _stop(self) -> None:
-        """Stops the children that still train, with their checkpoints, and lets any driver take their runs."""
-        children.stop([running.process for running in self._running])
-        for running in [*self._running]:
-            self._end(running, stopped=True)
+    def child(self, trial: Trial, folder: Path, slot: str) -> BaseProcess:
+        """Starts a trial in `folder`, where it resumes."""
+        recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
+        return children.start(children.train_recipe, *recipe, slot, self.processes, folder / LOG)
 
     def tokens_per_second(self, trial: Trial) -> float:
         """Returns the tokens per second of a run that trains alone, over the second half of `PROBE` updates. Raises
         `ValueError` if it fails."""
         off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "log_every": PROBE // 2}
         probe = trial.lasting(PROBE).changed(**off)
-        with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as place:
-            process = self.child(probe, Path(place), self.slots[0])
-            while process.is_alive():
-                children.alive.value = time.monotonic()
-                process.join(1)
-            lines = read_json_lines(f"{place}/metrics.jsonl")
+        with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as name:
+            process, folder = self.child(probe, Path(name), self.slots[0]), Path(name)
+            process.join()
+            lines = read_json_lines(folder / "metrics.jsonl")
             if process.exitcode or not lines:
-                raise ValueError(f"the speed was not measured: {last_line(Path(place, LOG))}")
+                raise ValueError(f"the speed was not measured: {last_line(folder / LOG)}")
         return lines[-1]["train/tokens_per_second"]
+
+
+def is_twin(entry: "OptunaTrial") -> bool:
+    """Whether an earlier trial has the same run: drivers that look at the same time enqueue it twice."""
+    return any(
+        other.user_attrs.get("run") == entry.user_attrs["run"] and other.number < entry.number
+        for other in entry.study.get_trials(deepcopy=False)
+        if other.state.name in ("RUNNING", "COMPLETE")
+    )
+
+
+def reason_of(code: int, last: str) -> str:
+    """Returns why a child ended without a result, empty if it was stopped or another process has its folder. `last` is the
+    last line of its output."""
+    if code in (0, -signal.SIGTERM) or "is in use by another process" in last:
+        return ""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}"
 
 
 def last_line(path: Path) -> str:

@@ -3,10 +3,13 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.study.children import precision, slots
-from gpt2_accel.study.engine import Engine
+from gpt2_accel.study import children
+
+if TYPE_CHECKING:
+    from gpt2_accel.study.engine import Engine
 
 
 @dataclass
@@ -38,8 +41,18 @@ class EngineOptions:
                 f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
             )
 
-    def engine(self, folder: Path) -> Engine:
+    def engine(self, folder: Path) -> "Engine":
         """Returns the engine of a study in `output_dir`, by default `folder`."""
+        children.prepare()
+        from gpt2_accel.study.engine import Engine
+
         folder, each = Path(self.output_dir or folder), self.gpus_per_run
-        table, found = Path(self.table or folder / "runs.csv"), slots(self.processes, each)
-        return Engine(folder, table, found, self.storage, precision(each), self.keep_models)
+        return Engine(
+            folder,
+            Path(self.table or folder / "runs.csv"),
+            children.slots(self.processes, each),
+            each,
+            self.storage,
+            children.precision(each),
+            self.keep_models,
+        )

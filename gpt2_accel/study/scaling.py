@@ -197,7 +197,12 @@ def train_grid(grid: Grid, engine: Engine) -> Scaling:
     def needed() -> dict[float, list[Run]]:
         return {budget: grid.runs(budget, engine) for budget in grid.budgets}
 
-    engine.run(lambda: [run.trial for runs in needed().values() for run in runs])
+    def missing() -> list[Trial]:
+        runs = [run for own in needed().values() for run in own]
+        return [run.trial for run in runs if not engine.knows(run.trial)]
+
+    while trials := missing():
+        engine.run(trials)
     outcome = Scaling(grid, needed(), engine.failed)
     outcome.law = fit_runs(outcome)
     return outcome

@@ -21,7 +21,7 @@ from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import digest, read_json_lines, write_file
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.study.children import ask, recipe_source, settings_of
+from gpt2_accel.study.children import ask, settings_of
 
 WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 # Settings that do not change a run's numbers. The fingerprint of the data counts.
@@ -126,9 +126,8 @@ def read_trial(
 ) -> Trial:
     """Returns the trial of a recipe's command line, with all settings that the recipe trains with. Raises `ValueError` for
     settings that the recipe refuses."""
-    recipe_source(recipe)  # before the fork
     words = Trial(recipe, changes, {}).arguments(Path("runs/study"))
-    resolved, files = ask(settings_of, recipe, words)
+    resolved, files = ask(settings_of, recipe, recipe_source(recipe), words)
     if resolved["init_from"]:
         folder = Path(local_directory(model_directory(resolved["init_from"])))
         weights = [path for kind in ("safetensors", "bin") for path in folder.glob(f"*.{kind}")]
@@ -181,6 +180,12 @@ class Result:
         if value is None:
             raise ValueError(f"run {self.id} has no {name}: compare by loss")
         return value
+
+
+@functools.cache
+def recipe_source(recipe: Path) -> bytes:
+    """Returns the text of a recipe, read once: runs of one study have one recipe, also if its file changes meanwhile."""
+    return recipe.read_bytes()
 
 
 @functools.cache  # of what this process has imported: files may change later

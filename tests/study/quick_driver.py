@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gpt2_accel.study import children, engine
 
-engine.HEARTBEAT, engine.STALE, engine.LOOK = 1, 10, 0.2
-children.SILENCE, children.GRACE, engine.GRACE = 3.0, 4.0, 4.0
+engine.HEARTBEAT, engine.STALE, engine.LOOK, children.GRACE = 1, 10, 0.2, 4.0
 sys.argv[0] = str(Path(__file__).parents[2] / "recipes/compare.py")
 runpy.run_path(sys.argv[0], run_name="__main__")
