@@ -18,7 +18,7 @@ GRACE = 15.0  # seconds from a signal to the end of the process; launchers and s
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
 # own signal on.
 ECHO = 0.5
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class StopRequest:
@@ -99,12 +99,6 @@ def end_with_parent(number: signal.Signals) -> None:
     """On Linux, makes the kernel send the signal `number` to this process when its parent dies."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def adopt_orphans() -> None:
-    """On Linux, makes this process the parent of descendants whose parent dies."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from gpt2_accel.report.figures import short_number
 from gpt2_accel.report.page import markdown
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import Verdict, interval, judge
-from gpt2_accel.study.study_file import ENDING, StudyFile, share
+from gpt2_accel.study.study_file import StudyFile, share
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 from gpt2_accel.study.tune import Tuning, pruner_of
 
 TUNING_SEED = 0
+ENDING = ("max_hours", "patience", "dry_run")  # settings that end a run before its budget
 
 
 @dataclass
@@ -136,9 +137,7 @@ def first_trials(study: StudyFile, engine: Engine) -> dict[str, Trial]:
             if not trial.config.eval_every:
                 raise ValueError("eval_every is 0, so a run has no val/loss: set it above 0")
             for ending in filter(trial.resolved.get, ENDING):
-                raise ValueError(
-                    f"the recipe sets {ending}, which ends a run before its budget: set it to 0"
-                )
+                raise ValueError(f"{ending} ends a run before its budget: set it to 0")
         except ValueError as error:
             raise ValueError(f"variant {name}: {error}") from error
     return found
@@ -157,20 +156,17 @@ def dry_run(study: StudyFile, engine: Engine) -> str:
     baseline. Trains nothing else."""
     runs, rows, left = runs_of(study, first_trials(study, engine)), {}, []
     for (name, budget), own in runs.items():
-        more = [own[0]] * study.trials if budget == study.budgets[-1] else []
-        left += more + [trial for trial in own if not engine.knows(trial)]
-        tokens, flops = own[0].tokens, own[0].tokens * own[0].flops_per_token
-        count = f"{len(own)}" + f" and {len(more)} to tune" * bool(more)
-        rows[f"{name}, {short_number(tokens)} tokens"] = [
-            count,
+        tuning = [own[0]] * study.trials if budget == study.budgets[-1] else []
+        left += tuning + [trial for trial in own if not engine.knows(trial)]
+        rows[f"{name}, {short_number(own[0].tokens)} tokens"] = [
+            f"{len(own)}" + f" and {len(tuning)} to tune" * bool(tuning),
             f"{own[0].config.max_steps:,}",
-            f"{flops:.3g}",
+            f"{own[0].flops:.3g}",
         ]
     table = markdown(["variant", "runs", "updates of each", "FLOPs of each"], rows)
     if not left:
         return f"{table}\n\nall runs are recorded"
-    first = runs[study.baseline, study.budgets[-1]][0]
-    total = sum(trial.tokens * trial.flops_per_token for trial in left)
+    first, total = runs[study.baseline, study.budgets[-1]][0], sum(trial.flops for trial in left)
     speed = engine.tokens_per_second(first) * first.flops_per_token * len(engine.slots)
     return (
         f"{table}\n\n{len(left)} runs are not recorded: {total:.3g} FLOPs, {duration(total / speed)} with {len(engine.slots)} at a "

@@ -230,31 +230,24 @@ class Engine:
             raise Ended
         if trial is None or is_twin(entry):
             raise Ended
-        folder, slot, part = self.folder_of(trial.id, trial.label), free.get(), 0
+        folder, slot, reported = self.folder_of(trial.id, trial.label), free.get(), set()
         process = self.child(trial, folder, slot)
         try:
             while process.is_alive() and stop.reason is None:
                 process.join(PAUSE)
-                for line in read_json_lines(folder / "metrics.jsonl"):
-                    reached, loss = PARTS * line["tokens"] // trial.tokens, line.get("val/loss")
-                    if loss is not None and part < reached < PARTS:
-                        part = reached
-                        entry.report(loss, part)
-                        if entry.should_prune():
-                            raise TrialPruned
+                if is_hopeless(entry, trial, folder, reported):
+                    children.stop(process)
+                    remove_weights(folder)
+                    raise TrialPruned
         finally:
             children.stop(process)
             free.put(slot)
-        try:
-            found, reason = read_run(trial, folder), ""
-        except ValueError as error:
-            found, reason = None, str(error)
+        found, reason = ending(trial, folder, process.exitcode)
         if found is None:
-            reason = reason or reason_of(process.exitcode, last_line(folder / LOG))
             if reason and stop.reason is None:
                 self.failed[trial.id] = reason
-                log = folder / LOG
-                print(f"run {trial.id} failed: {reason} ({log})", file=sys.stderr, flush=True)
+                text = f"run {trial.id} failed: {reason} ({folder / LOG})"
+                print(text, file=sys.stderr, flush=True)
             raise Ended
         self.results[trial.id] = found
         if not self.keep_models:
@@ -290,12 +283,32 @@ def is_twin(entry: "OptunaTrial") -> bool:
     )
 
 
-def reason_of(code: int, last: str) -> str:
-    """Returns why a child ended without a result, empty if it was stopped or another process has its folder. `last` is the
-    last line of its output."""
+def is_hopeless(entry: "OptunaTrial", trial: Trial, folder: Path, reported: set[int]) -> bool:
+    """Reports the loss after each tenth of a run to Optuna, the parts that are not `reported` yet; returns whether the pruner
+    ends the run."""
+    for line in read_json_lines(folder / "metrics.jsonl"):
+        part, loss = PARTS * line["tokens"] // trial.tokens, line.get("val/loss")
+        if loss is not None and part < PARTS and part not in reported:
+            entry.report(loss, part)
+            reported.add(part)
+    return entry.should_prune()
+
+
+def ending(trial: Trial, folder: Path, code: int) -> tuple[Result | None, str]:
+    """Returns the result of a run whose process has ended with an exit code, or None and what it failed of: empty if it was
+    stopped, or if another process has its folder."""
+    try:
+        if found := read_run(trial, folder):
+            return found, ""
+    except ValueError as error:
+        return None, str(error)
+    last = last_line(folder / LOG)
     if code in (0, -signal.SIGTERM) or "is in use by another process" in last:
-        return ""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}"
+        return None, ""
+    return (
+        None,
+        f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}",
+    )
 
 
 def last_line(path: Path) -> str:

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from pathlib import Path
-from statistics import stdev
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,39 +51,22 @@ def rows_of(outcome: Comparison, budget: float | None) -> dict[str, list[str]]:
     return rows
 
 
-def heads(outcome: Comparison) -> list[str]:
-    """Returns the heads of the columns of `rows_of`."""
-    return ["verdict", "difference to the baseline", METRICS[outcome.study.metric], "tokens"]
-
-
-def title(outcome: Comparison, budget: float | None) -> str:
-    """Names a budget; empty if a run is as long as the recipe's."""
-    return f"{outcome.study.unit}: {short_number(budget)}" if budget else ""
+def tables(outcome: Comparison) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
+    """Returns the heads and the rows of a table for each budget, by title."""
+    study = outcome.study
+    heads = ["verdict", "difference to the baseline", METRICS[study.metric], "tokens"]
+    return {
+        f"{study.unit}: {short_number(budget)}" if budget else "Verdict": (
+            heads,
+            rows_of(outcome, budget),
+        )
+        for budget in study.budgets
+    }
 
 
 def remarks(outcome: Comparison) -> list[str]:
-    """Returns remarks on spread, unequal budgets, shares of tokens, tuning, chance and failures."""
+    """Returns remarks on shares of tokens, tuning, chance, other code and failures."""
     study, lines = outcome.study, []
-    for budget in study.budgets:
-        values = [*filter(math.isfinite, outcome.values(study.baseline, budget))]
-        where = f" ({title(outcome, budget)})" if budget else ""
-        if len(values) > 1:
-            lines.append(
-                f"the runs of {study.baseline}{where} have a standard deviation of {stdev(values):.4f} between seeds"
-            )
-        unit = study.unit or "tokens"
-        amounts = {
-            name: getattr(found, unit)
-            for name in study.variants
-            if (found := next(filter(None, outcome.results[name, budget]), None))
-        }
-        base = amounts.get(study.baseline, math.nan)
-        lines += [
-            f"{name}{where} has {abs(amount / base - 1):.1%} {'more' if amount > base else 'fewer'} {unit} than "
-            f"{study.baseline}: part of the difference is due to them"
-            for name, amount in amounts.items()
-            if abs(amount / base - 1) > 0.01
-        ]
     for name in study.variants:
         if found := outcome.token_share(name):
             lines.append(
@@ -109,20 +91,18 @@ def remarks(outcome: Comparison) -> list[str]:
 
 def as_text(outcome: Comparison) -> str:
     """Returns the outcome as Markdown tables, one per budget, and lines of remarks."""
-    parts = []
-    for budget in outcome.study.budgets:
-        rows = markdown(["variant", *heads(outcome)], rows_of(outcome, budget))
-        parts += [title(outcome, budget), rows]
-    parts.append("\n".join(f"- {line}" for line in remarks(outcome)))
-    return "\n\n".join(filter(None, parts))
+    parts = [
+        f"{title}\n\n{markdown(['variant', *heads], rows)}"
+        for title, (heads, rows) in tables(outcome).items()
+    ]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in remarks(outcome))])
 
 
 def write_page(outcome: Comparison, engine: Engine, name: str) -> Path:
     """Writes `study.html`, with the heading `name`, into the study's folder; returns its path. Needs matplotlib."""
     page, study = Page(), outcome.study
-    for budget in study.budgets:
-        rows = table(heads(outcome), rows_of(outcome, budget))
-        page.section(title(outcome, budget) or "Verdict", rows)
+    for title, own in tables(outcome).items():
+        page.section(title, table(*own))
     page.section("Remarks", bullets(remarks(outcome)))
     if len(study.variants) > 1:
         caption = "The mean difference to the baseline, its 95% interval, and the difference of each pair of seeds."

@@ -16,13 +16,15 @@ UNITS = ("tokens", "flops")
 PRUNERS = ("none", "median")
 NAME = re.compile(r"[\w.+=,:()%/-][\w.+=,:()%/ -]*")  # of a variant, in tables and pictures
 OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
-ENDING = ("max_hours", "patience", *COMMANDS)  # which end a run before its budget
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
 
 @dataclass
 class StudyFile:
-    """The content of a study's YAML file, and its path. Raises `ValueError` for what a study cannot have."""
+    """The content of a study's YAML file. `recipe` is its name or path, as `read_study` finds it a `Path`.
+
+    Raises `ValueError` for what a study cannot have.
+    """
 
     recipe: str
     variants: dict
@@ -34,6 +36,10 @@ class StudyFile:
     tune: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if not isinstance(value, part.type) or isinstance(value, bool):
+                raise ValueError(f"{part.name} is {value!r}, expected {KINDS[part.type]}")
         self.variants = {name: own or {} for name, own in self.variants.items()}
         if not self.variants:
             raise ValueError("variants is empty: name at least one, such as `as_it_is: {}`")
@@ -61,16 +67,11 @@ def read_study(path: Path, recipes: Path) -> StudyFile:
 
     Raises `FileNotFoundError` if it or the recipe is missing, `ValueError` for anything that it cannot hold.
     """
-    values = load_yaml(str(path), "STUDY.yaml")
+    values = {"recipe": None, "variants": None, **load_yaml(str(path), "STUDY.yaml")}
     try:
-        kinds = {part.name: part.type for part in fields(StudyFile)}
-        for name in values:
-            if name not in kinds:
-                raise ValueError(f"unknown part {name!r}{suggestion(str(name), kinds, '')}")
-        for name, kind in kinds.items():
-            value = values.get(name, None if name in ("recipe", "variants") else kind())
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}, expected {KINDS[kind]}")
+        names = [part.name for part in fields(StudyFile)]
+        for name in values.keys() - {*names}:
+            raise ValueError(f"unknown part {name!r}{suggestion(str(name), names, '')}")
         study = StudyFile(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -88,14 +89,8 @@ def check_settings(where: str, own: Any) -> None:
     for name, value in own.items():
         if name in OWN:
             raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
-        if name in ENDING and value:
-            raise ValueError(
-                f"{where} sets {name}, which ends a run before its budget: leave it out"
-            )
         if value is None:
             raise ValueError(f"{where} has no value for {name}: give one, or leave {name} out")
-    if {"warmup_steps", WARMUP} <= own.keys():
-        raise ValueError(f"{where} sets warmup_steps and {WARMUP}: leave one out")
 
 
 def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
@@ -104,9 +99,7 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
         return "", [None]
     [(unit, amounts), *more] = budget.items()
     if more or unit not in UNITS:
-        raise ValueError(
-            f"budget has {', '.join(map(str, budget))}: give one of {', '.join(UNITS)}"
-        )
+        raise ValueError(f"budget has {', '.join(map(str, budget))}: give {' or '.join(UNITS)}")
     try:  # YAML reads 1e6 as a text
         found = {float(amount) for amount in (amounts if isinstance(amounts, list) else [amounts])}
     except (TypeError, ValueError):

@@ -99,6 +99,11 @@ class Trial:
         """The tokens of the whole run."""
         return self.config.max_steps * self.config.total_batch_size
 
+    @property
+    def flops(self) -> float:
+        """The FLOPs of the whole run."""
+        return float(self.tokens * self.flops_per_token)
+
     @cached_property
     def id(self) -> str:
         """What identifies the run: 12 hexadecimal digits of the SHA-256 of its settings that differ from the defaults and

@@ -43,10 +43,9 @@ class Tuning:
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
         ranges = {name: places(values) for name, values in self.axes.items()}
         draw, found = random.Random(0), {}
-        first = [self.start.resolved[name] for name in self.axes]
-        if all(value in values for value, values in zip(first, self.axes.values(), strict=True)):
-            own = zip(self.axes.items(), first, strict=True)
-            study.enqueue_trial({name: values.index(value) for (name, values), value in own})
+        own = {name: self.start.resolved[name] for name in self.axes}
+        if all(own[name] in values for name, values in self.axes.items()):
+            study.enqueue_trial({name: self.axes[name].index(own[name]) for name in own})
         while (left := self.trials - len(found)) > 0:
             batch = {}
             while len(batch) < min(AT_ONCE, left):

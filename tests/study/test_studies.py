@@ -91,7 +91,6 @@ def test_a_halved_rate_of_adamw_is_worse(studied):
     [row] = re.findall(r"^\| half .*$", done.stdout, re.MULTILINE)
     assert re.match(r"\| half +\| worse +\| \+\d\.\d+ ± 0\.\d+ +\|", row), row
     assert len(rows(folder)) == 4
-    assert "standard deviation" in done.stdout
     page = (folder / "study.html").read_text()
     assert "worse" in page and "<svg" in page and (folder / "curves.png").exists()
 
@@ -223,7 +222,6 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     assert "adamw: 3 trials chose learning_rate 0.01" in done.stdout
     assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
     assert re.search(r"muon reaches the loss of adamw with (<|>)? ?[\d.]+%", done.stdout)
-    assert "muon (tokens: 640) has 20.0% fewer tokens than adamw" in done.stdout
     seeds = [json.loads(row["settings"])["seed"] for row in rows(tmp_path / "out")]
     assert seeds.count(0) == 6 and len(seeds) == 6 + 2 * 2 * 2
 
@@ -254,7 +252,7 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path):
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
         ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: -1}", "give numbers above 0"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give one of tokens"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: .inf}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nseeds: 0", "seeds must be at least 1"),
@@ -264,11 +262,6 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path):
         ("recipe: quickstart\nvariants: {'$x$': {}}", "cannot be a variant's name"),
         ("recipe: quickstart\nvariants: {a: 1}", "a is 1, expected `name: value` lines"),
         ("recipe: quickstart\nvariants: {a: {beta1: }}", "a has no value for beta1"),
-        ("recipe: quickstart\nvariants: {a: {dry_run: true}}", "dry_run, which ends a run before"),
-        (
-            "recipe: quickstart\nvariants: {a: {warmup_share: 0.1, warmup_steps: 3}}",
-            "a sets warmup_steps and warmup_share: leave one out",
-        ),
         *(
             (f"recipe: quickstart\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
             for axes, words in (
@@ -297,6 +290,7 @@ def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
         ({"beta1": 2}, "variant a: .*beta1 must be at least 0 and below 1"),
         ({"n_head": 5}, "variant a: .*n_head"),
         ({"eval_every": 0}, "variant a: eval_every is 0"),
+        ({"patience": 3}, "variant a: patience ends a run before its budget"),
         ({"warmup_share": "abc"}, "variant a: .*'abc'"),
         ({"beta1": [0.8, 0.9]}, "variant a: .*unknown option 0.9"),
         ({"beta1": {"x": 1}}, "variant a: beta1 cannot be"),
