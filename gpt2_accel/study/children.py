@@ -138,10 +138,12 @@ def train_recipe(
 
 
 def one_of_several(parent: int, recipe: Path, source: bytes, arguments: Sequence[str]) -> None:
-    """Trains one process of a run of several. Ends when the process that started it ends."""
+    """Trains one process of a run of several. Ends when the launcher, the process `parent`, ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the launcher's handler
     end_with_parent(signal.SIGTERM)
-    if os.getppid() == parent:
-        run_recipe(recipe, source, arguments)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+    run_recipe(recipe, source, arguments)
 
 
 class Captured(BaseException):

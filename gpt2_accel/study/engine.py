@@ -165,6 +165,7 @@ class Engine:
         return study
 
     def _train(self, trials: Sequence[Trial], study: "Study", stop: StopRequest) -> None:
+        from optuna.exceptions import StorageInternalError
         from optuna.storages import fail_stale_trials
 
         self._read(study)
@@ -186,8 +187,11 @@ class Engine:
                     both = {"n_trials": waiting, "n_jobs": len(self.slots)}
                     try:
                         study.optimize(train, **both, catch=Ended, callbacks=[record])
-                    except ValueError as error:  # this driver was suspended, another took its run
-                        if "Cannot tell" not in str(error):
+                    except (ValueError, AssertionError) as error:  # of Optuna's end of a trial
+                        suspended = "Cannot tell" in str(error)  # meanwhile another took the run
+                        if not suspended and not isinstance(
+                            error.__context__, StorageInternalError
+                        ):
                             raise
                 if stop.reason is not None:
                     print(f"stopped ({stop.reason}): the same command continues", flush=True)

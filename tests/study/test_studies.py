@@ -419,12 +419,14 @@ def test_the_trainers_of_a_killed_launcher_end(data_dir, tmp_path):
     options = ("--output_dir", out, "--gpus_per_run", 2)
     started = Started(COMPARE, path, *options, log=tmp_path / "log")
 
-    def below(word):
-        found = psutil.Process(started.pids[0]).children(recursive=True)
-        return [p for p in running(found) if p.cmdline()[1:2] == [word]]
+    def launchers():
+        below = psutil.Process(started.pids[0]).children(recursive=True)
+        return [p for p in running(below) if len(p.children()) == 2]
 
-    wait_until(lambda: len(below("-m")) == 1 and len(below("-u")) == 2)
-    [launcher], trainers = below("-m"), below("-u")
+    wait_until(lambda: len(launchers()) == 1)
+    [launcher] = launchers()
+    trainers = launcher.children()
     launcher.kill()
     assert started.wait() == 1
+    psutil.wait_procs(trainers, timeout=30)
     assert not running(trainers) and "failed: " in (tmp_path / "log").read_text()
