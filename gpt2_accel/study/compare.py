@@ -16,7 +16,7 @@ from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 from gpt2_accel.study.tune import Tuning, pruner_of
 
 TUNING_SEED = 0
-ENDING = ("max_hours", "patience", "dry_run")  # settings that end a run before its budget
+ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gpt2_accel.config import COMMANDS, TrainConfig, load_yaml, parse_config
+from gpt2_accel.config import TrainConfig, load_yaml, parse_config
 from gpt2_accel.options import suggestion
 from gpt2_accel.study.trials import WARMUP, as_words
 

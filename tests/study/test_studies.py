@@ -261,7 +261,7 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path):
         ("recipe: quickstart\nvariants: {0.10: {}, 0.1: {}}", "0.1 cannot be a variant's name"),
         ("recipe: quickstart\nvariants: {'$x$': {}}", "cannot be a variant's name"),
         ("recipe: quickstart\nvariants: {a: 1}", "a is 1, expected `name: value` lines"),
-        ("recipe: quickstart\nvariants: {a: {beta1: }}", "a has no value for beta1"),
+        ("recipe: quickstart\nvariants: {a: {beta2: }}", "a has no value for beta2"),
         *(
             (f"recipe: quickstart\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
             for axes, words in (
@@ -287,13 +287,13 @@ def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
     "own, words",
     [
         ({"learning_rat": 1}, "variant a: .*learning_rat"),
-        ({"beta1": 2}, "variant a: .*beta1 must be at least 0 and below 1"),
+        ({"beta2": 2}, "variant a: .*beta2 must be at least 0 and below 1"),
         ({"n_head": 5}, "variant a: .*n_head"),
         ({"eval_every": 0}, "variant a: eval_every is 0"),
         ({"patience": 3}, "variant a: patience ends a run before its budget"),
         ({"warmup_share": "abc"}, "variant a: .*'abc'"),
-        ({"beta1": [0.8, 0.9]}, "variant a: .*unknown option 0.9"),
-        ({"beta1": {"x": 1}}, "variant a: beta1 cannot be"),
+        ({"beta2": [0.8, 0.9]}, "variant a: .*unknown option 0.9"),
+        ({"beta2": {"x": 1}}, "variant a: beta2 cannot be"),
     ],
 )
 def test_settings_that_the_recipe_refuses_are_named_by_variant(own, words, data_dir, tmp_path):
