@@ -16,7 +16,7 @@ import yaml
 
 from gpt2_accel.files import not_finite, sentence, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
-from gpt2_accel.options import REMOVED, parser_of, suggestion, true_or_false
+from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_false
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "resume_from", "law")
@@ -264,17 +264,13 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     words = sys.argv[1:] if args is None else args
     hints = get_type_hints(config_class)
     parser = build_parser(config_class, hints)
-    found, unknown = parser.parse_known_args(words)
+    found = parser.parse_args(words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
     if found.config is not None:
         values = read_yaml(found.config, hints)
         given |= values.keys()
         parser.set_defaults(**values)
-        found, unknown = parser.parse_known_args(words)
-    if unknown:
-        word, value = [*unknown, ""][:2]
-        hint = suggestion(word, [*hints, "config"], value=value)
-        raise ValueError(f"unknown option {word}{hint}")
+        found = parser.parse_args(words)
     if missing := [f"--{name}" for name in hints if getattr(found, name) is MISSING]:
         raise ValueError(f"the following arguments are required: {', '.join(missing)}")
     if "dry_run" in given and found.dry_run == []:
@@ -284,17 +280,15 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     return config
 
 
-def build_parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParser:
+def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
     """Builds the parser of `--config` and of the settings of `config_class`, in the sections of `--help`. A setting without
     a default is `MISSING` if it is not given."""
     header = sys.modules[config_class.__module__].__doc__ or ""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]",
         description=header.partition("\n")[0],
         epilog="[...] is the default. A switch without a value is true.",
     )
-    parser.error = raise_value_error
     parser.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
     inherited = []
     if issubclass(config_class, TrainConfig):
@@ -397,8 +391,3 @@ def load_yaml(path: str, option: str) -> dict:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings as `name: value` lines")
     return values
-
-
-def raise_value_error(message: str) -> None:
-    """Replaces `ArgumentParser.error`, which prints the usage and exits."""
-    raise ValueError(message)

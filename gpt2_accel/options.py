@@ -5,7 +5,7 @@ import difflib
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import folder
@@ -66,6 +66,26 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "device": (None, "--dry_run LAUNCH.yaml GPU plans for that hardware"),
     **{name: (None, DATATROVE) for name in ("executor", "slurm_partition", "slurm_time")},
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that takes no abbreviated options, and raises `ValueError` in place of printing its usage."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the command line of this parser or of a sub-command's; raises `ValueError` for an unknown option."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            named = [action.option_strings[0] for action in self._actions if action.option_strings]
+            word, value = [*unknown, ""][:2]
+            hint = suggestion(word, [name.removeprefix("--") for name in named], value=value)
+            raise ValueError(f"unknown option {word}{hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:

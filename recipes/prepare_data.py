@@ -61,6 +61,7 @@ from gpt2_accel.data.sources import (
     tiny_shakespeare,
 )
 from gpt2_accel.data.workers import plan_of, run_parts, worker_context
+from gpt2_accel.options import Parser
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
@@ -162,7 +163,7 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 def parse_options() -> argparse.Namespace:
     """Parses the command line. `--data_dir` and `--verify` stand before or after the command."""
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = cli.Parser(description=__doc__, argument_default=argparse.SUPPRESS, **raw)
+    parser = Parser(description=__doc__, argument_default=argparse.SUPPRESS, **raw)
     commands = parser.add_subparsers(dest="command")
     for name, (argument, count, options) in COMMANDS.items():
         command = commands.add_parser(

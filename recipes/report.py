@@ -11,13 +11,14 @@ import argparse
 from pathlib import Path
 
 from gpt2_accel import cli
+from gpt2_accel.options import Parser
 from gpt2_accel.report.page import write_report
 from gpt2_accel.report.reader import read_run
 
 
 def parse_options() -> argparse.Namespace:
     """Parses the command line."""
-    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, its --output_dir")
     parser.add_argument(
         "--output_dir", help="where to write; default the folder report of the first"

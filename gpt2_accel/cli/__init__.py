@@ -1,6 +1,5 @@
 """The command line: runs a recipe's `main` with one-sentence errors, the console command, `doctor`."""
 
-import argparse
 import json
 import os
 import sys
@@ -9,35 +8,16 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.files import sentence
-from gpt2_accel.options import suggestion
 from gpt2_accel.runtime.signals import die_with_launcher
 
 die_with_launcher()  # now: the imports of a recipe take seconds
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONNECTION = timedelta(seconds=5)  # time limit of a connection to the launcher's store
-
-
-class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `ValueError` instead of printing its usage, and takes no abbreviated options."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(allow_abbrev=False, **settings)
-
-    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the command line of this parser or of a sub-command's; raises `ValueError` for an unknown option."""
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            names = [name.removeprefix("--") for name in self._option_string_actions]
-            raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
-        return options, unknown
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def run(main: Callable[[], object]) -> None:
