@@ -192,7 +192,8 @@ def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | 
     tokens, column = options.shard_tokens, options.column
     if options.command == "text":
         files, lines = text_files(options.source, options.pattern)
-        print(*lines, sep="\n", file=sys.stderr)
+        for line in lines:
+            print(line, file=sys.stderr)
         return file_parts(files, column, tokens), ", ".join(options.source), None
     given = {"shard_tokens": tokens, "column": column, **hub_options(options)}
     rows, revision = hub_parts(options.source, **given)
@@ -256,9 +257,12 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     revision, source, hub = None, Path(options.source), hub_options(options)
     if source.exists() and not hub:
         rows = file_rows(source)
+    elif source.is_file():
+        raise ValueError(
+            f"--{next(iter(hub))} is for a data set of several files: leave it out with {source}"
+        )
     elif source.name.endswith(SUFFIXES):
-        fix = "leave out the options of a data set" if source.exists() else "give another file"
-        raise FileNotFoundError(f"{source} is no data set or file that exists: {fix}")
+        raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")
     else:
         rows, revision = hub_parts(options.source, shard_tokens=options.shard_tokens, **hub)
     return prepare_conversations(
@@ -325,7 +329,9 @@ def verify(data_dir: str) -> None:
 def main() -> None:
     options, command = parse_options(), shlex.join(["prepare_data.py", *sys.argv[1:]])
     if options.command == "mix":
-        summarize(write_mixture(options.data_dir, dict(options.source)))
+        if len(weights := dict(options.source)) < len(options.source):
+            raise ValueError("mix: a folder is named twice, give it one weight")
+        summarize(write_mixture(options.data_dir, weights))
     elif options.command == "chat":
         summarize(prepare_chat(options, command))
     elif options.command:

@@ -76,11 +76,17 @@ def run_parts(
             if not (work / MANIFEST).exists():
                 records = make_parts(parts, writer, work, workers)
                 save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                head = {**head_of(tokenizer), "plan": plan, **about}
-                write_json(work / MANIFEST, head | writer.assemble(work, records))
+                try:
+                    entries = writer.assemble(work, records)
+                except ValueError:  # such as an empty split: no other plan can use the parts
+                    shutil.rmtree(work)
+                    raise
+                write_json(
+                    work / MANIFEST, {**head_of(tokenizer), "plan": plan, **about, **entries}
+                )
             return finish(work, data_dir)
         except BaseException:
-            if plan is None:
+            if plan is None or not any((work / "records").glob("*.json")):
                 shutil.rmtree(work, ignore_errors=True)
             raise
 

@@ -352,7 +352,7 @@ def preparation() -> Iterator[Row]:
         "mix --data_dir d": "required: DATA_DIR=WEIGHT",
         "mix {data} --data_dir d": "{data}",
         "mix {data}=abc --data_dir d": "abc",
-        "mix {data}=0 --data_dir d": "must be at least a thousandth of the total",
+        "mix {data}=0 --data_dir d": "weights must be positive",
         "mix {data}=inf --data_dir d": "weight",
         "mix nowhere=1 --data_dir d": "nowhere",
         "mix {data}=1 {chars}=1 --data_dir d": "tokenizer",
