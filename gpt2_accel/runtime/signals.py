@@ -51,7 +51,10 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for name in SIGNALS:
                 number = getattr(signal, name, None)
-                if number is None or (name == "SIGHUP" and is_ignored(number)):
+                ignored = (
+                    name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+                )  # by `nohup`
+                if number is None or ignored:
                     continue
                 self._handlers[number] = signal.signal(number, self._note)
         die_with_launcher()
@@ -72,11 +75,6 @@ class StopRequest:
             # A third Ctrl-C must not interrupt the cleanup.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
-
-
-def is_ignored(number: signal.Signals) -> bool:
-    """Whether this process ignores a signal, as all do with SIGHUP under `nohup`."""
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def die_with_launcher() -> None:

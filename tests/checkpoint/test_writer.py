@@ -12,7 +12,6 @@ import pytest
 from conftest import losses, make_text, run, status, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import Started
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint import writer
@@ -20,7 +19,6 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.guard import WINDOW, AnomalyGuard
 from gpt2_accel.runtime.log import RunLog
@@ -105,25 +103,6 @@ def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(data_dir,
         FileExistsError, match="holds checkpoint-8, which a resume from .* overwrite"
     ):
         run(tiny_config(data_dir, tmp_path, resume_from=older))
-
-
-def test_a_folders_lock_excludes_other_processes_and_ends_with_a_kill(tmp_path):
-    code = "import sys, time; from gpt2_accel.files import lock_folder\n"
-    code += f"with lock_folder({str(tmp_path)!r}): print('held', flush=True); time.sleep(60)"
-    script, log = tmp_path / "hold.py", tmp_path / "log"
-    script.write_text(code)
-    other = Started(script, log=log)
-    while not (log.exists() and log.read_text() == "held\n"):
-        assert other.poll() is None, log.read_text()
-    with (
-        pytest.raises(OSError, match="is in use by another process"),
-        lock_folder(tmp_path),
-    ):
-        pass
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    with lock_folder(tmp_path):
-        pass
 
 
 def test_training_continues_while_a_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
