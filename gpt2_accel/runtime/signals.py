@@ -51,10 +51,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for name in SIGNALS:
                 number = getattr(signal, name, None)
-                ignored = (
-                    name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
-                )  # by `nohup`
-                if number is None or ignored:
+                if number is None:  # the system has no such signal
+                    continue
+                if name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:  # by `nohup`
                     continue
                 self._handlers[number] = signal.signal(number, self._note)
         die_with_launcher()
