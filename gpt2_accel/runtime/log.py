@@ -192,7 +192,9 @@ class Terminal(Sink):
     """The progress of updates, `done` of `total`, and lines for the user; a context manager around the run's loop."""
 
     def __init__(self, done: int, total: int):
-        self._bar = Progress("training", total, initial=done, unit="step", leave=True, delay=0)
+        # An average over all updates: recent ones alone may lie around an evaluation.
+        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
+        self._bar = Progress("training", total, initial=done, **shape)
 
     def __enter__(self) -> "Terminal":
         return self
