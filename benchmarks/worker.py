@@ -5,6 +5,7 @@ a line of JSON on stdout. It ends when it is killed. Of several processes the fi
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from reference_model import PlainLoss, slow_gpt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpt2_accel.device import DTYPES, launch_device, matmul_flops
+from gpt2_accel.device import DTYPES, launch_device
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.signals import end_with_parent
@@ -49,6 +50,25 @@ class Gate:
         print(json.dumps(reply), file=self.replies, flush=True)
         self.left = int(sys.stdin.readline())
         self.begun = time.perf_counter()
+
+
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 3
+) -> float:
+    """Measures the FLOP/s of a product of two square matrices on the device: the best of `repeats`.
+
+    `size` is the width of the matrices, by default 4096 and 1024 on a CPU. A product counts 2·size³ operations. On a
+    GPU fp32 follows `torch.get_float32_matmul_precision`: "highest" is true fp32, "high" is TF32.
+    """
+    size = size or (1024 if device.type == "cpu" else 4096)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for number in range(repeats + 1):
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()  # waits for the device
+        if number:  # the first warms up
+            best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def peak_memory() -> int:

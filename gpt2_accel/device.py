@@ -6,11 +6,9 @@ a JSON object of function names and return values, such as `{"has_bf16": false, 
 
 import functools
 import json
-import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -192,26 +190,6 @@ def peak_flops(name: str) -> float | None:
         return None
     found = (gpu.peak_flops for words, gpu in GPUS.items() if re.search(rf"\b{words}\b", name))
     return next(found, None)
-
-
-@overridable
-def matmul_flops(
-    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 3
-) -> float:
-    """Measures the FLOP/s of a product of two square matrices on the device: the best of `repeats`.
-
-    `size` is the width of the matrices, by default 4096 and 1024 on a CPU. A product counts 2·size³ operations. On a
-    GPU fp32 follows `torch.get_float32_matmul_precision`: "highest" is true fp32, "high" is TF32.
-    """
-    size = size or (1024 if device.type == "cpu" else 4096)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = math.inf
-    for number in range(repeats + 1):
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()  # waits for the device
-        if number:  # the first warms up
-            best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...]:

@@ -25,8 +25,6 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # trackio reads its folder at import, and TRL's trainers import it.
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
-# Replaces a measurement at the start of each run; `test_device.py` makes it.
-os.environ["GPT2_ACCEL_DEVICE"] = '{"matmul_flops": 1e11}'
 
 import psutil
 import pytest
