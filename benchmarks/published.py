@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from table import markdown
 
-from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, ScalingLaw, bootstrap_interval
+from gpt2_accel.estimate.law import UNKNOWNS, bootstrap_interval, holds, loss_of
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.law_fit import fit
 
@@ -73,8 +73,8 @@ def predicted(path: Path, target: tuple[int, int]) -> str:
     """Returns the prediction and the interval that the release of that day computed from a law's draws: their quantiles and 1.96
     standard deviations of the residuals, as roots of sums of squares."""
     law = json.loads(path.read_text(encoding="utf-8"))
-    loss = ScalingLaw(*law["law"]).loss(*target)
-    drawn = ScalingLaw(*np.array(law["samples"]).T).loss(*target)
+    loss = loss_of(law["law"], *target)
+    drawn = loss_of(np.array(law["samples"]).T, *target)
     low, high = (
         loss + math.copysign(math.hypot(end - loss, 1.96 * law["spread"]), end - loss)
         for end in bootstrap_interval(drawn)
@@ -93,28 +93,22 @@ def law_column(
         if abs(run["flops"] / budget - 1) < 0.05  # whole updates
     ]
     N, D, losses, of = np.array(own).T
-    law = FittedLaw(**fit(N, D, losses, of), **known(runs))
-    residuals = losses - law.point.loss(N, D)
+    found = fit(N, D, losses, of)
+    law = found["law"]
+    residuals = losses - loss_of(law, N, D)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {
         "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(own)} runs",
-        **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law.law, strict=True)},
-        "standard deviation of the residuals": f"{law.spread:.3f}",
+        **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law, strict=True)},
+        "standard deviation of the residuals": f"{found['spread']:.3f}",
         "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
         **{
             f"F test by {name}": "p < 0.001" if p < 0.001 else f"p = {p:.2f}"
-            for name, p in law.form.items()
+            for name, p in found["form"].items()
         },
-        "form": "holds" if law.holds else "refused",
-        "loss of 2 layers of 160": f"{law.point.loss(*target):.3f} after {target[1] / 1e6:.2f}M tokens",
+        "form": "holds" if holds(found["form"]) else "refused",
+        "loss of 2 layers of 160": f"{loss_of(law, *target):.3f} after {target[1] / 1e6:.2f}M tokens",
     }
-
-
-def known(runs: list[dict]) -> dict[str, Any]:
-    """Returns what a `FittedLaw` has of its runs beside the fit."""
-    names = {"architecture": "gpt2", "vocab_size": 1024, "n_positions": 128}
-    flops = max(run["flops"] for run in runs)
-    return {**names, "tokenizer": "", "data": "", "flops": flops, "rules": {}}
 
 
 def rates(folder: Path) -> str:

@@ -171,8 +171,6 @@ NOT_RUN = {
     "python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --dry_run true": (
         "tests/study/test_scaling.py does"
     ),
-    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --config "
-    "runs/scaling_laws/best.yaml": "trains for long",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --data_dir data/mine "
     "--depth 4 --law runs/scaling_laws/law.json --output_dir runs/depth4": "trains for long",
     "pip install 'transformers[serving]>=5.17'": "installs",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_accel.estimate.law import UNKNOWNS, ScalingLaw
+from gpt2_accel.estimate.law import UNKNOWNS, loss_of
 
 STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
@@ -25,11 +25,14 @@ WIDER = 1.1
 def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> dict[str, Any]:
     """Returns what `FittedLaw` has of a fit: `law`, `samples`, `spread`, and `form` with the tests that are possible."""
     law, spread = fit_law(N, D, losses)
-    samples = [[float(f"{v:.6g}") for v in draw] for draw in bootstrap(N, D, law, spread)]
     tests = {"budget": budgets, "size": N}
     tests = {name: form_test(N, D, losses, law, groups) for name, groups in tests.items()}
-    form = {name: p for name, p in tests.items() if p is not None}
-    return {"law": law.tolist(), "samples": samples, "spread": spread, "form": form}
+    return {
+        "law": law.tolist(),
+        "samples": bootstrap(N, D, law, spread).tolist(),
+        "spread": spread,
+        "form": {name: p for name, p in tests.items() if p is not None},
+    }
 
 
 def fit_law(
@@ -73,13 +76,12 @@ def bootstrap(
     studies (tests/study/test_law.py).
     """
     random, free = np.random.default_rng(0), max(1, len(N) - len(UNKNOWNS))
-    truth = ScalingLaw(*law).loss(N, D)
     start = np.clip(law[[2, 4]], 1.01 * LEAST, 0.99 * MOST)
     found = []
     for _ in range(samples):
         noise = WIDER * spread * math.sqrt(free / random.chisquare(free))
-        drawn, _ = fit_law(N, D, truth + noise * random.normal(size=len(N)), [start])
-        found.append([*drawn, noise])
+        losses = loss_of(law, N, D) + noise * random.normal(size=len(N))
+        found.append([*fit_law(N, D, losses, [start])[0], noise])
     return np.array(found)
 
 
@@ -93,26 +95,19 @@ def form_test(
     """
     from scipy.stats import f
 
-    _, A, alpha, B, beta = law
-    terms = N**-alpha, D**-beta
-    slopes = [
-        np.ones_like(N),
-        terms[0],
-        A * terms[0] * np.log(N),
-        terms[1],
-        B * terms[1] * np.log(D),
-    ]
-    X = np.stack([slope / max(np.abs(slope).max(), 1e-300) for slope in slopes], 1)
-    residuals = losses - ScalingLaw(*law).loss(N, D)
+    _, _, alpha, _, beta = law
+    by_N, by_D = N**-alpha, D**-beta
+    X = np.stack([np.ones_like(N), by_N, by_N * np.log(N), by_D, by_D * np.log(D)], 1)
+    X /= X.max(0)
+    residuals = losses - loss_of(law, N, D)
 
     def regress(X: np.ndarray) -> tuple[float, int]:
         c, _, rank, _ = np.linalg.lstsq(X, residuals, rcond=1e-8)
-        return float(((residuals - X @ c) ** 2).sum()), int(rank)
+        return ((residuals - X @ c) ** 2).sum(), int(rank)
 
     without, rank = regress(X)
     rest, full = regress(np.hstack([X, groups[:, None] == np.unique(groups)]))
     free = len(N) - full
     if full == rank or free < 1:
         return None
-    ratio = (without - rest) / (full - rank) / max(rest / free, 1e-300)
-    return float(f.sf(ratio, full - rank, free))
+    return float(f.sf((without - rest) / (full - rank) / (rest / free), full - rank, free))

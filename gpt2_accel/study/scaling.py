@@ -5,43 +5,49 @@ The grid of a budget grows until at least two sizes lie on each side of the one 
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_accel.data.shards import data_fingerprint, read_manifest
-from gpt2_accel.device import GPUS
-from gpt2_accel.estimate.dry_run import model_shape
-from gpt2_accel.estimate.flops import TYPICAL_MFU
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.law import (
-    FEWEST_UPDATES,
+    LEARNING_RATE,
     MAX_EPOCHS,
     FittedLaw,
-    Rules,
-    ScalingLaw,
-    bootstrap_interval,
-    sizes,
+    batch_for,
+    loss_of,
+    settings_for,
 )
-from gpt2_accel.estimate.memory import Launch, memory_by_part
-from gpt2_accel.models import ModelConfig
+from gpt2_accel.models.architectures import configured_shape
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.law_fit import fit
 from gpt2_accel.study.trials import Result, Trial
 
-RATIO = 1.4  # of the parameters of neighbouring sizes, about
+# Up to 8,192, from 64 on four in each doubling.
+WIDTHS = (16, 32, 48, *(m * 2**k for k in range(4, 11) for m in (4, 5, 6, 7)), 8192)
 SIDE = 2  # sizes on each side of the lowest loss
 TOKENS_PER_PARAMETER = 20  # of the middle one of a budget's first sizes
-FEWEST_RUNS, FEWEST_SIZES, FEWEST_BUDGETS = 8, 3, 2  # for a fit
+FEWEST_UPDATES = 20  # of a run that a law can learn from
+FEWEST_RUNS, FEWEST_BUDGETS = 8, 2  # for a fit
+
+
+def size_of(width: int) -> dict[str, int]:
+    """Returns the settings of a width: a layer per 64 of it but at least two, heads of 16 channels up to a width of 256 and of 64
+    above."""
+    head = 16 if width <= 256 else 64
+    return {"n_layer": max(2, round(width / 64)), "n_head": width // head, "n_embd": width}
 
 
 class Run(NamedTuple):
-    """A run of the grid: its trial, its budget in FLOPs, and its result, None if it failed."""
+    """A run of the grid: its budget in FLOPs, N, the trial, and its result, None if it failed."""
 
-    trial: Trial
     budget: float
-    result: Result | None
+    N: float
+    trial: Trial
+    result: Result | None = None
 
     @property
     def loss(self) -> float:
@@ -52,101 +58,91 @@ class Run(NamedTuple):
     def tokens(self) -> int:
         return self.trial.tokens
 
-    @property
-    def shape(self) -> ModelConfig:
-        vocab_size = read_manifest(self.trial.config.data_dir)["tokenizer"]["vocab_size"]
-        return model_shape(self.trial.config, vocab_size)
-
-    def parameters(self) -> int:
-        """Returns N."""
-        return self.shape.parameter_count
-
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs of a scaling study: for each of `budgets`, in FLOPs, sizes that differ by about `RATIO`.
+    """The runs of a scaling study: for each of `budgets`, in FLOPs, sizes of `WIDTHS`.
 
-    `base` is the trial that all runs share; `rules` give each its settings. A run that would read the data more than
-    `max_epochs` times is refused.
+    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. No run has fewer than `FEWEST_UPDATES`, or reads
+    the data more than `max_epochs` times.
     """
 
     base: Trial
     budgets: Sequence[float]
-    rules: Rules = field(default_factory=Rules)
+    learning_rate: float = LEARNING_RATE
     max_epochs: float = MAX_EPOCHS
 
     @cached_property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> dict:
         return read_manifest(self.base.config.data_dir)
 
     @cached_property
-    def ladder(self) -> list[Trial]:
-        """A trial of each size, without tokens, from the smallest."""
-        trials = [self.base.changed(**size) for size in sizes()]
-        counts = [Run(trial, 0, None).parameters() for trial in trials]
-        chosen = [0]
-        while RATIO * counts[chosen[-1]] < counts[-1]:
-            goal, rest = RATIO * counts[chosen[-1]], range(chosen[-1] + 1, len(counts))
-            chosen.append(min(rest, key=lambda i: abs(math.log(counts[i] / goal))))
-        return [trials[i] for i in chosen]
+    def sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        """N and the FLOPs per token of all `WIDTHS`, (widths,) float64."""
+        config, vocab_size = self.base.config, self.manifest["tokenizer"]["vocab_size"]
+        shapes = [configured_shape(replace(config, **size_of(w)), vocab_size) for w in WIDTHS]
+        each = [flops_per_token(shape, config.tokens_per_sequence) for shape in shapes]
+        return np.array([float(s.parameter_count) for s in shapes]), np.array(each, dtype=float)
 
     def run(self, place: int, budget: float) -> Run:
-        """Returns the run of a size of the ladder with a budget."""
-        return with_budget(self.ladder[place], budget, self.rules)
+        """Returns the run of the width at a place in `WIDTHS`, with the tokens that a budget pays for, in whole updates."""
+        width, (N, flops) = WIDTHS[place], self.sizes
+        tokens = budget / flops[place]
+        batch = batch_for(tokens, self.base.config.tokens_per_sequence)
+        settings = size_of(width) | settings_for(width, tokens, batch, self.learning_rate)
+        label = f"{budget:.3g}-width{width}"
+        return Run(budget, N[place], self.base.changed(label=label, **settings))
+
+    def best(self, law: FittedLaw, flops: float) -> Run:
+        """Returns the run of the lowest loss by a law with `flops` FLOPs."""
+        N, each = self.sizes
+        return self.run(int(np.argmin(loss_of(law.law, N, flops / each))), flops)
 
     def epochs(self, run: Run) -> float:
         """Returns how often a run reads the training data."""
         return run.tokens / self.manifest["splits"]["train"]["tokens"]
 
-    def first(self, budget: float) -> range:
-        """Returns the places on the ladder of a budget's first sizes.
+    def allowed(self, run: Run) -> bool:
+        """Whether a run has enough updates and does not read the data too often."""
+        return run.trial.config.max_steps >= FEWEST_UPDATES and self.epochs(run) <= self.max_epochs
 
-        Raises `ValueError` if one would read the data more than `max_epochs` times, or have too few updates."""
-
-        def distance(place: int) -> float:
-            run = self.run(place, budget)
-            return abs(math.log(run.tokens / (TOKENS_PER_PARAMETER * run.parameters())))
-
-        middle = max(SIDE, min(range(len(self.ladder)), key=distance))
-        last = min(middle + SIDE, len(self.ladder) - 1)
-        if (updates := self.run(last, budget).trial.config.max_steps) < FEWEST_UPDATES:
-            raise ValueError(
-                f"{budget:.3g} FLOPs are {updates} updates of a model of width {self.ladder[last].config.n_embd}, and a run needs "
-                f"{FEWEST_UPDATES}: raise --budgets"
-            )
-        epochs = self.epochs(self.run(middle - SIDE, budget))
-        if epochs > self.max_epochs:
-            raise ValueError(
-                f"the smallest model with {budget:.3g} FLOPs would read the data {epochs:.2g} times: prepare more text, lower "
-                f"--budgets, or allow it by --max_epochs {math.ceil(epochs)}"
-            )
-        return range(middle - SIDE, last + 1)
+    @cached_property
+    def possible(self) -> dict[float, list[Run]]:
+        """The runs that each budget may have, from the smallest. Raises `ValueError` if one of the first is not allowed."""
+        found = {}
+        for budget in self.budgets:
+            runs = [self.run(place, budget) for place in range(len(WIDTHS))]
+            low, high = first(runs)
+            for run in (runs[low], runs[high - 1]):
+                if not self.allowed(run):
+                    raise ValueError(
+                        f"with {budget:.3g} FLOPs a width of {run.trial.config.n_embd} trains {run.trial.config.max_steps} updates and "
+                        f"reads the data {self.epochs(run):.2g} times, and a run needs {FEWEST_UPDATES} updates and may read it "
+                        f"{self.max_epochs:g} times: prepare more text, change --budgets, or raise --max_epochs"
+                    )
+            found[budget] = [run for run in runs if self.allowed(run)]
+        return found
 
     def runs(self, budget: float, engine: Engine) -> list[Run]:
         """Returns the runs of a budget by size, as far as the engine's results tell which ones are needed."""
-        places = self.first(budget)
-        while True:
-            runs = [self.run(place, budget) for place in places]
-            runs = [run._replace(result=engine.results.get(run.trial.id)) for run in runs]
-            if not all(engine.knows(run.trial) for run in runs):
-                return runs
-            best = places[lowest(runs)]
-            low, high = best - SIDE, best + SIDE + 1
-            while low < places[0] and not self.allowed(low, budget):
-                low += 1
-            while high > places[-1] + 1 and not self.allowed(high - 1, budget):
-                high -= 1
-            wider = range(min(low, places[0]), max(places[-1] + 1, high))
-            if wider == places:
-                return runs
-            places = wider
+        runs = [
+            run._replace(result=engine.results.get(run.trial.id)) for run in self.possible[budget]
+        ]
+        low, high = first(runs)
+        while all(engine.knows(run.trial) for run in runs[low:high]):
+            best = low + lowest(runs[low:high])
+            wider = max(0, min(low, best - SIDE)), min(len(runs), max(high, best + SIDE + 1))
+            if wider == (low, high):
+                break
+            low, high = wider
+        return runs[low:high]
 
-    def allowed(self, place: int, budget: float) -> bool:
-        """Whether there is such a size, and it neither reads the data too often nor has too few updates."""
-        if not 0 <= place < len(self.ladder):
-            return False
-        run = self.run(place, budget)
-        return self.epochs(run) <= self.max_epochs and run.trial.config.max_steps >= FEWEST_UPDATES
+
+def first(runs: Sequence[Run]) -> tuple[int, int]:
+    """Returns where the runs that a budget begins with start and end: the one next to `TOKENS_PER_PARAMETER` in their middle."""
+    ratios = [abs(math.log(run.tokens / (TOKENS_PER_PARAMETER * run.N))) for run in runs]
+    middle = min(max(ratios.index(min(ratios)), SIDE), len(runs) - 1 - SIDE)
+    return middle - SIDE, middle + SIDE + 1
 
 
 def lowest(runs: Sequence[Run]) -> int:
@@ -154,123 +150,45 @@ def lowest(runs: Sequence[Run]) -> int:
     return min(range(len(runs)), key=lambda place: runs[place].loss)
 
 
-def with_budget(size: Trial, budget: float, rules: Rules) -> Run:
-    """Returns the run of a size with the tokens that a budget in FLOPs pays for, in whole updates."""
-    tokens, config = budget / size.flops_per_token, size.config
-    settings = rules.settings(config.n_embd, tokens, config.tokens_per_sequence)
-    label = f"{budget:.3g}-width{config.n_embd}"
-    return Run(size.changed(label=label, **settings), budget, None)
-
-
 @dataclass
 class Scaling:
-    """The outcome of a scaling study: its runs by budget, and the law, None if there are too few runs."""
+    """The outcome of a scaling study: its runs, and the law, None if there are too few runs."""
 
     grid: Grid
-    runs: dict[float, list[Run]]
+    runs: list[Run]
     failed: dict[str, str]
     law: FittedLaw | None = None
 
-    @property
-    def finished(self) -> list[Run]:
-        """The runs with a loss."""
-        return [run for runs in self.runs.values() for run in runs if math.isfinite(run.loss)]
+    def of(self, budget: float) -> list[Run]:
+        """Returns the runs of a budget, from the smallest size."""
+        return [run for run in self.runs if run.budget == budget]
 
-    def best(self, budget: float) -> int:
-        """Returns the place of the lowest loss among the runs of a budget."""
-        return lowest(self.runs[budget])
 
-    @property
-    def edges(self) -> list[float]:
-        """The budgets whose lowest loss has fewer than `SIDE` sizes on a side."""
-        return [
-            budget
-            for budget, runs in self.runs.items()
-            if math.isfinite(runs[self.best(budget)].loss)
-            and not SIDE <= self.best(budget) < len(runs) - SIDE
-        ]
+def needed(grid: Grid, engine: Engine) -> list[Run]:
+    """Returns the runs of all budgets, as far as the results tell."""
+    return [run for budget in grid.budgets for run in grid.runs(budget, engine)]
 
 
 def train_grid(grid: Grid, engine: Engine) -> Scaling:
-    """Trains a grid and fits a law to its runs. Raises `ValueError` for a grid that repeats the data too often."""
-
-    def needed() -> dict[float, list[Run]]:
-        return {budget: grid.runs(budget, engine) for budget in grid.budgets}
-
-    def missing() -> list[Trial]:
-        runs = [run for own in needed().values() for run in own]
-        return [run.trial for run in runs if not engine.knows(run.trial)]
-
-    while trials := missing():
-        engine.run(trials)
-    outcome = Scaling(grid, needed(), engine.failed)
-    outcome.law = fit_runs(outcome)
-    return outcome
+    """Trains a grid and fits a law to its runs. Raises `ValueError` for a budget with too few possible runs."""
+    runs = needed(grid, engine)
+    while missing := [run.trial for run in runs if not engine.knows(run.trial)]:
+        engine.run(missing)
+        runs = needed(grid, engine)
+    return Scaling(grid, runs, engine.failed, fit_runs(grid, runs))
 
 
-def fit_runs(outcome: Scaling) -> FittedLaw | None:
-    """Fits a law; returns None for too few runs."""
-    runs, config = outcome.finished, outcome.grid.base.config
-    rows = [(float(r.parameters()), float(r.tokens), r.loss, r.budget) for r in runs]
-    N, D, losses, budgets = np.array(rows).reshape(-1, 4).T
-    kinds = len(set(N)) >= FEWEST_SIZES and len(set(budgets)) >= FEWEST_BUDGETS
-    if not (kinds and len(runs) >= FEWEST_RUNS):
+def fit_runs(grid: Grid, runs: Sequence[Run]) -> FittedLaw | None:
+    """Fits a law to the runs with a loss; returns None for too few of them."""
+    finished, config = [run for run in runs if math.isfinite(run.loss)], grid.base.config
+    if len(finished) < FEWEST_RUNS or len({run.budget for run in finished}) < FEWEST_BUDGETS:
         return None
-    tokenizer = outcome.grid.manifest["tokenizer"]
+    rows = [(run.N, run.tokens, run.loss, run.budget) for run in finished]
     return FittedLaw(
-        **fit(N, D, losses, budgets),
+        **fit(*np.array(rows).T),
         architecture=config.architecture or "gpt2",
-        vocab_size=tokenizer["vocab_size"],
         n_positions=config.tokens_per_sequence,
-        tokenizer=tokenizer["fingerprint"],
-        data=data_fingerprint(config.data_dir),
-        flops=float(max(run.tokens * run.trial.flops_per_token for run in runs)),
-        rules=asdict(outcome.grid.rules),
+        tokenizer=grid.manifest["tokenizer"]["fingerprint"],
+        flops=float(max(run.tokens * run.trial.flops_per_token for run in finished)),
+        learning_rate=grid.learning_rate,
     )
-
-
-class Best(NamedTuple):
-    """The best size with a number of FLOPs: N and D with their 95% intervals."""
-
-    N: float
-    D: float
-    N_interval: tuple[float, float]
-    D_interval: tuple[float, float]
-
-
-def best_size(law: FittedLaw, flops: float) -> Best:
-    """Returns the size and the tokens of the lowest loss with `flops` FLOPs."""
-
-    def chosen(law_: ScalingLaw) -> tuple[np.ndarray, np.ndarray]:
-        place = law_.best(flops, law.sizes)
-        return law.sizes.N[place], flops / law.sizes.flops[place]
-
-    N, D = chosen(law.point)
-    intervals = map(bootstrap_interval, chosen(law.drawn))
-    return Best(float(N), float(D), *intervals)
-
-
-def flops_per_second(grid: Grid, engine: Engine, device: str | None) -> float:
-    """Returns the FLOP/s of training: of a GPU in `GPUS` at the typical share of its peak, or of this machine with a run in
-    each slot, measured with a middle size of the largest budget.
-
-    Raises `ValueError` if the measurement fails."""
-    if device is not None:
-        return GPUS[device].peak_flops * TYPICAL_MFU
-    budget = max(grid.budgets)
-    trial = grid.run(grid.first(budget)[SIDE], budget).trial
-    return engine.tokens_per_second(trial) * trial.flops_per_token * len(engine.slots)
-
-
-def memory(run: Run) -> int:
-    """Returns the estimated bytes that training a run takes."""
-    config = run.trial.config
-    parts = memory_by_part(config, run.shape, Launch(), config.micro_batch_size, None)
-    return sum(parts.values())
-
-
-def best_run(outcome: Scaling, flops: float) -> Run:
-    """Returns the run of the lowest predicted loss with `flops` FLOPs among all sizes that can be trained."""
-    law, grid = outcome.law, outcome.grid
-    place = int(law.point.best(flops, law.sizes))
-    return with_budget(grid.base.changed(**sizes()[place]), flops, grid.rules)
