@@ -82,7 +82,7 @@ def export_model(run: RunContext) -> None:
     if config.push_to_hub:
         try:
             draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             run.log.print_line(f"the loss is not plotted: {sentence(error)}")
         newest = list_checkpoints(config.output_dir)[-1]
         run.uploads.push(Path(config.output_dir), newest, final=True)

@@ -30,9 +30,6 @@ def main() -> None:
     options = parse_options()
     runs = [read_run(folder) for folder in options.runs]
     path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report")
-    for run in runs:
-        for problem in run.problems:
-            print(f"{run.folder}: {problem}")
     print(f"{path} and {len(list(path.parent.glob('*.png')))} PNGs beside it")
 
 

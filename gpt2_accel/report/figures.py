@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK, FAINT = "#202124", "#d5d7db"
-AXES = {
-    "tokens": "tokens",
-    "minutes": "minutes of training",
-    "hours": "hours of training",
-    "flops": "FLOPs",
-}
+AXES = {"tokens": "tokens", "hours": "hours of training", "flops": "FLOPs"}
 WIDE, NARROW = 8, 4  # inches: figures for a desktop and a PNG, and for a phone
 LEAST_SPAN = 0.04  # of a vertical axis, as a share of its values: less is noise
 
@@ -110,10 +105,8 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
             figure.savefig(file, format="png", facecolor="white")
 
 
-def metrics_figure(
-    runs: list[Run], names: list[str], axis: str = "tokens", width: float = WIDE
-) -> "Figure":
-    """Draws small charts, one per metric, of several runs; two side by side if there is room."""
+def metrics_figure(runs: list[Run], names: list[str], width: float = WIDE) -> "Figure":
+    """Draws small charts over tokens, one per metric, of several runs; two side by side if there is room."""
     columns = 2 if width == WIDE else 1
     rows = math.ceil(len(names) / columns)
     figure, axes = new_figure(width, 2.3 * rows, rows, columns)
@@ -123,10 +116,10 @@ def metrics_figure(
         training = name.startswith("train/")
         shown = [0.0] if training else []
         for run, colour in zip(runs, cycle(COLOURS), strict=False):
-            x, y = run.curve(name, axis)
+            x, y = run.curve(name, "tokens")
             shown += y if training else settled(y)
             plot(ax, x, y, 1 if training else 60, color=colour, linewidth=1.3, markersize=3)
-        finish_axes(ax, axis, in_words(name.removeprefix("train/")), shown)
+        finish_axes(ax, "tokens", in_words(name.removeprefix("train/")), shown)
         if training:
             ax.set_ylim(bottom=0)
     return figure

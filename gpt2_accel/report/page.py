@@ -55,22 +55,18 @@ class Page:
 
 
 def write_report(runs: list[Run], folder: str | Path) -> Path:
-    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file.
-
-    Draws what is there, and says in the report, as in `Run.problems`, what is not. Raises `ValueError` if matplotlib is missing.
-    """
+    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file. Draws what is there. Raises
+    `ValueError` if matplotlib is missing."""
     figures.require_matplotlib()
-    for number, run in enumerate(runs, start=1):  # folders may have the same name
-        if sum(run.name == other.name for other in runs) > 1:
-            run.name = f"{run.folder.resolve().parent.name}-{run.name} ({number})"
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = str(run.folder)
     page = Page()
     page.section("Runs", table_of_runs(runs))
-    add_curves(page, [run for run in runs if run.lines])
+    add_curves(page, runs)
     page.section("Results of evaluate.py", table_of_evaluations(runs))
-    page.section("Samples", *(samples(run) for run in runs if run.samples))
+    page.section("Samples", *(samples(run) for run in runs))
     page.section("Settings", table_of_settings(runs))
-    problems = [f"{run.folder}: {line}" for run in runs for line in run.problems]
-    page.section("Left out", bullets(problems))
     return save_page(page, ", ".join(run.name for run in runs), folder, "report.html")
 
 
@@ -96,16 +92,15 @@ def facts(run: Run) -> dict[str, str]:
     """Returns a run's metadata and progress by title."""
     known, last = run.metadata, run.lines[-1] if run.lines else {}
     hours, flops = (run.curve("step", axis)[0][-1:] for axis in ("hours", "flops"))
-    commit, _, dirty = (known.get("git_commit") or "").partition("-")
     return {
         "state": state_of(run),
         "parameters": f"{known['parameters']:,}" if "parameters" in known else "",
         "data": known.get("data", ""),
-        "tokens": at_update(run, last, f"{last['tokens']:,}" if "tokens" in last else ""),
-        "training": at_update(run, last, duration(hours[0] * 3600) if hours else ""),
-        "FLOPs": at_update(run, last, f"{flops[0]:.3g}" if flops else ""),
+        "tokens": f"{last['tokens']:,}" if "tokens" in last else "",
+        "training": duration(hours[0] * 3600) if hours else "",
+        "FLOPs": f"{flops[0]:.3g}" if flops else "",
         "hardware": known.get("hardware", ""),
-        "git commit": commit[:12] + (" with changes" if dirty else ""),
+        "git commit": (known.get("git_commit") or "")[:12],
     }
 
 
@@ -119,15 +114,11 @@ def state_of(run: Run) -> str:
 
 
 def newest(run: Run, name: str) -> str:
-    """Returns a run's newest value of a metric."""
-    line = next((line for line in reversed(run.lines) if name in line), {})
-    return at_update(run, line, figure(line, name))
-
-
-def at_update(run: Run, line: dict, value: str) -> str:
-    """Adds the update of a line of `metrics.jsonl` to its value, if that is not the run's last update."""
-    earlier = value and line["step"] < run.step
-    return value + (f" at update {line['step']:,}" if earlier else "")
+    """Returns a run's newest value of a metric, with its update if that is not the run's last one."""
+    line = next((line for line in reversed(run.lines) if name in line), None)
+    if line is None:
+        return ""
+    return figure(line, name) + f" at update {line['step']:,}" * (line["step"] < run.step)
 
 
 def figure(values: dict, name: str) -> str:
@@ -215,24 +206,21 @@ def table_of_settings(runs: list[Run]) -> str:
 
 def add_curves(page: Page, runs: list[Run]) -> None:
     """Adds the sections with the loss, other evaluations and training metrics of runs that have lines."""
+    runs = [run for run in runs if run.lines]
     if not runs:
         return
 
-    def is_curve(name: str) -> bool:  # what has one value is in the table of runs
-        return any(len(run.curve(name, "tokens")[0]) > 1 for run in runs)
+    def curves(names: Sequence[str]) -> list[str]:  # what has one value is in the table of runs
+        return [n for n in names if any(len(run.curve(n, "tokens")[0]) > 1 for run in runs)]
 
     in_loss = "val/loss" if figures.same_tokens(runs) else "val/bits_per_byte"
-    others = [name for name in compared_metrics(runs) if name != in_loss and is_curve(name)]
-    training = [name for name in (f"train/{n}" for n in TRAINING) if is_curve(name)]
-    page.section(
-        "Loss", caution(runs), tabs(page, "loss", runs, partial(figures.loss_figure, runs))
-    )
-    if others:
-        draw = partial(figures.metrics_figure, runs, others)
-        page.section("Evaluations", tabs(page, "evaluations", runs, draw))
-    if training:
-        draw = partial(figures.metrics_figure, runs, training, "tokens")
-        page.section("Training", page.picture("training", draw))
+    others = curves([name for name in compared_metrics(runs) if name != in_loss])
+    training = curves([f"train/{name}" for name in TRAINING])
+    page.section("Loss", caution(runs), loss_tabs(page, runs))
+    for title, names in (("Evaluations", others), ("Training", training)):
+        if names:
+            draw = partial(figures.metrics_figure, runs, names)
+            page.section(title, page.picture(title.lower(), draw))
 
 
 def caution(runs: list[Run]) -> str:
@@ -243,18 +231,14 @@ def caution(runs: list[Run]) -> str:
     return "<p>The runs have different data: a lower loss may come from easier text.</p>"
 
 
-def tabs(page: Page, name: str, runs: list[Run], draw: Callable[[str, float], "Figure"]) -> str:
-    """Returns one figure per known axis of `AXES`, as tabs."""
-    longest = max(max(run.curve("step", "hours")[0], default=0) for run in runs)
-    unused = "minutes" if longest > 2 else "hours"
-    known = [a for a in AXES if a != unused and any(run.curve("step", a)[0] for run in runs)]
+def loss_tabs(page: Page, runs: list[Run]) -> str:
+    """Returns the figure of the loss over each known axis of `AXES`, as tabs."""
     parts = []
-    for axis in known:
-        checked = " checked" if axis == known[0] else ""
-        file = name if axis == known[0] else f"{name}-over-{axis}"
+    for axis in (a for a in AXES if any(run.curve("step", a)[0] for run in runs)):
+        file, checked = (f"loss-over-{axis}", "") if parts else ("loss", " checked")
         parts.append(
-            f'<input type="radio" name="{name}" id="{file}"{checked}><label for="{file}">'
-            f"{AXES[axis]}</label>{page.picture(file, partial(draw, axis))}"
+            f'<input type="radio" name="loss" id="{file}"{checked}><label for="{file}">{AXES[axis]}</label>'
+            + page.picture(file, partial(figures.loss_figure, runs, axis))
         )
     return f'<div class="tabs">{"".join(parts)}</div>'
 

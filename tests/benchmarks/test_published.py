@@ -26,6 +26,23 @@ def test_every_figure_of_a_published_table_follows_from_the_recorded_runs(sectio
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=0.0011)
 
 
+@pytest.mark.parametrize(
+    "corpus, place, other, lower",
+    [
+        ("Python's library", 1, ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9998, 0.1), 2),
+        ("tiny Shakespeare", 2, ("muon", 0.011, 384, "linear", 0.03, 0.03, 0.95, 0.001), 3),
+    ],
+)
+def test_settings_that_were_not_taken_differ_as_the_page_says(corpus, place, other, lower):
+    taken = published.OPTIMIZERS[corpus]
+    runs = published.read_runs(RESULTS / "cpu" / taken[0])
+    first, second = (published.losses_of(runs, settings) for settings in (taken[place], other))
+    differences = {tokens: second[tokens] - first[tokens] for tokens in first}
+    page = (ROOT / "docs/studies/optimizers.md").read_text()
+    assert f"{published.plus_minus(differences[768_000], '+.4f')} at 768,000 tokens" in page
+    assert sum(each.mean() < 0 for each in differences.values()) == lower
+
+
 @pytest.mark.parametrize("name", ["gpt2", "baby", "qwen3"])
 def test_a_ratio_follows_from_the_seconds_beside_it(name):
     [result] = read_results(name)

@@ -45,7 +45,7 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
     done = report(runs / "first", runs / "second", "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert names >= {"loss", "loss-over-minutes", "loss-over-flops", "training", "evaluations"}
+    assert names == {"loss", "loss-over-hours", "loss-over-flops", "training", "evaluations"}
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
@@ -104,7 +104,8 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     assert "perplexity per token" not in page and "lambada_openai perplexity" in page
     assert table_of_evaluations([second]) == ""
     (folder / "evaluation.json").write_text("[")
-    assert read_run(folder).problems[-1] == "evaluation.json is damaged: left out"
+    with pytest.raises(ValueError, match="evaluation.json does not hold evaluations"):
+        read_run(folder)
 
 
 def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
@@ -116,10 +117,9 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
     facts = json.loads((runs / "first/run.json").read_text())
     flops, _ = first.curve("val/loss", "flops")
     assert flops == [128 * step * facts["flops_per_token"] for step in range(10, 61, 10)]
-    minutes, _ = first.curve("train/loss", "minutes")
-    assert minutes == sorted(minutes)
-    assert minutes[-1] * 60 == pytest.approx(lines[-1]["train/seconds"])
-    assert first.problems == []
+    hours, _ = first.curve("train/loss", "hours")
+    assert hours == sorted(hours)
+    assert hours[-1] * 3600 == pytest.approx(lines[-1]["train/seconds"])
     y = [1.0] * 100  # an average of equal values is no other at the ends
     assert smoothed(y) == pytest.approx(y)
 
@@ -127,9 +127,9 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
 def test_runs_in_folders_of_the_same_name_are_told_apart(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(Page, "picture", lambda *_: "")  # drawing is slow
     twins = [shutil.copytree(runs / "first", tmp_path / place / "run") for place in ("a", "b")]
-    found = [read_run(folder) for folder in (*twins, twins[0])]
+    found = [read_run(folder) for folder in twins]
     write_report(found, tmp_path / "out")
-    assert len({run.name for run in found}) == 3 and found[1].name.startswith("b-run")
+    assert [run.name for run in found] == [*map(str, twins)]
 
 
 def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
@@ -169,8 +169,7 @@ def test_a_figure_of_an_earlier_update_says_so(tmp_path):
     assert "<td>5,120</td>" in table_of_runs([found])
     found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
     page = table_of_runs([found])
-    assert "<td>stopped at update 50</td>" in page and "<td>5,120 at update 40</td>" in page
-    assert "<td>9 s at update 40</td>" in page and "<td>5.12e+06 at update 40</td>" in page
+    assert "<td>stopped at update 50</td>" in page and "<td>5.12e+06</td>" in page
 
 
 def test_a_path_breaks_after_a_slash_only(tmp_path):
@@ -190,28 +189,16 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
 
     starting = variant("starting", "metrics.jsonl", "samples.jsonl", "status.json", "checkpoint-*")
     running = variant("running", "run.json", "checkpoint-*")
-    with (running / "metrics.jsonl").open("a") as file:
-        file.write('\n{"step": 61, "tok')
-    broken = variant("broken", "checkpoint-*")
-    (broken / "run.json").write_bytes(b"\xff{")
-    with (broken / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n')
-
-    done = report(starting, running, broken, "--output_dir", tmp_path / "out")
+    with (running / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n{"step": 63, "tok')
+    done = report(starting, running, "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    for name, sentence in (
-        ("starting", "metrics.jsonl has no lines yet: no curves"),
-        ("running", "run.json is missing or damaged: left out"),
-        ("running", "metrics.jsonl: 1 damaged line left out"),
-        ("broken", "run.json is missing or damaged: left out"),
-        ("broken", "metrics.jsonl: 3 damaged lines left out"),
-    ):
-        assert f"{tmp_path / name}: {sentence}" in done.stdout
-    page = (tmp_path / "out/report.html").read_text()
-    assert "<h2>Left out</h2>" in page and "</svg>" in page
-    for folder in (running, broken):
-        assert all(map(math.isfinite, read_run(folder).curve("train/loss", "tokens")[1]))
+    assert "</svg>" in (tmp_path / "out/report.html").read_text()
+    curve = read_run(running).curve("train/loss", "tokens")[1]
+    assert len(curve) == 60 and all(map(math.isfinite, curve))
+    (running / "run.json").write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match="run.json is not valid YAML"):
+        read_run(running)
 
 
 def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
