@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RUNS, LAW = (
-    ["FLOPs", "val/loss", "parameters", "tokens", "updates"],
+    ["FLOPs", "val/loss", "parameters", "tokens"],
     ["law", "value", "95% interval"],
 )
 BEST = (
@@ -35,13 +35,12 @@ def scientific(value: float) -> str:
 
 
 def run_rows(runs: list[Run]) -> dict[str, list[str]]:
-    """Returns loss, parameters, tokens and updates of each run."""
+    """Returns loss, parameters and tokens of each run."""
     return {
         f"{scientific(run.budget)}, width {run.trial.config.n_embd}": [
             "missing" if run.result is None else f"{run.loss:.4f}",
             short_number(run.N),
             short_number(run.tokens),
-            f"{run.trial.config.max_steps:,}",
         ]
         for run in runs
     }
