@@ -3,7 +3,7 @@
     python recipes/export.py --model runs/quickstart --dtype q8_0 --output quickstart.gguf
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id. The file holds the tokenizer, which has to
-be a byte-level BPE or the byte tokenizer. For ONNX see docs/serving.md.
+be a byte-level BPE. For ONNX see docs/serving.md.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,31 @@
 """Hugging Face: conversion, weight files, model cards, the Hub, other toolkits' checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """How the files of `transformers` differ from an architecture in `models/`; the `CONVERSION` of `hf/NAME.py`.
+
+    Tensors are named by the ends of their names in `models/`, without HF's `prefix`.
+    """
+
+    name: str  # in messages and model cards
+    model_class: str  # in transformers
+    prefix: str  # of all tensors but that of the head
+    padded: tuple[str, ...]  # one row for each token
+    transposed: tuple[str, ...] = ()  # HF's `Conv1D` stores the transpose of a Linear weight
+    biased: tuple[
+        str, ...
+    ] = ()  # weights that always have a bias in HF, zero if the model has none
+    ignored: tuple[str, ...] = ()  # buffers in old files
+    fields: Mapping[str, str]  # HF's field of `config.json` -> the config's in `models/`
+    supported: Mapping[str, tuple]  # HF's option -> the values for which the models are equal
+    # (HF's values, dropout) -> the config's other fields. Raises `ValueError` if `models/` has no such model.
+    read: Callable[[Mapping[str, Any], float], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]  # the config -> HF's other fields
+    # The config -> llama.cpp's metadata, as arguments of `GGUFWriter.add_NAME`. Raises `ValueError` if it has none.
+    gguf: Callable[[Any], dict[str, Any]]
+    gguf_interleaved: tuple[str, ...] = ()  # llama.cpp has the two halves of a head's rows in turns

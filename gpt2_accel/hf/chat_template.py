@@ -109,7 +109,7 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     """
     config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     state = model.state_dict()
-    rows = {name: state[name] for name in conversion(config).PADDED if name in state}
+    rows = {name: state[name] for name in conversion(config.architecture).padded if name in state}
     grown = padded(
         ((name, tensor[: model.config.vocab_size]) for name, tensor in rows.items()), config
     )

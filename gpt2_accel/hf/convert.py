@@ -5,17 +5,16 @@ config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is 
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.files import atomic_files, parse_json
-from gpt2_accel.hf import hub
+from gpt2_accel.files import atomic_files, parse_json, sentence
+from gpt2_accel.hf import Conversion, hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     DTYPES,
@@ -25,6 +24,7 @@ from gpt2_accel.hf.safetensors_files import (
     write_weights,
 )
 from gpt2_accel.models import LanguageModel, ModelConfig
+from gpt2_accel.models.architectures import config_class
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,
@@ -33,72 +33,69 @@ from gpt2_accel.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 HEAD = "lm_head.weight"
 
 
-def conversion(config: ModelConfig) -> ModuleType:
-    """Returns the module that converts models of this config."""
-    return import_module(f"gpt2_accel.hf.{config.architecture}")
+def conversion(architecture: str) -> Conversion:
+    """Returns how the files of an architecture in `config.ARCHITECTURES` differ from its model."""
+    return import_module(f"gpt2_accel.hf.{architecture}").CONVERSION
 
 
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Returns the weights under HF's names and shapes, as views where possible, so not all are contiguous."""
-    return conversion(model.config).to_hf(model)
+    table, state = conversion(model.config.architecture), model.state_dict()
+    tensors = {}
+    for name, tensor in state.items():
+        if name in table.padded:
+            tensor = tensor[: model.config.vocab_size]
+        if name.endswith(table.transposed):
+            tensor = tensor.t()
+        key = name if name == HEAD else table.prefix + name
+        tensors[key] = tensor
+        if name.endswith(table.biased) and name.removesuffix("weight") + "bias" not in state:
+            tensors[key.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[-1])
+    return tensors
 
 
 def from_hf(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: ModelConfig,
     source: str = "the state dict",
-    *,
-    own_tensor: Callable | None = None,
 ) -> dict[str, torch.Tensor]:
     """Converts HF's weights to the fp32 state dict of a model of this config, on CPU, in its own memory.
 
-    The arguments and errors are those of `own_tensors`.
-    """
-    found = own_tensors(tensors, config, source, own_tensor=own_tensor)
-    return padded(found.items(), config, torch.float32)
-
-
-def own_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    config: ModelConfig,
-    source: str = "the state dict",
-    *,
-    own_tensor: Callable | None = None,
-) -> dict[str, torch.Tensor]:
-    """Returns HF's weights under the names and in the shapes of a model of this config, without vocabulary padding, as
-    views.
-
-    `source` names the file in errors. `own_tensor` replaces the function of that name of the architecture's conversion.
+    `source` names the file in errors. HF's prefix may be absent from the names.
     Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
     should be tied to, a tensor that is there under two names, or a nonzero bias if the model has none.
     """
-    converted = conversion(config)
-    own_tensor = own_tensor or converted.own_tensor
+    table = conversion(config.architecture)
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
-    for name in expected.keys() & set(converted.PADDED):
+    for name in expected.keys() & set(table.padded):
         expected[name] = torch.Size([config.vocab_size, config.n_embd])
     found, keys, head = {}, {}, None
     for key, tensor in tensors:
+        name = key.removeprefix(table.prefix)
+        if name.endswith(table.ignored):
+            continue
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{key} in {source} is {tensor.dtype}; only fp32, fp16 and bf16 can load"
             )
-        if key == HEAD and HEAD not in expected:
+        if name == HEAD and HEAD not in expected:
             head = tensor
             continue
-        name, tensor = own_tensor(key, tensor, config, source) or (None, tensor)
-        if name is None:
+        weight = name.removesuffix("bias") + "weight"
+        if name not in expected and weight in expected and weight.endswith(table.biased):
+            if tensor.any():
+                raise ValueError(f'{source} says "bias": false, but {key} is not zero')
             continue
         if name not in expected:
-            raise ValueError(
-                f"{source} has a tensor that no {converted.NAME} of this shape has: {key}"
-            )
+            raise ValueError(f"{source} has a tensor that no {table.name} of this shape has: {key}")
+        if name.endswith(table.transposed):
+            tensor = tensor.t()
         if tensor.shape != expected[name]:
             raise ValueError(
                 f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
@@ -111,16 +108,14 @@ def own_tensors(
         found[name], keys[name] = tensor, key
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
-            f"{source} lacks {len(missing)} tensors, the first is {converted.PREFIX}{missing[0]}"
+            f"{source} lacks {len(missing)} tensors, the first is {table.prefix}{missing[0]}"
         )
-    embedding = converted.PADDED[0]
-    if head is not None and not torch.allclose(
-        head.to(torch.float32), found[embedding].to(torch.float32), rtol=0, atol=0, equal_nan=True
-    ):
+    embedding = table.padded[0]
+    if head is not None and not torch.equal(head.float(), found[embedding].float()):
         raise ValueError(
             f"{source} has an lm_head that is not tied to {embedding.removesuffix('.weight')}; only tied heads can load"
         )
-    return found
+    return padded(found.items(), config, torch.float32)
 
 
 def padded(
@@ -131,7 +126,8 @@ def padded(
     """Copies a model's tensors, in `dtype` or their own, and adds the vocabulary padding, rows of zeros."""
     state = {}
     for name, tensor in tensors:
-        rows = config.padded_vocab_size if name in conversion(config).PADDED else len(tensor)
+        is_padded = name in conversion(config.architecture).padded
+        rows = config.padded_vocab_size if is_padded else len(tensor)
         state[name] = torch.zeros(rows, *tensor.shape[1:], dtype=dtype or tensor.dtype)
         state[name][: len(tensor)] = tensor
     return state
@@ -173,15 +169,13 @@ def save_pretrained(
     """
     from transformers import GenerationConfig
 
-    config, converted = model.config, conversion(model.config)
+    config = model.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids, padding = special_ids(tokenizer, config.vocab_size)
     with atomic_files(directory) as folder:
         written = write_weights(folder, to_hf(model), max_shard_size)
-        hf_config = converted.hf_config(config, ids)
-        hf_config.dtype = model.dtype
-        hf_config.save_pretrained(folder)
+        hf_config(config, ids, model.dtype).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
         GenerationConfig(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
@@ -190,7 +184,7 @@ def save_pretrained(
             **{**ids, "pad_token_id": padding},
         ).save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
-        model_name, what = name or str(directory), hf_config.model_type
+        model_name, what = name or str(directory), config.architecture
         card = model_card(model_name, describe(config), training, what, chat=chat)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
@@ -218,9 +212,30 @@ def special_ids(
     return {**ids, "pad_token_id": padding}, padding
 
 
+def hf_config(
+    config: ModelConfig, special_ids: Mapping[str, int | None], dtype: torch.dtype | None = None
+) -> "PreTrainedConfig":
+    """Returns HF's config of the same model, with `special_ids` such as `eos_token_id`."""
+    from transformers import CONFIG_MAPPING
+
+    table = conversion(config.architecture)
+    sizes = {theirs: getattr(config, ours) for theirs, ours in table.fields.items()}
+    return CONFIG_MAPPING[config.architecture](
+        **sizes,
+        **table.write(config),
+        **special_ids,
+        architectures=[table.model_class],
+        dtype=dtype,
+    )
+
+
 def describe(config: ModelConfig) -> str:
     """Describes the model in one sentence, for its card."""
-    return conversion(config).describe(config)
+    return (
+        f"A {conversion(config.architecture).name} of {config.parameter_count:,} parameters: {config.n_layer} layers, "
+        f"{config.n_head} heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
+        f"{config.vocab_size:,}."
+    )
 
 
 def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
@@ -272,6 +287,8 @@ def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
     """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/` has no such model."""
+    from transformers import CONFIG_MAPPING
+
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
@@ -283,15 +300,17 @@ def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
     if model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")
-    converted = import_module(f"gpt2_accel.hf.{model_type}")
-    values = converted.default_values() | values
-    for key, kind in converted.TYPES.items():
-        if type(values[key]) is not kind:
-            raise ValueError(f"{path} has {key} = {values[key]!r}; expected {kind.__name__}")
-    for key, allowed in converted.SUPPORTED.items():
+    table = conversion(model_type)
+    try:
+        # HF's class checks types, reads old spellings and adds what the file leaves out.
+        values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
+    except Exception as error:  # of several types
+        raise ValueError(f"{path}: {sentence(error)}") from error
+    for key, allowed in table.supported.items():
         if values[key] not in allowed:
             raise ValueError(f"{path} has {key} = {values[key]!r}; only {allowed[0]!r} can load")
     try:
-        return converted.own_config(values, dropout)
+        sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
+        return config_class(model_type)(**sizes, **table.read(values, dropout))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -1,16 +1,19 @@
-"""Downloads model directories from the Hugging Face Hub and uploads them.
+"""The Hugging Face Hub: downloads model directories, uploads them, also in the background of a run.
 
 A repository's root is a model directory. With the strategy `checkpoint` its folder `last-checkpoint/` is a checkpoint
 for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
 """
 
-import difflib
-import itertools
+import math
 import os
 import re
 import shutil
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import thread as executors
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.files import first_line
@@ -21,13 +24,7 @@ from gpt2_accel.recipe_command import recipe_command
 # The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
-MODEL_FILES = (
-    "*.json",
-    "*.jinja",
-    "*.safetensors",
-    "*.txt",
-    "README.md",
-)  # downloaded from a repository
+MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "README.md")  # downloaded
 PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are uploaded beside the weights.
 UPLOADED = (
@@ -35,18 +32,14 @@ UPLOADED = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
-# The files of `training_state/`, which a resume needs beside the model.
-TRAINING_STATE = ("optimizer.safetensors", "state.json", "manifest.json")
 # Files of earlier uploads that an upload removes unless it replaces them.
-REPLACED = (
-    "model*.safetensors*",
-    f"{LAST_CHECKPOINT}/*",
-    "run.json",
-    "status.json",
-    "trace-*.json",
-)
-ATTEMPTS = 4  # of an upload; the client retries some requests itself
-PAUSE = 1.0  # seconds before the second attempt; doubles each time
+REPLACED = ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"]
+PAUSES = (
+    1.0,
+    2.0,
+    4.0,
+)  # seconds between the attempts of an upload; the client repeats some requests itself
+LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
 def download(name: str, patterns: tuple[str, ...], folder: str | None = None) -> Path:
@@ -57,158 +50,35 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
     """
     from huggingface_hub import snapshot_download
 
-    if Path(name).is_file():
-        hint = f"give its folder, {Path(name).parent}"
-        if name.endswith((".pt", ".bin")):
-            convert = recipe_command("import_checkpoint")
-            hint = f"convert it by {convert} --input {name} --output_dir FOLDER"
-        raise FileNotFoundError(f"{name} is a file, not a model's folder: {hint}")
+    path = Path(name)
+    if path.is_file():
+        convert = recipe_command("import_checkpoint")
+        raise FileNotFoundError(
+            f"{name} is a file, not a model's folder: give its folder, {path.parent}, or convert a .pt or .bin by "
+            f"{convert} --input {name} --output_dir FOLDER"
+        )
     repo_id, _, revision = name.partition("@")
-    wanted = [f"{folder}/{pattern}" for pattern in patterns] if folder else list(patterns)
     try:
-        path = snapshot_download(
+        found = snapshot_download(
             repo_id,
             revision=revision or None,
-            allow_patterns=wanted,
+            allow_patterns=[f"{folder}/{pattern}" if folder else pattern for pattern in patterns],
             ignore_patterns=None if folder else ["*/*"],
         )
     except (OSError, ValueError) as error:
-        if Path(name).parent.name and Path(name).parent.is_dir():
-            raise FileNotFoundError(f"{name} does not exist{neighbour(Path(name))}") from error
+        hint = f"check its name and the connection ({first_line(error)})"
+        if path.parent.name and path.parent.is_dir():
+            beside = sorted(other.name for other in path.parent.iterdir() if other.is_dir())
+            hint = f"{path.parent} holds {', '.join(beside) or 'no folder'}"
         raise FileNotFoundError(
-            f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
-            f"and the connection ({first_line(error)})"
+            f"{name} is neither a folder nor a model on the Hub that can be reached: {hint}"
         ) from error
-    return Path(path) / folder if folder else Path(path)
-
-
-def neighbour(path: Path) -> str:
-    """Returns the hint that ends the message about a folder that does not exist: one beside it with a similar name, or
-    all."""
-    names = sorted(found.name for found in path.parent.iterdir() if found.is_dir())
-    if close := difflib.get_close_matches(path.name, names, n=1):
-        return f": did you mean {path.parent / close[0]}?"
-    return f": {path.parent} holds {', '.join(names) or 'no folder'}"
+    return Path(found, folder or "")
 
 
 def is_repo_id(name: str) -> bool:
     """Whether `name` looks like `USER/NAME` or `USER/NAME@REVISION`."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", name) is not None
-
-
-def push(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
-
-    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
-    again after temporary errors. Raises the errors of the Hub client.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    for attempt in itertools.count(1):
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message="Upload the model",
-                delete_patterns=list(REPLACED),
-            )
-            return str(commit.repo_url)
-        except Exception as error:  # from the client, its HTTP library or the network
-            if is_final(error) or attempt == ATTEMPTS:
-                raise
-            time.sleep(PAUSE * 2 ** (attempt - 1))
-
-
-def stage(source: Path, target: Path, repo_id: str) -> None:
-    """Prepares an upload to `repo_id`: puts the model files of `source` into the new folder `target`.
-
-    They are hard links where possible, so `source` may be removed during the upload. The model card gets the name
-    `repo_id` and the plot of the loss.
-
-    Raises `OSError` if the weights are incomplete, or if one of the files is a symbolic link.
-    """
-    lay_out(model_files(source), target)
-    card = target / "README.md"
-    if card.exists():
-        text = card.read_text(encoding="utf-8")
-        card.unlink()  # removes the link, so that `source` keeps its own card
-        named = named_card(text, repo_id)
-        if (target / PICTURE).exists():
-            named = named.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
-        card.write_text(named, encoding="utf-8")
-
-
-def stage_checkpoint(source: Path, target: Path) -> None:
-    """Puts the files of the checkpoint `source` that a resume needs into the new folder `target`, as `stage` does."""
-    state = source / "training_state"
-    refuse_links([state])
-    lay_out(model_files(source), target)
-    lay_out([state / name for name in TRAINING_STATE], target / state.name)
-
-
-def model_files(directory: Path) -> list[Path]:
-    """Returns the files of a directory that belong to its model. Raises `OSError` if the weights are incomplete."""
-    found = [path for pattern in UPLOADED for path in sorted(directory.glob(pattern))]
-    return found + weight_files(directory)
-
-
-def lay_out(files: list[Path], target: Path) -> None:
-    """Hard-links `files` into the new folder `target`, or copies them if the file system has no hard links.
-
-    Raises `OSError` if one of them is a symbolic link.
-    """
-    refuse_links(files)
-    target.mkdir(parents=True)
-    for path in files:
-        try:
-            os.link(path, target / path.name)
-        except OSError:
-            shutil.copyfile(path, target / path.name)
-
-
-def refuse_links(paths: list[Path]) -> None:
-    """Raises `OSError` if one of the paths is a symbolic link, whose target may be outside the model directory."""
-    for path in paths:
-        if path.is_symlink():
-            raise OSError(f"{path} is a link, which is not uploaded: replace it by its target")
-
-
-def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:
-    """Uploads a model directory and returns the repository's URL. `card` is the model card if the directory has none.
-
-    Raises `OSError` if the upload fails, and `ValueError` for a bad `repo_id`.
-    """
-    check_repo_id(repo_id)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "upload"
-        stage(directory, folder, repo_id)
-        if not (folder / "README.md").exists():
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        try:
-            return push(folder, repo_id, private=private)
-        except Exception as error:
-            raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
-
-
-def is_final(error: Exception) -> bool:
-    """Whether a retry cannot help: the server refused the request, or the request is invalid."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    response = getattr(error, "response", None)
-    if isinstance(error, HfHubHTTPError) and response is not None:
-        return 400 <= response.status_code < 500 and response.status_code not in (408, 409, 429)
-    return isinstance(error, ValueError)
-
-
-def reason(error: Exception) -> str:
-    """Formats the cause of a failed upload and what to do."""
-    response = getattr(error, "response", None)
-    hint = f"it can be pushed later with {recipe_command('push_to_hub')}"
-    if getattr(response, "status_code", None) in (401, 403):
-        hint = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
-    return f"{first_line(error).removesuffix('.')}: {hint}"
 
 
 def check_login() -> None:
@@ -233,3 +103,199 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(
             f"{repo_id!r} is not a name for a Hub repository: give USER/NAME ({first_line(error)})"
         ) from error
+
+
+def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:
+    """Uploads a model directory and returns the repository's URL. `card` is the model card if the directory has none.
+
+    Raises `OSError` if the upload fails, and `ValueError` for a bad `repo_id`.
+    """
+    check_repo_id(repo_id)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "upload"
+        stage(directory, folder, repo_id)
+        if not (folder / "README.md").exists():
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        try:
+            return push(folder, repo_id, private=private)
+        except Exception as error:  # from the client, its HTTP library or the network
+            raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
+
+
+def stage(source: Path, target: Path, repo_id: str) -> None:
+    """Prepares an upload to `repo_id`: puts the model files of `source` into the new folder `target`.
+
+    They are hard links where possible, so `source` may be removed during the upload. The model card gets the name
+    `repo_id` and the plot of the loss. Raises `FileNotFoundError` if the weights are incomplete.
+    """
+    link_files(model_files(source), target)
+    card = target / "README.md"
+    if card.exists():
+        text = named_card(card.read_text(encoding="utf-8"), repo_id)
+        if (target / PICTURE).exists():
+            text = text.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
+        card.unlink()  # removes the link, so that `source` keeps its own card
+        card.write_text(text, encoding="utf-8")
+
+
+def model_files(directory: Path) -> list[Path]:
+    """Returns the files of a directory that belong to its model. Raises `FileNotFoundError` if the weights are incomplete."""
+    found = [path for pattern in UPLOADED for path in directory.glob(pattern)]
+    return found + weight_files(directory)
+
+
+def link_files(files: Iterable[Path], target: Path) -> None:
+    """Hard-links `files` into the new folder `target`, or copies them if the file system has no hard links."""
+    target.mkdir(parents=True)
+    for path in files:
+        try:
+            os.link(path.resolve(), target / path.name)
+        except OSError:
+            shutil.copyfile(path, target / path.name)
+
+
+def push(folder: Path, repo_id: str, *, private: bool) -> str:
+    """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
+
+    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
+    again after an error, and raises that of the last attempt.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    for pause in (*PAUSES, None):
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message="Upload the model",
+                delete_patterns=REPLACED,
+            )
+            return str(commit.repo_url)
+        except Exception:  # from the client, its HTTP library or the network
+            if pause is None:
+                raise
+            time.sleep(pause)
+
+
+def reason(error: Exception) -> str:
+    """Formats the cause of a failed upload and what to do."""
+    response = getattr(error, "response", None)
+    hint = f"it can be pushed later with {recipe_command('push_to_hub')}"
+    if getattr(response, "status_code", None) in (401, 403):
+        hint = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+    return f"{first_line(error).removesuffix('.')}: {hint}"
+
+
+class Uploads:
+    """Pushes the checkpoints of a run to the Hub in the background; a context manager around its loop.
+
+    Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each checkpoint;
+    `checkpoint` also the training state, in `last-checkpoint/`.
+
+    Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
+    next one. A failed upload is reported through `print_line`; it never ends the run. Leaving the context waits for the
+    last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0. The threads are daemons: those of the
+    client's `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
+
+    Does nothing if `repo_id` is None. Raises `ValueError` for an invalid `repo_id`.
+    """
+
+    def __init__(
+        self,
+        repo_id: str | None,
+        run_dir: str | Path,
+        print_line: Callable[[str], None],
+        *,
+        strategy: str = "every_save",
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ):
+        if repo_id is not None:
+            check_repo_id(repo_id)
+        self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
+        self.strategy, self.seconds_left = strategy, seconds_left
+        self.scratch = self.run_dir / ".uploads"
+        self._newest: Path | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Uploads":
+        if self.repo_id is not None:
+            from huggingface_hub.utils import disable_progress_bars
+
+            disable_progress_bars()  # they would break the run's progress bar
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        thread = self._thread
+        if thread is not None and kind is None:
+            self._wait(thread)
+        if thread is not None and thread.is_alive():
+            self._newest = None
+            release_executors()
+        if self.repo_id is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _wait(self, thread: threading.Thread) -> None:
+        self.print_line(
+            f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
+            f"all files are in {self.run_dir}"
+        )
+        ends = time.monotonic() + LONGEST_WAIT
+        with suppress(KeyboardInterrupt):
+            while thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
+                thread.join(0.1)
+        if thread.is_alive():
+            self.print_line(
+                f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
+                f"{recipe_command('push_to_hub')}"
+            )
+
+    def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
+        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`.
+
+        `final` marks the final model of the run.
+        """
+        if self.repo_id is None or (self.strategy == "end" and not final):
+            return
+        folder = self.scratch / f"{time.time_ns()}"
+        try:
+            stage(directory, folder, self.repo_id)
+            if self.strategy == "checkpoint":
+                target = folder / LAST_CHECKPOINT
+                link_files(model_files(checkpoint), target)
+                state = checkpoint / "training_state"
+                link_files(state.iterdir(), target / state.name)
+        except (OSError, ValueError) as error:  # a full disk must not end the run
+            self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
+            return
+        self._newest = folder
+        arguments = (folder, self._thread)
+        self._thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
+        self._thread.start()
+
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Starts to push a checkpoint of the run."""
+        self.push(checkpoint, checkpoint)
+
+    def _upload(self, folder: Path, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        if folder == self._newest:
+            try:
+                url = push(folder, self.repo_id, private=True)
+                self.print_line(f"uploaded to {url}")
+            except Exception as error:
+                self.print_line(f"could not upload to {self.repo_id}: {reason(error)}")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def release_executors() -> None:
+    """Lets the interpreter exit while daemon threads of executors still run.
+
+    It would join them at exit, and threads of an upload may wait forever for an answer of the Hub.
+    """
+    for thread in list(executors._threads_queues):
+        if thread.daemon:
+            executors._threads_queues.pop(thread, None)

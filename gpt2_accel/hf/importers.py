@@ -1,16 +1,15 @@
 """Importers for other toolkits' checkpoints: nanoGPT's and build-nanogpt's `.pt`, llm.c's `.bin`."""
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpt2_accel.hf import gpt2
 from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.hf.gpt2 import MATRICES
 from gpt2_accel.hf.safetensors_files import load_pickle, named_tensors
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
@@ -25,8 +24,6 @@ LLMC_HEADER_BYTES = 256 * 4
 PT_VALUES = dict.fromkeys(("block_size", "vocab_size", "n_layer", "n_head", "n_embd"), int)
 PT_VALUES["bias"] = bool
 
-LINEAR = partial(gpt2.own_tensor, transposed=False)  # their matrices are those of Linear layers
-
 
 class PickledConfig:
     """Replaces the config object that build-nanogpt pickles: its values without its code."""
@@ -38,9 +35,8 @@ def read_checkpoint(path: str | Path) -> GPT:
     Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The models of nanoGPT's
     first weeks used GPT-2's approximation, which their files do not record.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it has none of the three formats, is damaged,
-    describes a larger model than it holds, or holds anything but tensors and plain values. Sizes are compared with the
-    file's before a model is built.
+    Raises `FileNotFoundError` if there is no such file, `ValueError` if it has none of the three formats, is damaged, or
+    holds anything but tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -80,33 +76,7 @@ def read_pt(path: Path) -> GPT:
         **{name: values[name] for name in ("n_layer", "n_head", "n_embd", "bias")},
         gelu=gelu,
     )
-    tensors = named_tensors(checkpoint["model"], path)
-    needed = 2 * config.parameter_count  # bytes, in half precision
-    if needed > path.stat().st_size or config.n_layer > len(tensors):
-        raise ValueError(
-            f"{path} says that its model has {config.n_layer:,} layers and {needed // 2:,} parameters, more than it "
-            "holds: copy or save it again"
-        )
-    tensors = unpadded(tensors, rows, config.vocab_size)
-    return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))
-
-
-def shape_of(path: Path, **values: Any) -> GPTConfig:
-    """Returns the shape that a file describes. Raises `ValueError` that names the file if there is none."""
-    try:
-        return GPTConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"{path} describes no model: {error}") from error
-
-
-def unpadded(
-    tensors: dict[str, torch.Tensor], rows: int, vocab_size: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Removes `torch.compile`'s prefix from the names, and the padding of a vocabulary of `rows`."""
-    for key, tensor in tensors.items():
-        name = key.removeprefix("_orig_mod.")
-        padded = name.endswith(("wte.weight", "lm_head.weight")) and tensor.shape[:1] == (rows,)
-        yield name, tensor[:vocab_size] if padded else tensor
+    return build_gpt(named_tensors(checkpoint["model"], path).items(), config, rows, path)
 
 
 def read_llmc(path: Path) -> GPT:
@@ -118,46 +88,48 @@ def read_llmc(path: Path) -> GPT:
         raise ValueError(
             f"{path} is of llm.c's format version {header[1]}; only 3 (fp32) and 5 (bf16) load"
         )
-    n_positions, vocab_size, n_layer, n_head, n_embd, rows = header[2:8].tolist()
-    config = shape_of(
-        path,
-        vocab_size=vocab_size,
-        n_positions=n_positions,
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-    )
-    if rows < vocab_size:
-        raise ValueError(
-            f"{path} says that a vocabulary of {vocab_size:,} has {rows:,} rows: copy or save it again"
-        )
-    dtype, C, size = LLMC_DTYPES[int(header[1])], n_embd, path.stat().st_size
-    parameters = config.parameter_count + (rows - vocab_size) * C
+    sizes = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
+    *values, rows = header[2:8].tolist()
+    config = shape_of(path, **dict(zip(sizes, values, strict=True)))
+    dtype, size = LLMC_DTYPES[int(header[1])], path.stat().st_size
+    parameters = config.parameter_count + (rows - config.vocab_size) * config.n_embd
     expected = LLMC_HEADER_BYTES + parameters * dtype.itemsize
-    if size != expected:
+    if size != expected or rows < config.vocab_size:
         raise ValueError(
             f"{path} has {size:,} bytes, its header says {expected:,}: copy or save it again"
         )
-    layers = {
-        "ln_1.weight": (C,),
-        "ln_1.bias": (C,),
-        "attn.c_attn.weight": (3 * C, C),
-        "attn.c_attn.bias": (3 * C,),
-        "attn.c_proj.weight": (C, C),
-        "attn.c_proj.bias": (C,),
-        "ln_2.weight": (C,),
-        "ln_2.bias": (C,),
-        "mlp.c_fc.weight": (4 * C, C),
-        "mlp.c_fc.bias": (4 * C,),
-        "mlp.c_proj.weight": (C, 4 * C),
-        "mlp.c_proj.bias": (C,),
-    }
-    shapes = {"wte.weight": (rows, C), "wpe.weight": (n_positions, C)}
-    shapes |= {f"h.{i}.{kind}": shape for kind, shape in layers.items() for i in range(n_layer)}
-    shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
+    shapes["wte.weight"] = torch.Size([rows, config.n_embd])
+    kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
+    blocks = [f"h.{i}.{kind}" for kind in kinds for i in range(config.n_layer)]
+    names = ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias"]
     storage = torch.from_file(str(path), size=size, dtype=torch.uint8)
     flat = storage[LLMC_HEADER_BYTES:].view(dtype)
-    parts = flat.split([math.prod(shape) for shape in shapes.values()])
-    tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-    tensors = unpadded(tensors, rows, vocab_size)
-    return build(config, from_hf(tensors, config, str(path), own_tensor=LINEAR))
+    parts = flat.split([math.prod(shapes[name]) for name in names])
+    tensors = ((name, part.view(shapes[name])) for name, part in zip(names, parts, strict=True))
+    return build_gpt(tensors, config, rows, path)
+
+
+def shape_of(path: Path, **values: Any) -> GPTConfig:
+    """Returns the shape that a file describes. Raises `ValueError` that names the file if there is none."""
+    try:
+        return GPTConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path} describes no model: {error}") from error
+
+
+def build_gpt(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: GPTConfig, rows: int, path: Path
+) -> GPT:
+    """Builds the model from Linear weights, without `torch.compile`'s prefix of the names and the padding of a vocabulary
+    of `rows`."""
+
+    def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in tensors:
+            name = key.removeprefix("_orig_mod.")
+            if name.endswith(("wte.weight", "lm_head.weight")) and tensor.shape[:1] == (rows,):
+                tensor = tensor[: config.vocab_size]
+            yield name, tensor.t() if name.endswith(MATRICES) else tensor
+
+    return build(config, from_hf(hf_tensors(), config, str(path)))

@@ -1,11 +1,10 @@
 """The model card: a model directory's `README.md`, with the metadata that the Hub reads."""
 
-import json
 import math
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,54 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # whose versions are recorded
-OWN_SPLITS = {"train": "training", "val": "held-out"}  # of a run's own data, unnamed on the Hub
+# A Jinja template for `ModelCard`.
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ model_name }}
+
+{{ description }}
+
+```python
+from transformers import pipeline
+
+name = {{ name | tojson }}
+{% if chat -%}
+print(pipeline("text-generation", model=name)([{"role": "user", "content": "Hi"}])[0]["generated_text"][-1])
+{%- else -%}
+print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
+{%- endif %}
+```
+
+`transformers serve` and `vllm serve` answer at {% if chat -%}
+`/v1/chat/completions`, with the chat template of this directory
+{%- else -%}
+`/v1/completions`; there is no chat template
+{%- endif %}. For llama.cpp and Ollama
+`gpt2-accel export` writes a GGUF file.
+{% if training %}
+## Training
+
+- Data: {{ data }}
+- Tokens seen: {{ "{:,}".format(training.tokens) }}
+- Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{ "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
+- Versions: {{ versions }}
+{% if training.results %}
+## Results
+
+| metric | value | at update |
+|---|---|---|
+{% for metric, value in training.results.items() -%}
+| {{ metric }} | {{ "%.4f" | format(value) }} | {{ training.updates[metric] }} |
+{% endfor %}
+{%- endif %}
+## Settings
+
+```yaml
+{{ settings }}```
+{% endif %}"""
 
 
 @dataclass
@@ -51,51 +97,35 @@ def model_card(
 ) -> str:
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
-    `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that
-    of its config. With `chat` its tokenizer has a chat template. Absolute paths in `training` are shortened to their last part.
+    `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that of its
+    config. With `chat` its tokenizer has a chat template. Absolute paths in the training data and the settings are shortened
+    to their last part.
     """
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
     settings = training.settings if training else {}
-    init_from = str(settings.get("init_from") or "")
-    on_the_hub = init_from and not (Path(init_from).is_absolute() or Path(init_from).exists())
-    if training:
-        settings = {key: without_folders(value) for key, value in settings.items()}
-        training = replace(training, settings=settings, data=without_folders(training.data))
+    base = str(settings.get("init_from") or "")
+    on_the_hub = base and not (Path(base).is_absolute() or Path(base).exists())
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
-        base_model=init_from.partition("@")[0] if on_the_hub else None,
+        base_model=base.partition("@")[0] if on_the_hub else None,
         model_name=name.rpartition("/")[2],
-        eval_results=eval_results(training.results, training.data) if training else None,
+        eval_results=eval_results(training.results) if training else None,
     )
-    call, served = (
-        'model=name)("Hi")[0]["generated_text"])',
-        "`/v1/completions`; there is no chat template",
+    card = ModelCard.from_template(
+        metadata,
+        template_str=TEMPLATE,
+        name=name,
+        description=description,
+        chat=chat,
+        training=training,
+        data=without_folders(training.data) if training else None,
+        settings=without_folders(yaml.safe_dump(dict(settings), sort_keys=False)),
+        versions=", ".join(f"{name} {found}" for name, found in installed_versions().items()),
     )
-    if chat:
-        call = """model=name)([{"role": "user", "content": "Hi"}])[0]["generated_text"][-1])"""
-        served = "`/v1/chat/completions`, with the chat template of this directory"
-    card = f"""---
-{metadata.to_yaml()}
----
-
-# {name.rpartition("/")[2]}
-
-{description}
-
-```python
-from transformers import pipeline
-
-name = {json.dumps(name)}
-print(pipeline("text-generation", {call}
-```
-
-`transformers serve` and `vllm serve` answer at {served}. For llama.cpp and Ollama
-`gpt2-accel export` writes a GGUF file.
-"""
-    return card + (training_section(training) if training else "")
+    return str(card)
 
 
 def named_card(text: str, repo_id: str) -> str:
@@ -104,26 +134,20 @@ def named_card(text: str, repo_id: str) -> str:
 
     card = ModelCard(text, ignore_metadata_errors=True)
     folder, name = card.data.model_name, repo_id.rpartition("/")[2]
-    if folder:
-        card.data.model_name = name
-        text = re.sub(
-            rf"^# {re.escape(folder)}$", f"# {name}", str(card), count=1, flags=re.MULTILINE
-        )
-    return re.sub(r'^name = ".*"$', f"name = {json.dumps(repo_id)}", text, flags=re.MULTILINE)
+    if folder is None:  # not a card of this package
+        return text
+    card.data.model_name = name
+    text = str(card).replace(f"\n# {folder}\n", f"\n# {name}\n", 1)
+    return re.sub(r'^name = ".*"$', f'name = "{repo_id}"', text, count=1, flags=re.MULTILINE)
 
 
-def without_folders(value: object) -> object:
+def without_folders(text: str) -> str:
     """Shortens the absolute paths in a text to their last part."""
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(?<!\S)/\S+", lambda match: Path(match[0].rstrip("/")).name or "/", value)
+    return re.sub(r"(?<![^\s'\"])/\S+", lambda path: Path(path[0]).name or "/", text)
 
 
-def eval_results(results: Mapping[str, float], data: str | None) -> "list[EvalResult] | None":
-    """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none.
-
-    `data` describes the run's data; its splits are train and val.
-    """
+def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
+    """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -131,14 +155,12 @@ def eval_results(results: Mapping[str, float], data: str | None) -> "list[EvalRe
         task, _, metric = name.partition("/")
         if metric.endswith("_stderr") or not math.isfinite(value):
             continue
-        source = SOURCES.get(task)
-        benchmark = task.removeprefix("lm_eval:")
-        named = {"train": data or "training data", "val": f"held out of {data or 'its data'}"}
+        source, data = SOURCES.get(task), task.removeprefix("lm_eval:")
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=source.repo_id if source else OWN_SPLITS.get(task, benchmark),
-                dataset_name=named.get(task, benchmark),
+                dataset_type=source.repo_id if source else data,
+                dataset_name=data,
                 dataset_config=source and source.config,
                 dataset_split=source and source.split,
                 metric_type=metric,
@@ -157,13 +179,9 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
     from huggingface_hub import ModelCard
 
     path = directory / "README.md"
-    text = (
-        path.read_text(encoding="utf-8")
-        if path.exists()
-        else model_card(str(directory), description)
-    )
-    card = ModelCard(text, ignore_metadata_errors=True)
-    new = eval_results(results, None) or []
+    text = path.read_text(encoding="utf-8") if path.exists() else None
+    card = ModelCard(text or model_card(str(directory), description), ignore_metadata_errors=True)
+    new = eval_results(results) or []
     names = {result.metric_name for result in new}
     old = [found for found in card.data.eval_results or [] if found.metric_name not in names]
     card.data.eval_results = [*old, *new]
@@ -171,40 +189,12 @@ def add_results(directory: Path, results: Mapping[str, float], description: str)
     write_file(path, str(card))
 
 
-def training_section(training: Training) -> str:
-    """Returns the training section of the card."""
-    versions = ", ".join(f"{name} {found}" for name, found in installed_versions().items())
-    results = "".join(
-        f"| {name} | {value:.4f} | {training.updates.get(name, '')} |\n"
-        for name, value in training.results.items()
-    )
-    head = "| metric | value | at update |\n|---|---|---|\n"
-    table = f"\n## Results\n\n{head}{results}" if results else ""
-    return f"""
-## Training
-
-- Data: {training.data}
-- Tokens seen: {training.tokens:,}
-- Compute: {training.flops:.3g} FLOPs in {training.hours:.3g} hours on {training.hardware}
-- Versions: {versions}
-{table}
-## Settings
-
-```yaml
-{yaml.safe_dump(dict(training.settings), sort_keys=False).strip()}
-```
-"""
-
-
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python and `PACKAGES`."""
-    found = {package: installed_version(package) for package in PACKAGES}
-    return {"python": platform.python_version(), **found}
-
-
-def installed_version(package: str) -> str:
-    """Returns the version of a package, `(from source)` if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(from source)"
+    """Returns the versions of Python and `PACKAGES`, `(from source)` of what is not installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "(from source)"
+    return found

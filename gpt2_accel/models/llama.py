@@ -1,7 +1,7 @@
 """Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
 The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
-arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which SmolLM2 and TinyLlama use: pre-RMSNorm
+arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which Llama 3, SmolLM2 and TinyLlama use: pre-RMSNorm
 blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
 or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.kernels.rotary import rotary_angles
+from gpt2_accel.kernels.rotary import RotaryScaling, rotary_angles
 from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
@@ -37,11 +37,11 @@ class LlamaConfig(ModelConfig):
     """The shape of a Llama; the defaults are SmolLM2-135M's. The names are those of `GPTConfig` where both have the size.
 
     `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
-    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `norm_eps` RMSNorm's
-    epsilon. `tied` makes the token embedding the output head too.
+    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `rope_scaling` how
+    Llama 3 scales them, `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
 
-    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
-    `rope_theta` or `norm_eps` is not positive.
+    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd,
+    `rope_theta` or `norm_eps` is not positive, or `rope_scaling` has a factor below 1 or no range of frequencies.
     """
 
     architecture = "llama"
@@ -58,6 +58,7 @@ class LlamaConfig(ModelConfig):
     rope_theta: float = 100_000.0
     norm_eps: float = 1e-5
     tied: bool = True
+    rope_scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
         sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
@@ -71,6 +72,12 @@ class LlamaConfig(ModelConfig):
             raise ValueError(
                 f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
                 "choose an even one"
+            )
+        if (scaling := self.rope_scaling) is not None and not (
+            scaling.factor >= 1 and 0 < scaling.low_freq_factor < scaling.high_freq_factor
+        ):
+            raise ValueError(
+                f"rope_scaling is {scaling}: choose a factor of 1 or more, and a low_freq_factor below high_freq_factor"
             )
 
     @classmethod
@@ -252,7 +259,10 @@ class Llama(LanguageModel):
         x = self.embed_tokens(input_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
-        angles = rotary_angles(position_ids, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        angles = rotary_angles(
+            position_ids, config.head_dim, config.rope_theta, config.rope_scaling
+        )
         angles = tuple(part.to(x.dtype) for part in angles)
         for i, block in enumerate(self.layers):
             if self.checkpoint_activations and torch.is_grad_enabled():

@@ -1,6 +1,7 @@
 """Llama and Qwen3 directories: from transformers to here and back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from transformers import (
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.hf.convert import conversion, read_config, to_hf
+from gpt2_accel.generation.sampling import Sampling, complete, load, tokens
+from gpt2_accel.hf.convert import build, hf_config, read_config, to_hf
+from gpt2_accel.kernels.rotary import RotaryScaling
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
@@ -87,7 +89,7 @@ def architecture(request):
 def random_hf(config, end=None):
     """A model of transformers with random weights."""
     ids = {"bos_token_id": end, "eos_token_id": end}
-    return AutoModelForCausalLM.from_config(conversion(config).hf_config(config, ids))
+    return AutoModelForCausalLM.from_config(hf_config(config, ids))
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -145,9 +147,6 @@ def test_published_config_is_read(published, config, parameters, tmp_path):
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 10_000
     changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 5000.0
-    # Of both forms transformers takes the new one.
-    both = {"rope_parameters": changed["rope_parameters"]}
-    assert read_config(write(tmp_path, published, **both)).rope_theta == 5000.0
     with pytest.raises(ValueError, match="no dropout"):
         read_config(tmp_path, dropout=0.1)
 
@@ -160,25 +159,88 @@ def test_sizes_that_a_llamas_config_leaves_out_follow_from_others(value, tmp_pat
     assert read_config(write(tmp_path, SMOLLM2, head_dim=32)).head_dim == 32
 
 
+# Of meta-llama/Llama-3.2-1B.
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def test_scaled_rotary_positions_of_both_spellings_are_read(tmp_path):
+    expected = LlamaConfig(n_positions=131072, rope_scaling=RotaryScaling(32.0, 1.0, 4.0, 8192))
+    length = {"max_position_embeddings": 131072}
+    assert read_config(write(tmp_path, SMOLLM2, **length, rope_scaling=LLAMA3)) == expected
+    new = {"rope_parameters": LLAMA3 | {"rope_theta": 100000}}
+    changes = {**length, **new, "rope_scaling": "absent", "rope_theta": "absent"}
+    assert read_config(write(tmp_path, SMOLLM2, **changes)) == expected
+    linear = read_config(write(tmp_path, SMOLLM2, rope_scaling={"type": "linear", "factor": 4}))
+    assert linear == LlamaConfig(rope_scaling=RotaryScaling(4))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scaling", [(8.0, 1.0, 4.0, 16), (4.0,)], ids=["llama3", "linear"])
+def test_a_model_with_scaled_rotary_positions_equals_that_of_transformers(scaling, tied, tmp_path):
+    scaling = RotaryScaling(*scaling)
+    config = LlamaConfig(100, 96, **SHAPE, tied=tied, rope_theta=500.0, rope_scaling=scaling)
+    reference = random_hf(config)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = from_pretrained(tmp_path / "theirs")
+    plain = build(replace(config, rope_scaling=None), model.state_dict())
+    for length in (2, 15, 16, 17, 40, 96):
+        input_ids = torch.randint(100, (2, length))
+        expected = reference(input_ids).logits
+        scale = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item()}
+        torch.testing.assert_close(model(input_ids), expected, **scale)
+        if length > 2:
+            assert (plain(input_ids) - expected).abs().max() > 100 * scale["atol"]
+    # Generation with the KV cache, and an update.
+    reference.generation_config.eos_token_id = None
+    row = torch.randint(100, (9,))
+    sampling = Sampling(max_new_tokens=60, temperature=0.0, num_samples=1)
+    found = [ids[0] for ids, _ in tokens(model, [row.tolist()], sampling)]
+    assert (
+        found == reference.generate(row[None], max_new_tokens=60, do_sample=False)[0, 9:].tolist()
+    )
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(input_ids), expected, **scale)
+    reference(input_ids, labels=input_ids, use_cache=False).loss.backward()
+    model(input_ids[:, :-1], input_ids[:, 1:]).backward()
+    ours, theirs = model.layers[0].self_attn, reference.model.layers[0].self_attn
+    scale["atol"] = 1e-4 * theirs.q_proj.weight.grad.abs().max().item()
+    torch.testing.assert_close(ours.q_proj.weight.grad, theirs.q_proj.weight.grad, **scale)
+    save_pretrained(model, tmp_path / "ours")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+
+
 BOTH = [
     ({"attention_bias": True}, "attention_bias = True; only False"),
     ({"attention_dropout": 0.1}, "attention_dropout = 0.1; only 0.0"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled .yarn."),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "scaled .dynamic."),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled .llama3."),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "scaled .linear."),
-    ({"rope_theta": "much"}, "rope_theta is 'much'"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys.*low_freq"),
+    ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling is .*factor=0.5"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling is .*low_freq_factor=4.0"),
+    ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope_parameters have '8'; expected a number"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ({"rope_theta": "much"}, "rope_parameters have 'much'; expected a number"),
     ({"num_key_value_heads": 7}, "not a multiple of n_kv_head"),
-    ({"num_key_value_heads": 1.5}, "num_key_value_heads = 1.5; expected int"),
-    ({"hidden_size": 10.5}, "hidden_size = 10.5; expected int"),
+    ({"num_key_value_heads": 1.5}, "num_key_value_heads.* 1.5"),
+    ({"hidden_size": 10.5}, "hidden_size.* expected int.*10.5"),
     ({"model_type": "mistral"}, "type 'mistral'; only gpt2, llama, qwen3"),
 ]
 OF_LLAMA = [
     ({"mlp_bias": True}, "mlp_bias = True; only False"),
     ({"pretraining_tp": 2}, "pretraining_tp = 2; only 1"),
-    ({"num_attention_heads": 7}, "hidden_size .576. is not a multiple of num_attention_heads .7."),
-    ({"num_attention_heads": 0}, "hidden_size .576. is not a multiple of num_attention_heads .0."),
+    ({"num_attention_heads": 7}, "not a multiple of the number of attention heads .7."),
+    ({"num_attention_heads": 0}, "config.json: .*by zero"),
 ]
 OF_QWEN3 = [
     ({"use_sliding_window": True}, "use_sliding_window = True; only False"),

@@ -18,16 +18,17 @@ from urllib.request import Request, urlopen
 import pytest
 from conftest import WORDS, run, tiny_config
 from launching import ROOT, Started, free_port
-from test_export import NASTY, random_llama, random_model
+from test_export import NASTY, own_bpe, random_llama, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.hf.gguf import write_gguf
+from gpt2_accel.kernels.rotary import RotaryScaling
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
-from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
+from gpt2_accel.tokenizer import encode, train_bpe
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
 COMMAND = Path(sys.executable).with_name("transformers")
@@ -147,14 +148,14 @@ def tokens_of_llama_cpp(path, text):
 
 
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
-@pytest.mark.parametrize("kind", ["own", "qwen3", "llama", "bytes", "gpt2"])
+@pytest.mark.parametrize("kind", ["own", "qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request):
     if kind in ("qwen3", "llama"):
         trained = trained_as(kind, trained, tmp_path / "run")
     model, tokenizer = load(trained)
-    if kind in ("bytes", "gpt2"):
-        tokenizer = byte_tokenizer() if kind == "bytes" else request.getfixturevalue("gpt2")
+    if kind == "gpt2":
+        tokenizer = request.getfixturevalue("gpt2")
         model = random_model(len(tokenizer))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", dtype)
     text = NASTY + " a  1 b   22\n\n 3\t\t4 \u00bd\u00b2  \u0663x9y 10,000.5 "
@@ -167,11 +168,19 @@ def test_llama_cpp_gives_the_same_tokens(kind, dtype, trained, tmp_path, request
 
 
 @pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
-@pytest.mark.parametrize("shape", [LlamaConfig, Qwen3Config])
-def test_llama_cpp_turns_positions_alike(shape, tmp_path):
+@pytest.mark.parametrize(
+    "shape, scaling",
+    [
+        (LlamaConfig, None),
+        (Qwen3Config, None),
+        (LlamaConfig, RotaryScaling(8.0, 1.0, 4.0, 16)),
+        (LlamaConfig, RotaryScaling(4.0)),
+    ],
+)
+def test_llama_cpp_turns_positions_alike(shape, scaling, tmp_path):
     """With random weights every token depends on the positions, in the short text above hardly any."""
-    tokenizer = byte_tokenizer()
-    model = random_llama(shape, len(tokenizer))
+    tokenizer = own_bpe()
+    model = random_llama(shape, len(tokenizer), rope_scaling=scaling)
     write_gguf(model, tokenizer, tmp_path / "model.gguf")
     found = tokens_of_llama_cpp(tmp_path / "model.gguf", PROMPT)
     sampling = Sampling(max_new_tokens=30, temperature=0)

@@ -8,7 +8,7 @@ from conftest import randomized
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPTConfig, kernels
-from gpt2_accel.hf.convert import conversion, to_hf
+from gpt2_accel.hf.convert import hf_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import document_positions
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -92,8 +92,8 @@ def test_transformers_has_the_same_logits(model, batch):
     input_ids, _, documents = batch
     config = model.config
     ids = {"bos_token_id": None, "eos_token_id": None}
-    hf_config = conversion(config).hf_config(config, ids)
-    reference = AutoModelForCausalLM.from_config(hf_config).eval()
+    theirs = hf_config(config, ids)
+    reference = AutoModelForCausalLM.from_config(theirs).eval()
     state = {name: tensor.contiguous() for name, tensor in to_hf(model).items()}
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}

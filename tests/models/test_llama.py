@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel.evals.likelihood import encode_question, log_likelihoods
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf.convert import build, conversion, from_hf
+from gpt2_accel.hf.convert import build, from_hf, hf_config
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.architectures import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
@@ -32,8 +32,8 @@ def tiny(kind, **changes):
 
 def pair(config, dtype=torch.float32):
     """Returns HF's model with random weights, and the same model of this package."""
-    hf_config = conversion(config).hf_config(config, {"bos_token_id": None, "eos_token_id": None})
-    reference = AutoModelForCausalLM.from_config(hf_config).to(dtype)
+    theirs = hf_config(config, {"bos_token_id": None, "eos_token_id": None})
+    reference = AutoModelForCausalLM.from_config(theirs).to(dtype)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
