@@ -18,10 +18,10 @@ from gpt2_accel.hf import Conversion, hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     DTYPES,
-    MAX_SHARD_SIZE,
+    WEIGHTS,
     read_tensors,
     weight_files,
-    write_weights,
+    write_safetensors,
 )
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import config_class
@@ -68,14 +68,14 @@ def from_hf(
 
     `source` names the file in errors. HF's prefix may be absent from the names.
     Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
-    should be tied to, a tensor that is there under two names, or a nonzero bias if the model has none.
+    should be tied to, or a nonzero bias if the model has none.
     """
     table = conversion(config.architecture)
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
     for name in expected.keys() & set(table.padded):
         expected[name] = torch.Size([config.vocab_size, config.n_embd])
-    found, keys, head = {}, {}, None
+    found, head = {}, None
     for key, tensor in tensors:
         name = key.removeprefix(table.prefix)
         if name.endswith(table.ignored):
@@ -101,11 +101,7 @@ def from_hf(
                 f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
                 f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
             )
-        if name in found:
-            raise ValueError(
-                f"{source} has the tensor {name} twice, as {keys[name]} and as {key}: remove one of them"
-            )
-        found[name], keys[name] = tensor, key
+        found[name] = tensor
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{source} lacks {len(missing)} tensors, the first is {table.prefix}{missing[0]}"
@@ -157,13 +153,11 @@ def save_pretrained(
     *,
     training: Training | None = None,
     name: str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
     """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
 
     `training` is what the card says of how the model was made, `name` what it calls the model, by default the
-    directory. The files have the dtype of the weights. Weights above `max_shard_size` (bytes, or such as "5GB") go into
-    several files with an index. Each file is replaced whole, so a directory that is in use never holds half a file. It
+    directory. The files have the dtype of the weights. Each file is replaced whole, so a directory that is in use never holds half a file. It
     takes no second copy of the weights in memory.
     Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that of `save_tokenizer`.
     """
@@ -174,7 +168,7 @@ def save_pretrained(
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids, padding = special_ids(tokenizer, config.vocab_size)
     with atomic_files(directory) as folder:
-        written = write_weights(folder, to_hf(model), max_shard_size)
+        write_safetensors(folder / WEIGHTS, to_hf(model))
         hf_config(config, ids, model.dtype).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
         GenerationConfig(
@@ -193,7 +187,7 @@ def save_pretrained(
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
     for old in Path(directory).glob("model*.safetensors*"):
-        if old.name not in written:  # shards of what was there before, and their index
+        if old.name != WEIGHTS:  # shards of what was there before, and their index
             old.unlink()
 
 
@@ -248,8 +242,8 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
     `models/` has, or is damaged; the message names the file or tensor. Files are never run as code.
     """
     directory = local_directory(name)
-    config, files = find_model(directory, dropout)
-    return build(config, from_hf(read_tensors(files), config, str(directory)))
+    config, tensors = read_config(directory, dropout), read_tensors(weight_files(directory))
+    return build(config, from_hf(tensors, config, str(directory)))
 
 
 def local_directory(name: str | Path) -> Path:
@@ -262,26 +256,13 @@ def local_directory(name: str | Path) -> Path:
     return directory
 
 
-def find_model(directory: Path, dropout: float = 0.0) -> tuple[ModelConfig, list[Path]]:
-    """Returns the shape and the weight files of a directory's model. Raises errors of `from_pretrained` that need no
-    reading of tensors."""
-    config = read_config(directory, dropout)
-    files = weight_files(directory)
-    needed = 2 * config.parameter_count  # bytes, in half precision
-    if needed > sum(path.stat().st_size for path in files):
-        raise ValueError(
-            f"{directory / 'config.json'} asks for {needed // 2:,} parameters, more than "
-            f"{', '.join(path.name for path in files)} can hold: one of them is not of this model, or cut"
-        )
-    return config, files
-
-
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can be trained.
 
-    Raises the errors of `find_model` and `load_tokenizer`."""
+    Raises the errors of `read_config`, `weight_files` and `load_tokenizer`."""
     directory = local_directory(name)
-    find_model(directory)
+    read_config(directory)
+    weight_files(directory)
     return load_tokenizer(directory)
 
 

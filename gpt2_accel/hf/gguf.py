@@ -62,6 +62,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, config.architecture)
     values = {
         "type": "model",
+        **({"name": name} if name else {}),
         "block_count": config.n_layer,
         "context_length": config.n_positions,
         "embedding_length": config.n_embd,
@@ -69,7 +70,6 @@ def write_gguf(
         **conversion(config.architecture).gguf(config),
         "file_type": gguf.LlamaFileType[DTYPES[dtype]],
         "quantization_version": gguf.GGML_QUANT_VERSION,
-        **({"name": name} if name else {}),
     }
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)

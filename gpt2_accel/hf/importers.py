@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,6 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 LLMC_MAGIC = 20240326
 LLMC_DTYPES = {3: torch.float32, 5: torch.bfloat16}
 LLMC_HEADER_BYTES = 256 * 4
-
-# What a .pt must say of its model, and the type.
-PT_VALUES = dict.fromkeys(("block_size", "vocab_size", "n_layer", "n_head", "n_embd"), int)
-PT_VALUES["bias"] = bool
 
 
 class PickledConfig:
@@ -56,26 +51,25 @@ def read_pt(path: Path) -> GPT:
         raise ValueError(
             f"{path} is not a checkpoint of nanoGPT or build-nanogpt: give the .pt that its train script wrote"
         )
-    if "model_args" in checkpoint:
-        values, gelu = checkpoint["model_args"], "none"
-    else:
-        config = checkpoint.get("config")
-        values, gelu = vars(config) if isinstance(config, PickledConfig) else None, "tanh"
-    values = {"bias": True} | values if isinstance(values, dict) else {}
-    for name, kind in PT_VALUES.items():
-        if type(values.get(name)) is not kind:
-            raise ValueError(
-                f"{path} does not say its {name} ({kind.__name__}), so its model cannot be built: save it "
-                "with the model's arguments, as nanoGPT and build-nanogpt do"
-            )
-    rows = values["vocab_size"]
-    config = shape_of(
-        path,
-        vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
-        n_positions=values["block_size"],
-        **{name: values[name] for name in ("n_layer", "n_head", "n_embd", "bias")},
-        gelu=gelu,
-    )
+    values, gelu = checkpoint.get("model_args"), "none"
+    if values is None:
+        values, gelu = getattr(checkpoint.get("config"), "__dict__", {}), "tanh"
+    try:
+        rows = values["vocab_size"]
+        config = GPTConfig(
+            vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
+            n_positions=values["block_size"],
+            **{name: values[name] for name in ("n_layer", "n_head", "n_embd")},
+            bias=values.get("bias", True),
+            gelu=gelu,
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{path} does not say its {error.args[0]}, so its model cannot be built: save it with the model's arguments, "
+            "as nanoGPT and build-nanogpt do"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} describes no model: {error}") from error
     return build_gpt(named_tensors(checkpoint["model"], path).items(), config, rows, path)
 
 
@@ -90,7 +84,10 @@ def read_llmc(path: Path) -> GPT:
         )
     sizes = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
     *values, rows = header[2:8].tolist()
-    config = shape_of(path, **dict(zip(sizes, values, strict=True)))
+    try:
+        config = GPTConfig(**dict(zip(sizes, values, strict=True)))
+    except ValueError as error:
+        raise ValueError(f"{path} describes no model: {error}") from error
     dtype, size = LLMC_DTYPES[int(header[1])], path.stat().st_size
     parameters = config.parameter_count + (rows - config.vocab_size) * config.n_embd
     expected = LLMC_HEADER_BYTES + parameters * dtype.itemsize
@@ -109,14 +106,6 @@ def read_llmc(path: Path) -> GPT:
     parts = flat.split([math.prod(shapes[name]) for name in names])
     tensors = ((name, part.view(shapes[name])) for name, part in zip(names, parts, strict=True))
     return build_gpt(tensors, config, rows, path)
-
-
-def shape_of(path: Path, **values: Any) -> GPTConfig:
-    """Returns the shape that a file describes. Raises `ValueError` that names the file if there is none."""
-    try:
-        return GPTConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"{path} describes no model: {error}") from error
 
 
 def build_gpt(

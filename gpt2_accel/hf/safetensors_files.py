@@ -1,4 +1,4 @@
-"""Reads and writes weight files: HF's safetensors, in one file or sharded, and old pickles.
+"""Reads weight files, HF's safetensors in one file or sharded and old pickles, and writes safetensors.
 
 Tensors are written and read one at a time, so that a model is never in memory twice.
 """
@@ -18,38 +18,14 @@ from gpt2_accel.files import parse_json
 WEIGHTS = "model.safetensors"
 OLD_WEIGHTS = "pytorch_model.bin"
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-MAX_SHARD_SIZE = "50GB"  # that of transformers 5
-
-
-def write_weights(
-    folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
-) -> list[str]:
-    """Writes `tensors` as one safetensors file, or as shards with an index in HF's layout. Returns the file names."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    split = split_torch_state_dict_into_shards(
-        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names})
-    if not split.is_sharded:
-        return [WEIGHTS]
-    total = {
-        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-    }
-    index = {"metadata": total, "weight_map": split.tensor_to_filename}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
-    return [*split.filename_to_tensors, f"{WEIGHTS}.index.json"]
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors of one of `DTYPES`, one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
 
-    The library needs all tensors contiguous in host memory at once: MEASURED
-    Format: https://huggingface.co/docs/safetensors.
+    The library needs all tensors contiguous in host memory at once, which for GPT-2's transposed views and padded embedding
+    is a second copy of nearly the whole model; `huggingface_hub.save_torch_state_dict` refuses such an embedding. Format:
+    https://huggingface.co/docs/safetensors.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import pytest
 import torch
@@ -106,20 +107,15 @@ def test_the_streamed_file_equals_the_file_of_the_safetensors_library(tmp_path):
     assert same_bytes(tmp_path / "a", tmp_path / "b")
 
 
-def test_shards_equal_hfs_and_replace_old_weights(tmp_path):
+def test_shards_are_read_and_replaced(tmp_path):
     hf = hf_model(activation_function="gelu_pytorch_tanh")
     hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
-    ours = from_pretrained(tmp_path / "hf")
-    save_pretrained(ours, tmp_path / "ours", max_shard_size="100KB")
     files = sorted(path.name for path in (tmp_path / "hf").glob("model*"))
     assert len(files) > 3
-    assert files == sorted(path.name for path in (tmp_path / "ours").glob("model*"))
-    for name in files:
-        assert same_bytes(tmp_path / "hf" / name, tmp_path / "ours" / name), name
-    again, info = GPT2LMHeadModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(info.values())
-    assert torch.equal(again.eval()(INPUT_IDS).logits, hf(INPUT_IDS).logits)
+    ours = from_pretrained(tmp_path / "hf").eval()
+    assert torch.equal(ours(INPUT_IDS), hf(INPUT_IDS).logits)
 
+    shutil.copytree(tmp_path / "hf", tmp_path / "ours")
     save_pretrained(ours, tmp_path / "ours")
     assert [path.name for path in (tmp_path / "ours").glob("model*")] == ["model.safetensors"]
     (tmp_path / "hf" / files[1]).unlink()
@@ -266,13 +262,3 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_wr
     with pytest.raises(ValueError, match="257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tensor_under_two_names_is_refused(tmp_path):
-    save_pretrained(GPT(GPTConfig(257, 32, 2, 2, 32)), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["wte.weight"] = tensors["transformer.wte.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    words = "the tensor wte.weight twice, as transformer.wte.weight and as wte.weight"
-    with pytest.raises(ValueError, match=words):
-        from_pretrained(tmp_path)

@@ -1,4 +1,3 @@
-import json
 import os
 import sys
 
@@ -9,7 +8,7 @@ from conftest import randomized
 from launching import python
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.hf.importers import read_checkpoint
 
 SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -113,7 +112,6 @@ REFUSED = {
     "is torch.int64; only": ({WTE: torch.zeros(65, 16, dtype=torch.int64)}, {}),
     "not tied": ({"lm_head.weight": torch.zeros(65, 16)}, {}),
     "lacks 24 tensors": ({}, {"n_layer": 4}),
-    "does not say its n_layer": ({}, {"n_layer": 2.0}),
     "not divisible": ({}, {"n_head": 3}),
     '"bias": false': ({}, {"bias": False}),
 }
@@ -149,14 +147,6 @@ def test_a_header_that_does_not_fit_is_refused(tmp_path, position, value):
     (tmp_path / "model.bin").write_bytes(header.tobytes())
     with pytest.raises(ValueError, match="model.bin (has|describes no model)"):
         read_checkpoint(tmp_path / "model.bin")
-
-
-def test_a_huge_config_is_refused(tmp_path):
-    save_pretrained(random_model(65), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": 2**31}))
-    with pytest.raises(ValueError, match="asks for .* parameters, more than"):
-        from_pretrained(tmp_path)
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
