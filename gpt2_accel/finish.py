@@ -10,11 +10,7 @@ from gpt2_accel.checkpoint.state_dict import full_model
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import sentence
 from gpt2_accel.hf.convert import save_pretrained
-<<<<<<< HEAD
 from gpt2_accel.hf.hub import PICTURE
-=======
-from gpt2_accel.hf.hub import PICTURE, Uploads
->>>>>>> 6bb4329 (hf: one converter driven by a table per architecture, Llama 3's rotary scaling; one file for the Hub; cards by a template)
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.context import RunContext

@@ -19,13 +19,7 @@ from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, is_sharded, peak_flops
 from gpt2_accel.files import lock_folder, lock_id, read_json_lines, sync, write_json
 from gpt2_accel.generation.sampling import Sampling, complete, whole_text
-<<<<<<< HEAD
-from gpt2_accel.hf.uploads import Uploads
-=======
 from gpt2_accel.hf.hub import Uploads
-from gpt2_accel.hf.model_card import Training
-from gpt2_accel.runtime import guard
->>>>>>> 6bb4329 (hf: one converter driven by a table per architecture, Llama 3's rotary scaling; one file for the Hub; cards by a template)
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.guard import MAX_BAD_STEPS, Diverged
 from gpt2_accel.runtime.log import RunFiles, RunLog, Sink, Status, Terminal
