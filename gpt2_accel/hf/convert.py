@@ -157,8 +157,8 @@ def save_pretrained(
     """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
 
     `training` is what the card says of how the model was made, `name` what it calls the model, by default the
-    directory. The files have the dtype of the weights. Each file is replaced whole, so a directory that is in use never holds half a file. It
-    takes no second copy of the weights in memory.
+    directory. The files have the dtype of the weights. Each file is replaced whole, so a directory that is in use never
+    holds half a file. It takes no second copy of the weights in memory.
     Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that of `save_tokenizer`.
     """
     from transformers import GenerationConfig

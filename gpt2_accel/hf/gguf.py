@@ -44,7 +44,7 @@ def write_gguf(
 
     Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
     Raises `ValueError` if the package gguf is missing, `dtype` is unknown, llama.cpp lacks some part of the model (the
-    exact GELU), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than
+    exact GELU, a Qwen3's scaled rotary positions), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than
     the tokenizer.
     """
     try:
@@ -89,14 +89,11 @@ def write_gguf(
 def gguf_tensors(
     model: LanguageModel, dtype: str
 ) -> "dict[str, tuple[torch.Tensor, GGMLQuantizationType]]":
-    """Returns the weights by their GGUF name, as Linear weights, each with its type of numbers.
-
-    Raises `ValueError` if llama.cpp does not scale the architecture's rotary positions."""
+    """Returns the weights by their GGUF name, as Linear weights, each with its type of numbers."""
     import gguf
 
     config, table = model.config, conversion(model.config.architecture)
-    architecture = gguf.MODEL_ARCH[config.architecture.upper()]
-    names = gguf.get_tensor_name_map(architecture, config.n_layer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.architecture.upper()], config.n_layer)
     kinds = gguf.GGMLQuantizationType
     tensors = {}
     for key, tensor in to_hf(model).items():
@@ -113,10 +110,6 @@ def gguf_tensors(
             kind = kinds.F16
         tensors[name] = (tensor, kind)
     if getattr(config, "rope_scaling", None):
-        if gguf.MODEL_TENSOR.ROPE_FREQS not in gguf.MODEL_TENSORS[architecture]:
-            raise ValueError(
-                f"llama.cpp does not scale the rotary positions of a {table.name}: use another server (docs/serving.md)"
-            )
         plain, scaled = (
             rotary_frequencies(config.head_dim, config.rope_theta, scaling)
             for scaling in (None, config.rope_scaling)

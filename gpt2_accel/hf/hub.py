@@ -66,12 +66,14 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
             ignore_patterns=None if folder else ["*/*"],
         )
     except (OSError, ValueError) as error:
-        hint = f"check its name and the connection ({first_line(error)})"
         if path.parent.name and path.parent.is_dir():
             beside = sorted(other.name for other in path.parent.iterdir() if other.is_dir())
-            hint = f"{path.parent} holds {', '.join(beside) or 'no folder'}"
+            raise FileNotFoundError(
+                f"{name} does not exist: {path.parent} holds {', '.join(beside) or 'no folder'}"
+            ) from error
         raise FileNotFoundError(
-            f"{name} is neither a folder nor a model on the Hub that can be reached: {hint}"
+            f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
+            f"and the connection ({first_line(error)})"
         ) from error
     return Path(found, folder or "")
 

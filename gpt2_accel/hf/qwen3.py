@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpt2_accel.hf import llama
+from gpt2_accel.models.qwen3 import Qwen3Config
 
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
@@ -12,6 +13,15 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     if set(values["layer_types"]) - {"full_attention"}:
         raise ValueError("layer_types has other layers than full_attention, which cannot load")
     return llama.read(values, dropout)
+
+
+def gguf(config: Qwen3Config) -> dict[str, Any]:
+    """Returns llama.cpp's metadata."""
+    if config.rope_scaling is not None:
+        raise ValueError(
+            "llama.cpp does not scale the rotary positions of a Qwen3: use another server (docs/serving.md)"
+        )
+    return llama.gguf(config)
 
 
 CONVERSION = replace(
@@ -25,5 +35,6 @@ CONVERSION = replace(
         "use_sliding_window": (False,),
     },
     read=read,
+    gguf=gguf,
     gguf_interleaved=(),  # llama.cpp turns the channels of a Qwen3 as HF does
 )
