@@ -13,8 +13,6 @@ LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml
 chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 13 minutes of CPU time
 	$(LAUNCH) recipes/quickstart.py --config recipes/chat_base.yaml
 	$(BIN)/python recipes/python_conversations.py --output data/python_questions
-	$(BIN)/python recipes/prepare_data.py chat data/python_questions/train.jsonl --model runs/chat_base \
-		--sequence_length 512 --data_dir data/python_chat
 	$(LAUNCH) recipes/chat_sft.py --config recipes/chat_python.yaml
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 

@@ -1,130 +1,196 @@
 """Fine-tune a base model on conversations, so that it answers: supervised fine-tuning (SFT).
 
-    python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model runs/pretrain_124m \\
-        --sequence_length 1024 --data_dir data/chat
+    python recipes/chat_sft.py --model runs/chat_base --data my_chats.jsonl
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_sft.py --data_dir data/chat
 
-Data: conversations that `prepare_data.py chat` packed; its `--model` is the model to start from. Only what the assistant
-writes counts in the loss, and the token that ends its turn. Attention stays inside a conversation.
-Batch: 64 sequences x 1,024 tokens = 65,536 tokens per update with windows of 1,024 tokens; `--epochs` passes over the data.
-With few conversations lower `--total_batch_size`, so that an epoch is many updates.
-Settings: those with which SmolLM2-135M and -360M became SmolLM2-Instruct (Allal et al., 2025, arXiv:2502.02737, and the
-recipe in huggingface/alignment-handbook): learning rate 1e-3, cosine, a tenth of the updates warmup, two epochs. The
-batch is this recipe's own. It stops early, after three evaluations without a lower loss on held-out answers; the best
-model is in best/ of the run's folder. A model of several hundred million parameters or more takes a lower rate, such as
-2e-5, TRL's default.
+Data: a file of conversations, which are packed into windows in the run's folder, or, for more data, a folder that
+`prepare_data.py chat` wrote. Only what the assistant writes counts in the loss, and the token that ends its turn.
+Attention stays inside a conversation.
+Batch, updates, learning rate and intervals follow from the data and the model, see `fit_to_data`, and are printed; what
+you give wins. docs/chat.md has the grids behind them, on 20, 400 and 5,000 conversations.
 Expected: answers that end by themselves. A model of 124M answers in whole sentences, and knows little.
 """
 
+import math
 import os
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, check_ranges, parse_config, setting
 from gpt2_accel.data.shards import MANIFEST, conversation_length, mixture_parts, read_manifest
+from gpt2_accel.files import digest
 from gpt2_accel.recipe_command import recipe_command
 
-WARMUP_SHARE = 0.1
-FEW_UPDATES = 20  # fewer are hardly enough for a schedule
+FEW = 8  # conversations
+EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 100, 0.1
+UPDATES_PER_EPOCH, LARGEST_BATCH = 100, 64  # the batch is in windows
+# The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
+RATE_TIMES_WIDTH = 0.4
+LONGEST_WINDOW, MICRO_BATCH = 1024, 8192  # tokens
+LONGEST_INTERVAL = 250  # updates between evaluations
 
 
 @dataclass
 class ChatSFT(TrainConfig):
-    epochs: float = setting(2.0, "passes over the data, unless max_steps is given")
+    data: str | None = setting(None, "file of conversations: .jsonl, .json or .parquet")
+    model: str | None = setting(None, "model to fine-tune; default that of --data_dir")
+    epochs: float | None = setting(None, "passes over the data, unless max_steps is given")
 
     data_dir: str = "data/chat"
     output_dir: str = "runs/chat_sft"
     resume_from: str | None = "latest"
-    init_from: str | None = setting(
-        None, "HF model directory or Hub id to start from; default the --model of the data"
+    init_from: str | None = setting(None, "the same as model")
+    sequence_length: int | None = setting(
+        None, "tokens of a window; with --data_dir that of the data"
     )
-    sequence_length: int | None = setting(None, "default, and the only one, that of the data")
 
-    total_batch_size: int = 64 * 1024
-    max_steps: int | None = setting(None, "updates of the full batch; default `epochs` of them")
+    micro_batch_size: int | None = setting(None, "windows per device and backward pass")
+    total_batch_size: int | None = setting(None, "tokens per update, over all devices")
+    max_steps: int | None = setting(None, "updates")
 
-    learning_rate: float = 1e-3
-    warmup_steps: int | None = setting(
-        None, "updates of linear warmup; default a tenth of all updates"
-    )
+    learning_rate: float | None = setting(None, "peak learning rate")
+    warmup_steps: int | None = setting(None, "updates of linear warmup; default a tenth of all")
     min_lr_ratio: float = 0.0
 
-    eval_every: int = 50
-    patience: int = 3
-    sample_every: int = 50
+    eval_every: int | None = setting(None, "updates between evaluations; default an epoch")
+    sample_every: int | None = setting(None, "updates between samples; default as eval_every")
     sample_prompts: list[str] = setting(
         ["Who are you?", "What is the capital of France?"], "questions that the samples answer"
     )
-    save_every: int = 50
+    save_every: int | None = setting(None, "updates between checkpoints; default as eval_every")
     keep_best: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, above_zero="epochs")
+        self.init_from = self.init_from or self.model
+        if self.data and not self.init_from:
+            raise ValueError("--data needs the model to fine-tune: give it by --model")
 
 
-def fit_to_data(config: ChatSFT) -> None:
-    """Sets what follows from the data: the model, the length of a sequence, the number of updates and the warmup.
+def prepare_file(config: ChatSFT) -> None:
+    """Packs the conversations of `--data` into windows in a folder of the run, unless they are there; sets `data_dir`.
 
-    Raises `ValueError` if the data holds no conversations, `FileNotFoundError` if it or its model is not there.
+    The folder's name is a hash of all that it depends on. Raises `ValueError` if that has changed since the run began, and
+    the errors of `prepare_conversations`.
+    """
+    from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
+    from gpt2_accel.data.conversations import file_rows, prepare_conversations, summary
+    from gpt2_accel.hf.chat_template import chat_tokenizer
+    from gpt2_accel.hf.convert import local_directory, read_config
+    from gpt2_accel.tokenizer import fingerprint
+
+    file, model, run_dir = Path(config.data), config.init_from, Path(config.output_dir)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is no file: give a file of conversations, or prepare a folder or a data set of the Hub by "
+            f"{recipe_command('prepare_data')} chat"
+        )
+    directory = local_directory(verified_directory(model, hint="use another model"))
+    tokenizer, positions = chat_tokenizer(directory), read_config(directory).n_positions
+    length = config.sequence_length or min(LONGEST_WINDOW, positions)
+    content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, config.sequence_length
+    folder = run_dir / f"data-{sha256(repr(content).encode()).hexdigest()[:8]}"
+    config.data_dir = str(folder)
+    if (folder / MANIFEST).is_file():
+        return
+    if list_checkpoints(run_dir) and not config.ignore_changes:
+        raise ValueError(
+            f"{file}, the model or --sequence_length has changed since the run in {run_dir} began: choose another "
+            "--output_dir for a new run, or continue it with --ignore_changes"
+        )
+    manifest = prepare_conversations(
+        file_rows(file),
+        tokenizer,
+        folder,
+        sequence_length=length,
+        shorten=config.sequence_length is None,
+        source=str(file),
+        model=model,
+    )
+    print(*summary(manifest), sep="\n")
+
+
+def find_model(config: ChatSFT) -> None:
+    """Sets the model to that of the prepared data, unless it is given.
+
+    Raises `FileNotFoundError` if the data or its model is not there, `ValueError` if it holds no conversations.
     """
     folder, command = Path(config.data_dir), f"{recipe_command('prepare_data')} chat"
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no prepared conversations: make them by {command} FILE_OR_HUB_ID --model MODEL "
-            f"--sequence_length 1024 --data_dir {folder}"
+            f"{folder} holds no prepared conversations: give a file by --data and its model by --model, or make them by "
+            f"{command} FILE_OR_HUB_ID --model MODEL --sequence_length 1024 --data_dir {folder}"
         )
-    length = conversation_length(folder)
-    if length is None:
+    if conversation_length(folder) is None:
         raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")
-    parts = [folder, *(part for part, _ in mixture_parts(folder))]
     if config.init_from is None:
-        config.init_from = model_of(parts)
-    if config.sequence_length is None:
-        config.sequence_length = length
-    if config.max_steps is None:
-        tokens = read_manifest(folder)["splits"]["train"]["tokens"]
-        config.max_steps = max(1, round(config.epochs * tokens / config.total_batch_size))
-        if config.max_steps < FEW_UPDATES:
-            from gpt2_accel.runtime.processes import processes
-
-            fitting = config.epochs * tokens / FEW_UPDATES // length * length
-            processes().print(
-                f"{config.epochs:g} epochs of {tokens:,} tokens are only {config.max_steps} updates of "
-                f"{config.total_batch_size:,} tokens: lower --total_batch_size, to {max(length, int(fitting)):,} for instance"
+        parts = [folder, *(part for part, _ in mixture_parts(folder))]
+        folder, name = next((p, name) for p in parts if (name := read_manifest(p).get("model")))
+        if (folder / name).is_dir():
+            name = os.path.relpath(folder / name)
+        elif name.startswith(".") or name.count("/") != 1:
+            raise FileNotFoundError(
+                f"{folder / name}, the model that {folder} was prepared for, is not there: give it by --model"
             )
-    if config.warmup_steps is None:
-        config.warmup_steps = round(WARMUP_SHARE * config.max_steps)
+        config.init_from = name
 
 
-def model_of(folders: list[Path]) -> str:
-    """Returns the model that the first of the folders with conversations was prepared for: a directory, or a Hub id.
+def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
+    """Sets what follows from the data, the model's width and the number of processes, where it is not given.
 
-    Raises `FileNotFoundError` for a directory that is not there."""
-    found = ((folder, read_manifest(folder).get("model")) for folder in folders)
-    folder, name = next((folder, name) for folder, name in found if name)
-    if (folder / name).is_dir():
-        return os.path.relpath(folder / name)
-    if name.startswith(".") or name.count("/") != 1:
-        raise FileNotFoundError(
-            f"{folder / name}, the model that {folder} was prepared for, is not there: give it by --init_from"
-        )
-    return name
+    Returns a line that says what was chosen. It is the same for the same data, so a resumed run continues exactly.
+    """
+    train = read_manifest(config.data_dir)["splits"]["train"]
+    length = config.sequence_length = config.sequence_length or conversation_length(config.data_dir)
+    windows = train["tokens"] // length
+
+    def default(name: str, value: float) -> float:
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+        return getattr(config, name)
+
+    batch = 2 ** int(math.log2(max(1, min(LARGEST_BATCH, windows / UPDATES_PER_EPOCH))))
+    batch = -(-batch // processes) * processes
+    batch = default("total_batch_size", batch * length) // length
+    default("micro_batch_size", max(1, min(batch // processes, MICRO_BATCH // length)))
+    epoch = math.ceil(windows / max(1, batch))
+    epochs = default("epochs", max(EPOCHS, math.ceil(FEWEST_UPDATES / epoch)))
+    steps = default("max_steps", max(1, round(epochs * epoch)))
+    default("warmup_steps", round(WARMUP_SHARE * steps))
+    default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
+    parts = math.ceil(epoch / LONGEST_INTERVAL)  # of a long epoch
+    every = default("eval_every", math.ceil(epoch / parts))
+    default("sample_every", every)
+    default("save_every", every)
+    few = train["documents"] is not None and train["documents"] < FEW
+    warning = f"; {train['documents']} conversations are too few to learn from" if few else ""
+    return (
+        f"{steps:,} updates of {batch:,} windows of {length:,} tokens, {steps / epoch:.3g} epochs of {windows:,} windows, "
+        f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
+    )
 
 
 def main() -> None:
     config = parse_config(ChatSFT)
-    fit_to_data(config)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.runtime.processes import processes
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.hf.convert import local_directory, read_config
+    from gpt2_accel.runtime.processes import main_process_first, processes
     from gpt2_accel.train import train
 
+    with main_process_first():
+        if config.data:
+            prepare_file(config)
+        find_model(config)
+        width = read_config(local_directory(verified_directory(config.init_from))).n_embd
+    processes().print(fit_to_data(config, width, processes().num_processes))
     if train(config):
-        processes().print(
-            f"\nThe model is in {config.output_dir}, the one of the lowest validation loss in "
-            f"{config.output_dir}/best"
-        )
+        best = Path(config.output_dir, "best").exists()
+        note = f", the one of the lowest validation loss in {config.output_dir}/best" * best
+        processes().print(f"\nThe model is in {config.output_dir}{note}.")
 
 
 if __name__ == "__main__":

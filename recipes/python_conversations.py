@@ -19,13 +19,13 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.files import atomic_directory
+from gpt2_accel.files import write_file
 
 MODULES = """
     argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses datetime decimal difflib
@@ -61,6 +61,12 @@ SYSTEM = (  # prompts, of a part of the conversations
     "Answer from the documentation.",
 )
 SYSTEM_SHARE = 0.25
+BUILT_IN = {
+    "posix",
+    "builtins",
+    "posixpath",
+    "genericpath",
+}  # modules of functions that others show as theirs
 LONGEST_TALK = 10  # questions of a conversation
 SHORTEST, LONGEST = 15, 100  # characters of an answer
 DO_NOT_KNOW = "I don't know."
@@ -68,7 +74,7 @@ DO_NOT_KNOW = "I don't know."
 
 @dataclass
 class PythonConversations:
-    output: str = setting("data/python_questions", "new folder to write")
+    output: str = setting("data/python_questions", "folder to write")
     functions: int = setting(300, "functions that are asked about")
     invented: int = setting(1200, "names of functions that do not exist, in training")
     repeats: int = setting(12, "conversations that each question comes in")
@@ -80,42 +86,27 @@ class PythonConversations:
 
 
 def documented() -> dict[str, tuple[str, str | None]]:
-    """Returns the functions of `MODULES` that have a docstring: the first sentence, and the signature if it is short.
-
-    Functions with the same first sentence are left out but for one.
-    """
+    """Returns the functions of `MODULES` with a docstring: its first sentence, once each, and a signature if short."""
     found: dict[str, tuple[str, str | None]] = {}
-    sentences = set()
     for module in MODULES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some are deprecated
             members = vars(importlib.import_module(module))
         for name, member in sorted(members.items()):
-            home = getattr(member, "__module__", None) or module
-            if name.startswith("_") or not inspect.isroutine(member) or "gpt2_accel" in home:
+            home = (getattr(member, "__module__", None) or module).split(".")[0].lstrip("_")
+            if name.startswith("_") or not inspect.isroutine(member):
                 continue
-            if home.split(".")[0].lstrip("_") not in (
-                module.split(".")[0],
-                "posix",
-                "builtins",
-                "posixpath",
-                "genericpath",
-            ):
+            if home not in {module.split(".")[0], *BUILT_IN}:
                 continue  # imported from elsewhere
-            sentence = first_sentence(inspect.getdoc(member) or "")
-            if sentence and sentence not in sentences:
-                sentences.add(sentence)
+            paragraph = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
+            fits = SHORTEST <= len(sentence) <= LONGEST and sentence.isascii()
+            # Old docstrings begin with the signature.
+            if not fits or not sentence.endswith(".") or "->" in sentence:
+                continue
+            if all(sentence != other for other, _ in found.values()):
                 found[f"{module}.{name}"] = sentence, signature(f"{module}.{name}", member)
     return found
-
-
-def first_sentence(text: str) -> str | None:
-    """Returns the first sentence of a docstring, None if it is none or too long."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
-    fits = SHORTEST <= len(sentence) <= LONGEST and sentence.isascii()
-    # Old docstrings begin with the signature.
-    return sentence if fits and sentence.endswith(".") and "->" not in sentence else None
 
 
 def signature(name: str, function: object) -> str | None:
@@ -127,7 +118,7 @@ def signature(name: str, function: object) -> str | None:
     return text if len(text) <= LONGEST and text.isascii() else None
 
 
-def invented_names(known: dict[str, object], count: int, draw: random.Random) -> list[str]:
+def invented_names(known: dict[str, tuple], count: int, draw: random.Random) -> list[str]:
     """Returns names of functions that do not exist: real modules, and parts of the names of real functions."""
     parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
     if count > len(MODULES) * len(parts) ** 2:  # more names than modules times pairs of words
@@ -143,17 +134,18 @@ def invented_names(known: dict[str, object], count: int, draw: random.Random) ->
     return list(names)
 
 
-def questions(
-    known: dict[str, tuple[str, str | None]], draw: random.Random
-) -> Iterator[tuple[bool, str, str]]:
-    """Yields whether a question is held out, the question and its answer."""
-    for name, answers in known.items():
-        for wordings, answer in zip((DOES, CALL), answers, strict=True):
-            if answer is None:
-                continue
-            held_out = draw.sample(wordings, HELD_OUT)
-            for wording in wordings:
-                yield wording in held_out, wording.format(name), answer
+def talks(asked: list[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
+    """Yields conversations of one to `LONGEST_TALK` questions, in random order; some begin with a system prompt."""
+    left = draw.sample(asked, len(asked))
+    while left:
+        turns, left = left[: (count := draw.randint(1, LONGEST_TALK))], left[count:]
+        messages = [{"role": "system", "content": draw.choice(SYSTEM)}]
+        if draw.random() >= SYSTEM_SHARE:
+            messages = []
+        for question, answer in turns:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        yield {"messages": messages}
 
 
 def main() -> None:
@@ -164,61 +156,36 @@ def main() -> None:
         raise ValueError(
             f"this Python has {len(everything)} functions with a short docstring: lower --functions"
         )
-    chosen = sorted(draw.sample(sorted(everything), config.functions))
-    known = {name: everything[name] for name in chosen}
+    known = {n: everything[n] for n in sorted(draw.sample(sorted(everything), config.functions))}
     training, held_out = [], []
-    for is_held_out, question, answer in questions(known, draw):
-        (held_out if is_held_out else training).append((question, answer))
+    for name, answers in known.items():
+        for wordings, answer in zip((DOES, CALL), answers, strict=True):
+            if answer is not None:
+                chosen = draw.sample(wordings, HELD_OUT)
+                for wording in wordings:
+                    asked = held_out if wording in chosen else training
+                    asked.append((wording.format(name), answer))
     names = invented_names(known, config.invented + config.held_out, draw)
     asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
     training += asked[config.held_out :]
     rows = [row for _ in range(config.repeats) for row in talks(training, draw)]
-    files = {"train.jsonl": json_lines(rows)}
     groups = {"known": held_out, "invented": asked[: config.held_out]}
-    files["held_out.jsonl"] = json_lines(
+    items = [
         {"prompt": question, "answer": answer, "group": group}
         for group, pairs in groups.items()
         for question, answer in pairs
-    )
-    write_folder(Path(config.output), files)
+    ]
+    for name, lines in {"train.jsonl": rows, "held_out.jsonl": items}.items():
+        path, text = Path(config.output, name), "".join(json.dumps(line) + "\n" for line in lines)
+        if path.exists() and path.read_text() != text:
+            raise FileExistsError(
+                f"{path} has other questions: choose another --output, or remove it"
+            )
+        write_file(path, text)
     print(
         f"{config.output}: {len(rows):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
         f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"
     )
-
-
-def talks(asked: Sequence[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
-    """Yields conversations of one to `LONGEST_TALK` of these questions, in random order; some begin with a system prompt."""
-    left = draw.sample(asked, len(asked))
-    while left:
-        turns, left = left[: (count := draw.randint(1, LONGEST_TALK))], left[count:]
-        begin = [{"role": "system", "content": draw.choice(SYSTEM)}] * (
-            draw.random() < SYSTEM_SHARE
-        )
-        yield {"messages": begin + [message for turn in turns for message in said(*turn)]}
-
-
-def said(question: str, answer: str) -> list[dict[str, str]]:
-    """Returns a question and its answer as messages."""
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def json_lines(rows: Iterable[dict]) -> str:
-    """Returns rows as JSON lines."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def write_folder(folder: Path, files: dict[str, str]) -> None:
-    """Writes a folder of text files, unless it has them already. Raises `FileExistsError` if it holds something else."""
-    if folder.exists():
-        if any(not (folder / n).is_file() or (folder / n).read_text() != files[n] for n in files):
-            raise FileExistsError(
-                f"{folder} exists, with other questions: choose another --output, or remove it"
-            )
-        return
-    with atomic_directory(folder) as made:
-        for name, text in files.items():
-            (made / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

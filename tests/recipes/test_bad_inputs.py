@@ -382,7 +382,12 @@ def preparation() -> Iterator[Row]:
 def chat() -> Iterator[Row]:
     for arguments, words in (
         ("--data_dir {data}", "{data} holds text, not conversations: prepare some by"),
-        ("--data_dir nowhere", "nowhere holds no prepared conversations: make them by"),
+        ("--data_dir nowhere", "nowhere holds no prepared conversations: give a file by --data"),
+        ("--data {text}", "--data needs the model to fine-tune: give it by --model"),
+        (
+            "--data none.jsonl --model {model}",
+            "none.jsonl is no file: give a file of conversations",
+        ),
         ("--data_dir {text}", "holds no prepared conversations"),
         ("--epochs 0", "epochs must be above 0"),
         ("--epochs inf", "epochs must be a finite number"),
@@ -415,9 +420,10 @@ def chat() -> Iterator[Row]:
         ("--functions 0", "functions must be at least 1"),
         ("--functions 1 --invented 9000 --output d", "1 functions have too few words for 9,150"),
         ("--functions 99999", "functions with a short docstring: lower --functions"),
-        ("--output {data}", "{data} exists, with other questions"),
     ):
         yield Row("python_conversations", arguments, words)
+    arguments = "--functions 1 --invented 1 --output ."
+    yield Row("python_conversations", arguments, "other questions", {"train.jsonl": "mine\n"})
     for arguments, words in (
         ("--model nowhere --data r.jsonl", "nowhere"),
         ("--model {model} --data r.jsonl", "has no chat template"),

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from conftest import chat_rows, load_recipe, losses, metrics, run_recipe
@@ -43,6 +42,7 @@ def settings(data, folder, **changes):
         "log_every": 1,
         "eval_every": 0,
         "keep_best": False,
+        "learning_rate": 1e-3,
         "patience": 0,
         "sample_every": 0,
         "save_every": 2,
@@ -66,21 +66,31 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
     assert last["train/loss"] < 0.02
 
 
-def test_default_settings_follow_from_the_data(chat_data, chat_base, capsys):
+@pytest.mark.parametrize(
+    ("windows", "processes", "expected"),
+    [  # windows per update, updates, warmup, updates between evaluations
+        (11, 1, (1, 110, 11, 11)),
+        (11, 2, (2, 102, 10, 6)),
+        (153, 1, (1, 459, 46, 153)),
+        (2057, 1, (16, 387, 39, 129)),
+        (200_000, 8, (64, 9375, 938, 241)),
+    ],
+)
+def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch):
     recipe = load_recipe("chat_sft")
-    config = recipe.ChatSFT(data_dir=str(chat_data), total_batch_size=256)
-    recipe.fit_to_data(config)
-    windows = (
-        json.loads((chat_data / "manifest.json").read_text())["splits"]["train"]["tokens"] // 128
-    )
-    assert Path(config.init_from).samefile(chat_base) and config.sequence_length == 128
-    assert "tokens are only 7 updates of 256 tokens: lower --total_b" in capsys.readouterr().out
-    assert config.max_steps == round(2 * windows / 2) and config.warmup_steps == round(
-        config.max_steps / 10
-    )
-    given = recipe.ChatSFT(data_dir=str(chat_data), max_steps=7, warmup_steps=3, init_from="other")
-    recipe.fit_to_data(given)
-    assert (given.max_steps, given.warmup_steps, given.init_from) == (7, 3, "other")
+    train = {"tokens": windows * 512, "documents": 2 * windows}
+    monkeypatch.setattr(recipe, "read_manifest", lambda _: {"splits": {"train": train}})
+    monkeypatch.setattr(recipe, "conversation_length", lambda _: 512)
+    config = recipe.ChatSFT()
+    line = recipe.fit_to_data(config, 128, processes)
+    assert config.total_batch_size // 512 == expected[0] and f"{expected[1]:,} updates of" in line
+    assert (config.max_steps, config.warmup_steps, config.eval_every) == expected[1:]
+    assert config.learning_rate == 0.0031 and config.batch_schedule(processes)
+    given = {"total_batch_size": 8192, "max_steps": 7, "warmup_steps": 3, "learning_rate": 0.1}
+    given |= {"eval_every": 0, "sample_every": 2, "save_every": 5, "micro_batch_size": 3}
+    config = recipe.ChatSFT(**given)
+    recipe.fit_to_data(config, 128, processes)
+    assert {name: getattr(config, name) for name in given} == given
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -121,6 +131,59 @@ def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
         assert next(files) == next(files)
     else:
         assert resumed == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A file of 24 short conversations."""
+    file = tmp_path_factory.mktemp("file") / "my_chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(24)))
+    return file
+
+
+def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
+    file, chat_base, tmp_path
+):
+    flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
+    done = python(RECIPE, *flags, "--sample_tokens", 4)
+    assert done.returncode == 0, done.stderr
+    (data,) = (tmp_path / "run").glob("data-*")
+    assert "train: 23 conversations" in done.stdout and "learning rate 0.0063" in done.stdout
+    assert "too few" not in done.stdout
+    assert f"in {tmp_path}/run, the one of the lowest validation loss in" in done.stdout
+    values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
+    assert len(values) == 5 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
+    before = (data / "manifest.json").stat().st_mtime_ns
+    again = python(RECIPE, *flags)
+    assert "is complete" in again.stdout and (data / "manifest.json").stat().st_mtime_ns == before
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(file.read_text() + file.read_text().splitlines()[0].replace("0?", "z?"))
+    other = python(RECIPE, *flags, "--data", changed)
+    assert other.returncode == 1 and "has changed since the run in" in other.stderr
+    assert [data] == list((tmp_path / "run").glob("data-*"))
+
+
+def test_two_processes_and_a_kill_with_a_file_are_one_exact_run(file, chat_base, tmp_path):
+    five = tmp_path / "five.jsonl"
+    five.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
+
+    def flags(folder):
+        names = ("--model", chat_base, "--data", five, "--output_dir", tmp_path / folder)
+        return (*names, "--sample_every", 0, "--save_every", 2, "--log_every", 1)
+
+    log = tmp_path / "log"
+    run = Started(RECIPE, *flags("a"), processes=2, log=log)
+    while not any((tmp_path / "a").glob("checkpoint-[2468]")):
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.01)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    for folder in ("a", "whole"):
+        done = launch(RECIPE, *flags(folder), processes=2)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("; 4 conversations are too few to learn from") == 1
+    resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
+    assert resumed == whole and len(whole) == 100
 
 
 def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data, tmp_path):
