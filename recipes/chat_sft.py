@@ -24,11 +24,11 @@ from gpt2_accel.files import digest
 from gpt2_accel.recipe_command import recipe_command
 
 FEW = 8  # conversations
-EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 100, 0.1
-UPDATES_PER_EPOCH, LARGEST_BATCH = 100, 64  # the batch is in windows
+EPOCHS, MOST_EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 20, 900, 0.1
+UPDATES_PER_EPOCH = 300
 # The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
-LONGEST_WINDOW, MICRO_BATCH = 1024, 8192  # tokens
+LONGEST_WINDOW, MICRO_BATCH, LARGEST_BATCH = 1024, 8192, 65536  # tokens
 LONGEST_INTERVAL = 250  # updates between evaluations
 
 
@@ -152,12 +152,14 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
             setattr(config, name, value)
         return getattr(config, name)
 
-    batch = 2 ** int(math.log2(max(1, min(LARGEST_BATCH, windows / UPDATES_PER_EPOCH))))
+    batch = min(windows / UPDATES_PER_EPOCH, LARGEST_BATCH / length)
+    batch = 2 ** int(math.log2(max(1, batch)))
     batch = -(-batch // processes) * processes
     batch = default("total_batch_size", batch * length) // length
     default("micro_batch_size", max(1, min(batch // processes, MICRO_BATCH // length)))
     epoch = math.ceil(windows / max(1, batch))
-    epochs = default("epochs", max(EPOCHS, math.ceil(FEWEST_UPDATES / epoch)))
+    longer = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
+    epochs = default("epochs", max(EPOCHS, longer))
     steps = default("max_steps", max(1, round(epochs * epoch)))
     default("warmup_steps", round(WARMUP_SHARE * steps))
     default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
