@@ -18,7 +18,7 @@ from gpt2_accel.device import best_device
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.files import JsonLines
 from gpt2_accel.generation.sampling import user_turn
-from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.hf.convert import local_directory, read_config
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens, special_tokens
 
@@ -61,7 +61,7 @@ def main() -> None:
     except ImportError as error:
         raise ValueError(f"DPO needs TRL ({error}): pip install 'trl>=1.16'") from error
     directory, folder = local_directory(verified_directory(config.model)), Path(config.output_dir)
-    tokenizer, shape = load_tokenizer(directory), from_pretrained(directory).config
+    tokenizer, shape = load_tokenizer(directory), read_config(directory)
     prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
     if config.data.endswith(".jsonl"):
         items = read_items(config.data)
@@ -71,16 +71,26 @@ def main() -> None:
         items = [Item(f"row {number} of {config.data}", row) for number, row in enumerate(rows)]
     special, device = special_tokens(tokenizer), best_device().type
     pairs = [as_messages(item.fields, item.place, special) for item in items]
-    options = {"num_train_epochs": config.epochs, "beta": config.beta, "seed": config.seed}
-    options |= {"learning_rate": config.learning_rate, "lr_scheduler_type": "cosine"}
-    options |= {"warmup_steps": 0.1, "max_length": shape.n_positions, "logging_steps": 1}
-    options |= {"gradient_checkpointing": False, "report_to": [], "bf16": device == "cuda"}
-    options["per_device_train_batch_size"] = micro = config.micro_batch_size
-    options["gradient_accumulation_steps"] = max(1, config.batch_size // micro)
+    settings = DPOConfig(
+        str(folder / "trl"),
+        num_train_epochs=config.epochs,
+        beta=config.beta,
+        seed=config.seed,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,  # a share
+        max_length=shape.n_positions,
+        per_device_train_batch_size=config.micro_batch_size,
+        gradient_accumulation_steps=max(1, config.batch_size // config.micro_batch_size),
+        gradient_checkpointing=False,
+        bf16=device == "cuda",
+        logging_steps=1,
+        report_to=[],
+    )
     trainer = DPOTrainer(
         # The reference is given: TRL would load it again by the name in the config.
         *(AutoModelForCausalLM.from_pretrained(directory, dtype="float32") for _ in range(2)),
-        DPOConfig(str(folder / "trl"), **options),
+        settings,
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
     )

@@ -55,7 +55,7 @@ class ChatSFT(TrainConfig):
     min_lr_ratio: float = 0.0
 
     eval_every: int | None = setting(None, "updates between evaluations; default an epoch")
-    sample_every: int | None = setting(None, "updates between samples; default as eval_every")
+    sample_every: int | None = setting(None, "updates between samples; default a third of all")
     sample_prompts: list[str] = setting(
         ["Who are you?", "What is the capital of France?"], "questions that the samples answer"
     )
@@ -165,7 +165,7 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
     parts = math.ceil(epoch / LONGEST_INTERVAL)  # of a long epoch
     every = default("eval_every", math.ceil(epoch / parts))
-    default("sample_every", every)
+    default("sample_every", max(every, steps // EPOCHS))
     default("save_every", every)
     few = train["documents"] is not None and train["documents"] < FEW
     warning = f"; {train['documents']} conversations are too few to learn from" if few else ""

@@ -69,11 +69,11 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
 @pytest.mark.parametrize(
     ("windows", "processes", "expected"),
     [  # windows per update, updates, warmup, updates between evaluations
-        (11, 1, (1, 110, 11, 11)),
-        (11, 2, (2, 102, 10, 6)),
-        (153, 1, (1, 459, 46, 153)),
-        (2057, 1, (16, 387, 39, 129)),
-        (200_000, 8, (64, 9375, 938, 241)),
+        (11, 1, (1, 220, 22, 11)),
+        (11, 2, (2, 120, 12, 6)),
+        (153, 1, (1, 918, 92, 153)),
+        (2057, 1, (4, 1545, 154, 172)),
+        (200_000, 8, (128, 4689, 469, 224)),
     ],
 )
 def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch):
@@ -152,7 +152,7 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
     assert "too few" not in done.stdout
     assert f"in {tmp_path}/run, the one of the lowest validation loss in" in done.stdout
     values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
-    assert len(values) == 5 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
+    assert len(values) == 20 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
     before = (data / "manifest.json").stat().st_mtime_ns
     again = python(RECIPE, *flags)
     assert "is complete" in again.stdout and (data / "manifest.json").stat().st_mtime_ns == before
@@ -183,7 +183,7 @@ def test_two_processes_and_a_kill_with_a_file_are_one_exact_run(file, chat_base,
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("; 4 conversations are too few to learn from") == 1
     resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
-    assert resumed == whole and len(whole) == 100
+    assert resumed == whole and len(whole) == 40
 
 
 def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data, tmp_path):
