@@ -165,12 +165,12 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
     parts = math.ceil(epoch / LONGEST_INTERVAL)  # of a long epoch
     every = default("eval_every", math.ceil(epoch / parts))
-    default("sample_every", max(every, steps // EPOCHS))
+    default("sample_every", max(every, math.ceil(steps / EPOCHS)))
     default("save_every", every)
     few = train["documents"] is not None and train["documents"] < FEW
     warning = f"; {train['documents']} conversations are too few to learn from" if few else ""
     return (
-        f"{steps:,} updates of {batch:,} windows of {length:,} tokens, {steps / epoch:.3g} epochs of {windows:,} windows, "
+        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps / epoch:.3g} epochs of {windows:,} windows, "
         f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
     )
 

@@ -422,7 +422,7 @@ def chat() -> Iterator[Row]:
         ("--functions 99999", "functions with a short docstring: lower --functions"),
     ):
         yield Row("python_conversations", arguments, words)
-    arguments = "--functions 1 --invented 1 --output ."
+    arguments = "--functions 9 --invented 1 --output ."
     yield Row("python_conversations", arguments, "other questions", {"train.jsonl": "mine\n"})
     for arguments, words in (
         ("--model nowhere --data r.jsonl", "nowhere"),
