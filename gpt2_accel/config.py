@@ -20,7 +20,7 @@ from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_f
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "resume_from", "law")
-HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/uploads.py`
+HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
 COMMANDS = ("dry_run", "profile")
 AUTO = 0  # the micro-batch size `auto`
