@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import TemplateError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from gpt2_accel.files import first_line
 
@@ -28,7 +28,6 @@ GPT2_VOCAB_SIZE = 50257
 # OpenAI's file of GPT-2's merges, by the address under which tiktoken caches it.
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-LARGEST_BPE = 2**20  # tokens; the trainer allocates memory for all of them at once
 # `fingerprint` of GPT-2's BPE; tiktoken gives the same ids.
 GPT2_FINGERPRINT = "98de00669996e48e8db9590e7c13d37461bb11178e80fa2abcafb3e49f542baf"
 # Text that tokenizers with other pre-tokenizers or normalizers encode differently. In order: a word without a leading
@@ -89,24 +88,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     """Trains a byte-level BPE with GPT-2's word splitting on `texts`.
 
     `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer tokens.
-    Raises `ValueError` if it leaves no room for a merge or is above `LARGEST_BPE`.
+    Raises `ValueError` if it leaves no room for a merge or has more than seven digits.
     """
-    if not 257 < vocab_size <= LARGEST_BPE:
+    if not 257 < vocab_size < 10**7:  # the trainer allocates memory for all tokens at once
         raise ValueError(
-            f"vocab_size of a BPE is from 258, the bytes, {END_OF_TEXT} and a merge, to {LARGEST_BPE:,}, got {vocab_size:,}"
+            f"vocab_size of a BPE is at least 258, the bytes, {END_OF_TEXT} and a merge, and below 10 million, got "
+            f"{vocab_size:,}"
         )
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),  # else it prints empty lines to stdout
-    )
     print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
-    bpe.train_from_iterator(texts, trainer)
-    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
-    vocab = bpe.get_vocab()
-    return _bpe([*sorted(vocab, key=vocab.get), END_OF_TEXT], merges)
+    progress = sys.stderr.isatty()  # elsewhere it prints empty lines to stdout
+    trained = byte_tokenizer().train_new_from_iterator(texts, vocab_size, show_progress=progress)
+    model = json.loads(trained.backend_tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    tokens.remove(END_OF_TEXT)  # the library has it first
+    return _bpe([*tokens, END_OF_TEXT], [tuple(merge) for merge in model["merges"]])
 
 
 def char_tokenizer(text: Iterable[str]) -> "PreTrainedTokenizerBase":
@@ -165,7 +160,9 @@ def save_tokenizer(
     """
     name = name or folder
     check_spaces(tokenizer, name)
-    whole_texts(tokenizer.backend_tokenizer)
+    # A `tokenizer.json` may have truncation or padding, and a call of the tokenizer may leave them.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the library raises nothing narrower for a full disk
@@ -231,15 +228,17 @@ def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
     `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
     file.
     """
-    raw, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
-    same_tokens = raw.get_vocab().items() <= loaded.get_vocab().items()
-    return same_tokens and _probe_ids(raw) == _probe_ids(loaded)
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    same_tokens = plain.get_vocab().items() <= tokenizer.get_vocab().items()
+    return same_tokens and _probe_ids(plain) == _probe_ids(tokenizer)
 
 
-def _probe_ids(backend: Tokenizer) -> list[list[int]] | None:
+def _probe_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
     """Returns the token ids of `PROBE`, None if the tokenizer fails on it."""
     try:
-        return encode(backend, [PROBE])
+        return encode(tokenizer, [PROBE])[0]
     except ValueError:
         return None
 
@@ -259,83 +258,50 @@ def clear_panics() -> Iterator[None]:
         ) from error
 
 
-def whole_texts(backend: Tokenizer) -> None:
-    """Turns truncation and padding off. A `tokenizer.json` may have them, and a call of the tokenizer may leave them."""
-    backend.no_truncation()
-    backend.no_padding()
-
-
 # Encoding
 
 
-def encode(
-    tokenizer: "PreTrainedTokenizerBase | Tokenizer", texts: Sequence[str]
-) -> list[list[int]]:
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
 
     Raises `ValueError` for a character that is not in the vocabulary, and for a regular expression that takes too long.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    whole_texts(backend)
-    backend.encode_special_tokens = True  # as text
     with clear_panics():
         try:
-            return [encoding.ids for encoding in backend.encode_batch(list(texts))]
+            return tokenizer(list(texts), split_special_tokens=True, verbose=False)["input_ids"]
         except Exception as error:  # the library raises nothing narrower
-            unknown = sorted(set("".join(texts)) - backend.get_vocab().keys())
+            unknown = sorted(set("".join(texts)) - tokenizer.get_vocab().keys())
             raise ValueError(
                 f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, or use a BPE or "
                 "byte tokenizer, which know every character"
             ) from error
-        finally:
-            backend.encode_special_tokens = False
 
 
 def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
     """Returns a function that encodes one text as `encode`, on one core, to (tokens,) of an integer dtype.
 
-    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`; bytes and characters are looked
-    up.
+    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`.
     """
-    backend = tokenizer.backend_tokenizer
-    vocab, plain = backend.get_vocab(), functools.partial(encode_text, backend)
     if fingerprint(tokenizer) == GPT2_FINGERPRINT:
-        fast = functools.partial(gpt2_encoding(backend).encode_to_numpy, disallowed_special=())
-    elif vocab == byte_tokenizer().get_vocab():
-        fast = encode_bytes
-    elif backend.to_str() == char_tokenizer("".join(vocab)).backend_tokenizer.to_str():
-        table = np.full(sys.maxunicode + 1, -1, np.int32)
-        table[list(map(ord, vocab))] = list(vocab.values())
-        return functools.partial(encode_characters, backend, table)
-    else:
-        return plain
-    # The same vocabulary and merges may have another normalizer or pre-tokenizer.
-    return fast if [fast(PROBE).tolist()] == _probe_ids(backend) else plain
+        fast = functools.partial(_gpt2_encoding(tokenizer).encode_to_numpy, disallowed_special=())
+        # The same vocabulary and merges may have another normalizer or pre-tokenizer.
+        if fast(PROBE).tolist() == _probe_ids(tokenizer):
+            return fast
+    return functools.partial(_encode_text, tokenizer)
 
 
-def encode_text(backend: Tokenizer, text: str) -> np.ndarray:
-    """Encodes a text by the `tokenizers` library, to (tokens,) int64."""
-    return np.array(encode(backend, [text])[0], np.int64)
+def _encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
+    """Encodes one text by the `tokenizers` library, to (tokens,) int64."""
+    return np.array(encode(tokenizer, [text])[0], np.int64)
 
 
-def encode_bytes(text: str) -> np.ndarray:
-    """Encodes a text by `byte_tokenizer`, to (bytes,) uint8."""
-    return np.frombuffer(text.encode(), np.uint8)
-
-
-def encode_characters(backend: Tokenizer, table: np.ndarray, text: str) -> np.ndarray:
-    """Encodes a text by the tokens of each code point, -1 for none, to (characters,) int32. Raises as `encode_text`."""
-    ids = table[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
-    return ids if ids.min(initial=0) >= 0 else encode_text(backend, text)
-
-
-def gpt2_encoding(backend: Tokenizer) -> "tiktoken.Encoding":
+def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
     """Returns tiktoken's encoding of GPT-2's BPE."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    vocab = backend.get_vocab()
+    vocab = tokenizer.get_vocab()
     # No special token is allowed above. But without any, tiktoken searches for the empty string, which takes half as
     # long again.
     specials = {END_OF_TEXT: vocab.pop(END_OF_TEXT)}

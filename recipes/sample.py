@@ -31,7 +31,6 @@ class Sample(Sampling):
     )
     chat: bool = setting(False, "talk to a model that has a chat template")
     system: str = setting("", "system prompt of a chat")
-    logprobs: bool = setting(False, "print each sample's mean log-probability per token, in nats")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
 
@@ -43,17 +42,8 @@ def main() -> None:
         return
     if tokenizer.chat_template and sys.stdin.isatty():
         print("this model has a chat template: --chat true talks to it", file=sys.stderr)
-    written = stream(
-        model,
-        tokenizer,
-        [config.prompt],
-        config,
-        logprobs=config.logprobs,
-        compile=config.compile,
-    )
-    samples = show(written, live=config.num_samples == 1)
-    for sample in samples if config.logprobs else []:
-        print(f"log-probability per token: {sum(sample.logprobs) / len(sample.ids):.4f} nats")
+    written = stream(model, tokenizer, [config.prompt], config, compile=config.compile)
+    show(written, live=config.num_samples == 1)
 
 
 def talk(chat: Chat, config: Sample) -> None:
@@ -94,8 +84,8 @@ def lines(first: str, sign: str) -> Iterator[str]:
             yield line
 
 
-def show(written: Iterator[list[Completion]], live: bool) -> list[Completion]:
-    """Prints the samples and returns them; with `live` the only sample is printed as it is generated."""
+def show(written: Iterator[list[Completion]], live: bool) -> None:
+    """Prints the samples; with `live` the only sample is printed as it is generated."""
     shown = 0
     for samples in written:
         if live:
@@ -106,7 +96,6 @@ def show(written: Iterator[list[Completion]], live: bool) -> list[Completion]:
         print()
     else:
         print("\n---------------\n".join(sample.prompt + sample.text for sample in samples))
-    return samples
 
 
 if __name__ == "__main__":

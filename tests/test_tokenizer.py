@@ -101,8 +101,8 @@ def test_gpt2_ids_are_tiktokens(gpt2):
 def test_a_trained_bpe_has_the_size_asked_for_and_its_separator_last():
     tokenizer = train_bpe([TEXT], 270)
     assert len(tokenizer) == 270 and tokenizer.eos_token_id == 269
-    for size in (257, 2**20 + 1):
-        with pytest.raises(ValueError, match="vocab_size of a BPE is from 258"):
+    for size in (257, 10**7):
+        with pytest.raises(ValueError, match="vocab_size of a BPE is at least 258"):
             train_bpe([TEXT], size)
 
 
@@ -264,7 +264,7 @@ def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
     assert Tokenizer.from_file(str(tmp_path / "saved/tokenizer.json")).truncation is None
 
 
-def test_another_normalizer_is_not_encoded_by_tiktoken_or_as_bytes(gpt2):
+def test_another_normalizer_is_not_encoded_by_tiktoken(gpt2):
     for plain in (gpt2, byte_tokenizer()):
         other = Tokenizer.from_str(plain.backend_tokenizer.to_str())
         other.normalizer = normalizers.NFC()
@@ -272,6 +272,3 @@ def test_another_normalizer_is_not_encoded_by_tiktoken_or_as_bytes(gpt2):
         for tokenizer in (plain, other):
             assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
         assert encode(plain, [PROBE]) != encode(other, [PROBE])
-    characters = char_tokenizer("abc")
-    characters.backend_tokenizer.normalizer = normalizers.Lowercase()
-    assert token_encoder(characters)("ABC").tolist() == [0, 1, 2]

@@ -22,6 +22,7 @@ from gpt2_accel.tokenizer import prompt_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROOM = 1024  # tokens for which a conversation's first cache has memory at least
 Message = Mapping[str, str]
 """A message: `role` is "system", "user" or "assistant", `content` its text."""
 
@@ -30,19 +31,17 @@ class Chat:
     """Answers conversations. What a conversation has in common with the one before is not computed again.
 
     `dropped` is the number of messages that the last answer was given without: when a conversation outgrows the model's
-    positions, its oldest turns are dropped. `computed` is the number of prompt tokens that it computed. Raises `ValueError`
-    if the tokenizer has no chat template.
+    positions, its oldest turns are dropped. Raises `ValueError` if the tokenizer has no chat template.
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", *, compile: bool = False
+        self, model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", compile: bool = False
     ):
         prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
         self.model, self.tokenizer, self.compile = model, tokenizer, compile
-        self.dropped = self.computed = 0
+        self.dropped = 0
         self._cache: KVCache | None = None
-        self._prompt: list[int] = []
-        self._answer = Completion([])
+        self._read: list[int] = []  # the tokens in the cache, and maybe more
 
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Completion]:
         """Yields the assistant's next message after each token; always the same object, one token longer.
@@ -57,30 +56,31 @@ class Chat:
         self.dropped = len(messages) - len(kept)
         room = min(sampling.max_new_tokens, n_positions - len(prompt))
         sampling = replace(sampling, max_new_tokens=room, num_samples=1)
-        self._read(prompt)
-        written = stream(
+        self._fill_cache(prompt, room)
+        for (answer,) in stream(
             self.model, self.tokenizer, [kept], sampling, compile=self.compile, cache=self._cache
-        )
-        for (self._answer,) in written:
-            yield self._answer
+        ):
+            self._read = prompt + answer.ids
+            yield answer
 
     @torch.no_grad()
-    def _read(self, prompt: list[int]) -> None:
-        """Reads `prompt` into the cache, without the tokens at its start that the cache holds already."""
-        cache, known = self._cache, 0
-        if cache is not None:
-            before = (self._prompt + self._answer.ids)[: cache.end]
-            pairs = zip(before, prompt[:-1], strict=False)  # the last token gives the logits
-            known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    def _fill_cache(self, prompt: list[int], room: int) -> None:
+        """Reads `prompt` into the cache, without the tokens at its start that the cache holds already; it then has
+        room for `room` more."""
+        slots = len(prompt) + room
         with evaluating(self.model):
-            if known:
-                cache.truncate(known)
-                cache.append(torch.tensor([prompt[known:]], device=self.model.device))
+            if self._cache is not None and slots <= self._cache.slots:
+                before = self._read[: self._cache.end]
+                known = 0
+                # The last token is read always: it gives the logits.
+                while known < min(len(before), len(prompt) - 1) and before[known] == prompt[known]:
+                    known += 1
+                self._cache.truncate(known)
+                self._cache.append(torch.tensor([prompt[known:]], device=self.model.device))
             else:
-                slots = min(2 * len(prompt), self.model.config.n_positions)
-                cache = KVCache(self.model, [prompt], slots, compile=self.compile)
-        self._cache, self._prompt, self._answer = cache, prompt, Completion([])
-        self.computed = len(prompt) - known
+                slots = min(max(2 * slots, ROOM), self.model.config.n_positions)
+                self._cache = KVCache(self.model, [prompt], slots, compile=self.compile)
+        self._read = prompt
 
 
 def fit(
@@ -105,8 +105,8 @@ def fit(
     start = starts[min(first, len(starts) - 1)]
     ids = prompt(start)
     if len(ids) >= n_positions:
-        what = "the system prompt and the last message have" if system else "the last message has"
         raise ValueError(
-            f"{what} {len(ids):,} tokens with the template, and the model reads {n_positions:,}: write less"
+            f"the last message has {len(ids):,} tokens with the chat template and the system prompt, and the model reads "
+            f"{n_positions:,}: write less"
         )
     return [*system, *turns[start:]], ids

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from gpt2_accel.device import best_device, has_cpp_compiler
 from gpt2_accel.models import LanguageModel, LayerCache
@@ -19,9 +18,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each bloc
 class KVCache:
     """The KV cache of a batch of rows, for a model in evaluation mode.
 
-    `rows` are token ids, at least one per row. `slots`, at most `n_positions`, is the length of a row up to which memory is
-    allocated at once; longer rows take more, twice as much each time. Device
-    and dtype are those of the weights. With `compile` the forward of one token is compiled, once each for one row, for
+    `rows` are token ids, at least one per row. `slots`, at most `n_positions`, is the most tokens that a row can have.
+    Device and dtype are those of the weights. With `compile` the forward of one token is compiled, once each for one row, for
     several rows of one length, and for several rows with padding.
 
     `logits` (B, vocab_size), in the dtype of the weights, predict the token after each row.
@@ -33,7 +31,7 @@ class KVCache:
         config, device = model.config, model.device
         longest = max(map(len, rows))
         assert 0 < min(map(len, rows)) and longest <= slots <= config.n_positions
-        self.model, self.compile = model, compile
+        self.model, self.compile, self.slots = model, compile, slots
         self.end = 0  # slots in use
         padding = [longest - len(row) for row in rows]
         self.padding = torch.tensor(padding, device=device) if any(padding) else None
@@ -47,38 +45,15 @@ class KVCache:
         padded = [[0] * pad + row for pad, row in zip(padding, rows, strict=True)]
         self.logits = self._read(torch.tensor(padded, device=device))
 
-    def repeat(self, times: int) -> None:
-        """Repeats each row `times` times; copies are adjacent."""
-        if times > 1:
-            self.layers = [
-                (keys.repeat_interleave(times, dim=0), values.repeat_interleave(times, dim=0))
-                for keys, values in self.layers
-            ]
-            self.logits = self.logits.repeat_interleave(times, dim=0)
-            if self.padding is not None:
-                self.padding = self.padding.repeat_interleave(times)
-
     def append(self, ids: torch.Tensor) -> None:
         """Appends tokens to each row and updates `logits`. ids: (B, T) int64."""
-        self._reserve(self.end + ids.shape[1])
+        assert self.end + ids.shape[1] <= self.slots
         self.logits = self._read(ids)
 
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens of rows without padding. `logits` are valid after an `append`."""
         assert self.padding is None and length <= self.end
         self.end = length
-
-    def _reserve(self, slots: int) -> None:
-        """Allocates more memory if it is for fewer than `slots`."""
-        allocated = self.layers[0][0].shape[2] - 1
-        if slots <= allocated:
-            return
-        assert slots <= self.model.config.n_positions
-        more = min(max(slots, 2 * allocated), self.model.config.n_positions) - allocated
-        self.layers = [
-            (F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more)))
-            for keys, values in self.layers
-        ]
 
     def _read(self, input_ids: torch.Tensor) -> torch.Tensor:
         T = input_ids.shape[1]

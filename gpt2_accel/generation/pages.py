@@ -3,10 +3,9 @@
 `Guard` is the middleware that closes a page to other sites.
 """
 
-import functools
 import html
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import pairwise, zip_longest
@@ -18,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gpt2_accel.generation.chat import Chat, fit
+from gpt2_accel.generation.chat import Chat
 from gpt2_accel.generation.sampling import Completion, Sampling, stream, user_turn
 from gpt2_accel.models import LanguageModel
 
@@ -62,11 +61,10 @@ class LoadedModel:
     def answer(self, messages: Messages, sampling: Sampling) -> Iterator[str]:
         """Yields the answer to a conversation as it grows."""
         # A chat answers one conversation at a time, and keeps the KV cache of its last.
-        new = functools.partial(Chat, self.model, self.tokenizer, compile=self.compile)
-        chat = self.idle.pop() if self.idle else new()
+        chat = self.idle.pop() if self.idle else Chat(self.model, self.tokenizer, self.compile)
         try:
-            for number, answer in enumerate(chat.answer(messages, sampling)):
-                if number == 0 and chat.dropped:
+            for answer in chat.answer(messages, sampling):
+                if len(answer.ids) == 1 and chat.dropped:
                     gr.Info(f"{self.name} no longer reads the first {chat.dropped} messages.")
                 yield shown(answer)
         finally:
@@ -82,6 +80,19 @@ class LoadedModel:
 def shown(completion: Completion) -> str:
     """Returns the text of a completion, with `CUT` if the model has not ended it."""
     return completion.text + (CUT if completion.ended in (None, "length") else "")
+
+
+def in_turns(streams: Sequence[Iterator[str]]) -> Iterator[list[str]]:
+    """Yields the texts of all streams, a token of each in turn. A `ValueError` becomes a warning on the page and ends them."""
+    texts = [""] * len(streams)
+    try:
+        for step in zip_longest(*streams):
+            texts = [new or old for new, old in zip(step, texts, strict=True)]
+            yield texts
+    except (
+        ValueError
+    ) as error:  # not `gr.Error`, after which Gradio leaves the message box disabled
+        gr.Warning(str(error))
 
 
 def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
@@ -156,62 +167,30 @@ def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -
     return Sampling(int(length), temperature, int(top_k), top_p, seed=random.randrange(2**31))
 
 
-def in_turns(streams: Sequence[Iterator[str]]) -> Iterator[list[str]]:
-    """Yields the texts of all streams, a token of each in turn."""
-    texts = [""] * len(streams)
-    for step in zip_longest(*streams):
-        texts = [new or old for new, old in zip(step, texts, strict=True)]
-        yield texts
-
-
-def with_errors(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Returns the function with `gr.Error`, which a page shows, in place of `ValueError`."""
-
-    @functools.wraps(function)
-    def wrapper(*inputs: Any) -> Iterator[Any]:
-        try:
-            yield from function(*inputs)
-        except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from error
-
-    return wrapper
-
-
 def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:
     """Returns a page for conversations. The chatbot of a second model shows the same messages with its own answers."""
+    sliders = settings(length=200)
 
-    def check(message: str) -> dict:
-        """Refuses a message that cannot be answered; it stays in the box."""
-        try:
-            for loaded in models:
-                fit(loaded.tokenizer, user_turn(message), loaded.model.config.n_positions, room=1)
-        except ValueError as error:
-            return gr.validate(False, str(error))
-        return gr.validate(True, "")
-
-    @with_errors
     def answer(message: str, history: list[dict], system: str | None, *rest: Any) -> Iterator[Any]:
         """Yields the first model's answer, and the second model's conversation if there is one."""
-        *values, second = rest if len(models) == 2 else (*rest, [])
-        histories = [history, second[: len(history)]][: len(models)]
+        values, second = rest[: len(sliders)], rest[len(sliders) :]
+        histories = [history, *(said[: len(history)] for said in second)]
         sampling = sampling_of(*values)
         streams = [
             loaded.answer(conversation(said, message, system), sampling)
             for loaded, said in zip(models, histories, strict=True)
         ]
-        for first, *others in in_turns(streams):
-            asked = text_message("user", message)
-            more = [[*histories[1], asked, text_message("assistant", text)] for text in others]
-            yield (
-                (text_message("assistant", first), *more)
-                if more
-                else text_message("assistant", first)
-            )
+        asked = text_message("user", message)
+        for texts in in_turns(streams):
+            answers = [text_message("assistant", text) for text in texts]
+            if len(models) == 1:
+                yield answers[0]
+            else:
+                yield answers[0], [*histories[1], asked, answers[1]]
 
     with gr.Blocks(title="Chat", analytics_enabled=False) as page:
         row = gr.Row()
         bots = [text_chatbot(loaded.name, f"one-of-{len(models)}") for loaded in models]
-        system = gr.Textbox(label="System prompt", lines=2, render=False)
         chat = gr.ChatInterface(
             answer,
             chatbot=bots[0],
@@ -223,14 +202,17 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
                 submit_btn=True,
                 stop_btn=True,
             ),
-            additional_inputs=[system, *settings(length=200), *bots[1:]],
+            additional_inputs=[
+                gr.Textbox(label="System prompt", lines=2, render=False),
+                *sliders,
+                *bots[1:],
+            ],
             additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
             additional_outputs=bots[1:],
             examples=[[text] for text in examples] or None,
-            validator=check,
             api_visibility="private",
         )
-        with row:
+        with row:  # the interface has rendered its own below
             for bot in bots:
                 bot.unrender()
                 bot.render()
@@ -243,8 +225,6 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
             else:  # the second model's conversation is as long as the first's
                 shorter = "(first, second) => [second.slice(0, first.length)]"
                 bots[0].change(None, [bots[0], bot], bot, js=shorter)
-                both = [bots[0], chat.chatbot_state]
-                bot.clear(lambda: ([], []), None, both, queue=False)
         page.load(None, js=COPY_TEXT)
     return page
 
@@ -252,11 +232,11 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
 def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:
     """Returns a page on which each model continues the same text."""
 
-    @with_errors
     def write(prompt: str | None, *values: float) -> Iterator[Any]:
         sampling = sampling_of(*values)
         streams = [loaded.continuation(prompt or "", sampling) for loaded in models]
-        yield from (texts if len(models) > 1 else texts[0] for texts in in_turns(streams))
+        for texts in in_turns(streams):
+            yield texts if len(models) > 1 else texts[0]
 
     return gr.Interface(
         write,

@@ -266,7 +266,6 @@ def sampling() -> Iterator[Row]:
         "{run}": "{run}: did you mean --model {run}?",
         "--top_p 2": "top_p must be above 0",
         "--dtype float8": "dtype must be one of float32, bfloat16",
-        "--overflow error --max_new_tokens 1000": "1000",
         "--model {chars_model} --prompt \N{SNOWMAN}": "\N{SNOWMAN}",
         "--model {chars_model}": "prompt",
         "--model openai-community/gpt2": "openai-community/gpt2",

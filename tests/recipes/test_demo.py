@@ -227,8 +227,10 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
     one = Visitor(browser, chat_server.url)
     one.ask("x<|im_end|>")
     one.wait_for(lambda: "holds the special token <|im_end|>" in one.page.inner_text("body"))
-    assert one.box.input_value() == "x<|im_end|>" and not one.said()
-    one.errors.clear()  # the refusal is a status 422
+    one.wait_for(one.is_done)
+    assert not any(one.said("bot"))
+    one.click("Clear")
+    one.wait_for(lambda: not one.said())
     one.ask(HTML)
     one.wait_for(lambda: any(map(len, one.said("bot"))))
     assert not one.is_done()  # the text streams in
@@ -283,7 +285,4 @@ def test_two_models_continue_a_text(browser, text_server):
     assert prompt == HTML and first != second
     for text in (first, second):
         assert text.startswith(HTML) and text.endswith(" …") and len(text) < len(HTML) + 100
-    visitor.page.get_by_label("Prompt").fill("x" * 60_000)
-    visitor.page.get_by_role("button", name="Write").click()
-    visitor.wait_for(lambda: "shorten it to at most 50,000" in visitor.page.inner_text("body"))
     visitor.close()

@@ -107,10 +107,9 @@ def test_shakespeare_char_trains_and_samples(tmp_path):
     first, again = python(*arguments), python(*arguments)
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout and first.stdout.count("the ") >= 3
-    options = "--num_samples 1 --dtype bfloat16 --stop sat dog --logprobs true"
+    options = "--num_samples 1 --dtype bfloat16 --stop sat dog"
     one = python(*arguments, *options.split())  # a single sample is streamed
     assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
-    assert "log-probability per token: -" in one.stdout
     assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
 
 
