@@ -43,9 +43,15 @@ class LayerCache(NamedTuple):
 
 
 class ModelConfig:
-    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture.
+    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture; it has `from_settings`,
+    which returns the shape that a `TrainConfig` describes for a vocabulary size or raises `ValueError`, and the
+    properties below.
 
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
+    `parameter_count` are the parameters as saved: a tied head counts once, vocabulary padding does not count.
+    `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `attention_width` is the L·H·Q of
+    the attention's FLOPs: layers x query heads x channels of a head. `cache_shape` are layers, heads of keys and values,
+    and channels per head of the KV cache.
     """
 
     architecture: ClassVar[str]
@@ -55,10 +61,10 @@ class ModelConfig:
     n_embd: int
     dropout: float
 
-    @classmethod
-    def from_settings(cls, settings: object, vocab_size: int) -> "ModelConfig":
-        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings it does not have."""
-        raise NotImplementedError
+    parameter_count: int
+    matmul_parameters: int
+    attention_width: int
+    cache_shape: tuple[int, int, int]
 
     def build(self) -> "LanguageModel":
         """Builds a model of this shape with newly initialised weights."""
@@ -68,26 +74,6 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128, for faster matrix products."""
         return -(-self.vocab_size // 128) * 128
-
-    @property
-    def parameter_count(self) -> int:
-        """Parameters of the model as saved: a tied head counts once, vocabulary padding does not count."""
-        raise NotImplementedError
-
-    @property
-    def matmul_parameters(self) -> int:
-        """The N in 6N FLOPs per token: parameters in matrix products."""
-        raise NotImplementedError
-
-    @property
-    def attention_width(self) -> int:
-        """The L·H·Q of the attention's FLOPs: layers x query heads x channels of a head."""
-        raise NotImplementedError
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values, and channels per head of the KV cache."""
-        raise NotImplementedError
 
 
 def layers_heads_width(settings: object) -> tuple[int, int, int]:

@@ -118,7 +118,7 @@ def test_greedy_tokens_equal_those_of_transformers_also_with_padding(kind):
     reference.generation_config.eos_token_id = None
     rows = [torch.randint(100, (length,)).tolist() for length in (3, 9)]
     sampling = Sampling(max_new_tokens=20, temperature=0.0, num_samples=1)
-    found = [ids for ids, _ in tokens(model, rows, sampling)]
+    found = list(tokens(model, rows, sampling))
     for row, ours in zip(rows, zip(*found, strict=True), strict=True):
         expected = reference.generate(torch.tensor([row]), max_new_tokens=20, do_sample=False)
         assert list(ours) == expected[0, len(row) :].tolist()
