@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from gpt2_accel import GPT, GPTConfig, kernels
 from gpt2_accel.kernels import cross_entropy, linear
-from gpt2_accel.models import LayerCache
 
 
 def step(model, tokens):
@@ -34,37 +33,6 @@ def test_loss_and_gradients_are_equal_without_kernels(compiled, monkeypatch):
     assert abs(with_kernels[0] - without[0]) < 2e-3 * without[0]
     for one, other in zip(with_kernels[1], without[1], strict=True):
         assert (one - other).norm() < 2e-2 * other.norm()
-
-
-def test_logits_of_a_single_token_are_equal_without_kernels():
-    model = GPT(GPTConfig(100, n_positions=16, n_layer=1, n_head=2, n_embd=32)).eval()
-
-    def logits():
-        layers = [LayerCache(*torch.zeros(2, 1, 2, 5, 16), torch.arange(1), 1)]
-        positions = torch.zeros(1, 1, dtype=torch.int64)
-        return model.decode(torch.tensor([[7]]), positions, None, layers)
-
-    with torch.no_grad():
-        fast = logits()
-        with kernels.chosen(enabled=False):
-            torch.testing.assert_close(fast, logits())
-
-
-@pytest.mark.parametrize(
-    ("units", "faster"), [("AVX2", True), ("AVX512 bf16", False), ("AVX512 bf16 amx", True)]
-)
-def test_torch_mv_multiplies_single_rows_in_bf16_where_it_is_faster(monkeypatch, units, faster):
-    monkeypatch.setattr(linear, "cpu_instructions", lambda: units)
-    linear.has_dot_products.cache_clear()
-    mv, calls = torch.mv, []
-    monkeypatch.setattr(torch, "mv", lambda *args: calls.append(args[0].dtype) or mv(*args))
-    x, weight = torch.randn(1, 1, 8), torch.randn(4, 8)
-    with torch.no_grad():
-        linear.linear(x, weight)
-        linear.linear(x.bfloat16(), weight.bfloat16())
-        linear.linear(torch.cat([x, x]), weight)
-    assert calls == [torch.float32, torch.bfloat16][: 1 + faster]
-    linear.has_dot_products.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

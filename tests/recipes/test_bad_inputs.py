@@ -173,9 +173,6 @@ def folders() -> Iterator[Row]:
         yield Row(recipe, arguments, words)
     for content, words in ((b"", "x.txt is empty"), (TEXT.encode("utf-16"), "x.txt")):
         yield Row("shakespeare_char", "--input x.txt", words, {"x.txt": content})
-    long = {"c.yaml": f"sample_prompts: [{'x' * 10**5}]"}
-    words = "the prompt has 100,000 characters"
-    yield Row("pretrain_124m", tiny + "--config c.yaml --sample_every 9", words, long)
 
 
 def data() -> Iterator[Row]:
