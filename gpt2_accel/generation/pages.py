@@ -83,16 +83,16 @@ def shown(completion: Completion) -> str:
 
 
 def in_turns(streams: Sequence[Iterator[str]]) -> Iterator[list[str]]:
-    """Yields the texts of all streams, a token of each in turn. A `ValueError` becomes a warning on the page and ends them."""
+    """Yields the texts of all streams, a token of each in turn, at least once. A `ValueError` is shown as a warning and ends
+    them."""
     texts = [""] * len(streams)
     try:
         for step in zip_longest(*streams):
             texts = [new or old for new, old in zip(step, texts, strict=True)]
             yield texts
-    except (
-        ValueError
-    ) as error:  # not `gr.Error`, after which Gradio leaves the message box disabled
-        gr.Warning(str(error))
+    except ValueError as error:
+        gr.Warning(str(error))  # `gr.Error` would leave the message box disabled
+        yield texts
 
 
 def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
@@ -107,7 +107,8 @@ def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
         latex_delimiters=[],
         buttons=["copy", "copy_all"],
     )
-    # Not a subclass: for each component class Gradio writes a .pyi file into the package.
+    # Not a subclass: for each component class Gradio writes a .pyi file into the package. An update of the component
+    # (`gr.update`, `gr.skip`) would replace it by one without these functions.
     draw = bot.postprocess
     bot.preprocess = received
     bot.postprocess = lambda messages: draw(
@@ -141,9 +142,10 @@ def conversation(history: Sequence[dict], message: str, system: str | None) -> M
     """Returns what the model reads: a chatbot's history without unanswered messages and without `CUT`, and the message."""
     messages = [{"role": "system", "content": system}] if system and system.strip() else []
     for asked, answer in pairwise(history):
-        if (asked["role"], answer["role"]) == ("user", "assistant"):
+        answered = text_of(answer).removesuffix(CUT)
+        if (asked["role"], answer["role"]) == ("user", "assistant") and answered:
             messages += user_turn(text_of(asked))
-            messages.append({"role": "assistant", "content": text_of(answer).removesuffix(CUT)})
+            messages.append({"role": "assistant", "content": answered})
     return messages + user_turn(message)
 
 

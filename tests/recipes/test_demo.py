@@ -207,6 +207,7 @@ def test_the_model_reads_answered_messages():
     from gpt2_accel.generation.pages import CUT, conversation
 
     said = [("user", "a"), ("user", "b"), ("assistant", f"c{CUT}"), ("system", "d"), ("user", "e")]
+    said += [("assistant", "")]
     history = [{"role": role, "content": text} for role, text in said]
     found = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in found] == ["Be kind.", "b", "c", "f"]
@@ -229,8 +230,9 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
     one.wait_for(lambda: "holds the special token <|im_end|>" in one.page.inner_text("body"))
     one.wait_for(one.is_done)
     assert not any(one.said("bot"))
-    one.click("Clear")
-    one.wait_for(lambda: not one.said())
+    one.page.wait_for_timeout(500)
+    one.click("Undo")
+    one.wait_for(lambda: not one.said() and one.box.input_value() == "x<|im_end|>")
     one.ask(HTML)
     one.wait_for(lambda: any(map(len, one.said("bot"))))
     assert not one.is_done()  # the text streams in
