@@ -227,6 +227,8 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
             else:  # the second model's conversation is as long as the first's
                 shorter = "(first, second) => [second.slice(0, first.length)]"
                 bots[0].change(None, [bots[0], bot], bot, js=shorter)
+                both = [bots[0], chat.chatbot_state]
+                bot.clear(lambda: ([], []), None, both, queue=False)
         page.load(None, js=COPY_TEXT)
     return page
 
