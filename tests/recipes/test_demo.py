@@ -26,7 +26,7 @@ def save_models(folder, tokenizer, vocab_size):
     """Saves two models of 512 positions that write different printable ASCII; returns their directories."""
     for number in (1, 2):
         torch.manual_seed(number)
-        model = GPT(GPTConfig(vocab_size, 512, n_layer=4, n_head=4, n_embd=256))
+        model = GPT(GPTConfig(vocab_size, 512, n_layer=12, n_head=4, n_embd=256))
         with torch.no_grad():
             model.wte.weight[:32] = model.wte.weight[127:] = 0
             for parameter in model.parameters():
