@@ -1,4 +1,4 @@
-"""Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/studies/optimizers.md.
+"""Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/results.md.
 
 `python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_published.py` compares the pages.
 """
@@ -174,4 +174,36 @@ def plus_minus(values: np.ndarray, form: str = ".3f") -> str:
     return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
 
 
-STUDIES = {"scaling": scaling, "rates": rates, "optimizers": optimizers}
+def architectures(folder: Path) -> str:
+    """Returns the losses of models that each add one change to the one before, after equal tokens and after equal time."""
+    with (folder / "cpu/architectures.csv").open(encoding="utf-8") as file:
+        runs = [row for row in csv.DictReader(file) if row["seed"] != "0"]  # which tuned the rate
+    rows = {name: [name] for name in dict.fromkeys(run["model"] for run in runs)}
+    heads = ["model"]
+    for corpus, name in (
+        ("Python", "data/python_stdlib"),
+        ("Shakespeare", "data/shakespeare_char"),
+    ):
+        heads += [f"{corpus}: equal tokens", "change", "equal time"]
+        before = None
+        for model, row in rows.items():
+            found: dict[int, dict[str, float]] = {}
+            for run in runs:
+                if (run["corpus"], run["model"]) == (name, model):
+                    found.setdefault(int(run["tokens"]), {})[run["seed"]] = float(run["loss"])
+            last, timed = (
+                np.array([loss for _, loss in sorted(found[of(found)].items())])
+                for of in (max, min)
+            )
+            change = "" if before is None else plus_minus(last - before, "+.3f")
+            row += [plus_minus(last), change, f"{timed.mean():.3f}"]
+            before = last
+    return markdown(heads, rows.values())
+
+
+STUDIES = {
+    "scaling": scaling,
+    "rates": rates,
+    "optimizers": optimizers,
+    "architectures": architectures,
+}

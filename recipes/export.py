@@ -3,7 +3,7 @@
     python recipes/export.py --model runs/quickstart --dtype q8_0 --output quickstart.gguf
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id. The file holds the tokenizer, which has to
-be a byte-level BPE. For ONNX see docs/serving.md.
+be a byte-level BPE. For ONNX see docs/hub.md.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Export:
         if output.suffix == ".onnx":
             raise ValueError(
                 f"{output} is no GGUF file: write ONNX by optimum-cli export onnx --model {self.model} --task "
-                "text-generation FOLDER (docs/serving.md)"
+                "text-generation FOLDER (docs/hub.md)"
             )
         if output.suffix == ".safetensors":
             raise ValueError(

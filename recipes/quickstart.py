@@ -6,7 +6,7 @@ Data: the `.py` files of the running interpreter's standard library, tests left 
 file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,096 trained on the rest,
 about 3.3M tokens. Batch: 16 sequences x 128 tokens = 2,048 tokens per update, 1,000 updates, 2.0M tokens.
 With so few tokens two layers reach a lower loss than four, in less time. Muon's schedule, weight decay, beta2 and warmup
-are those that the study in docs/studies/optimizers.md chose for this text at half this width. The learning rate is the
+are those that the study in docs/results.md chose for this text at half this width. The learning rate is the
 best of 0.012, 0.018 and 0.025 here.
 `--init_from DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
 Expected: about 1.47 bits per byte on the held-out files, after two to three minutes on 2 CPU cores.

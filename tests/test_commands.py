@@ -181,7 +181,7 @@ NOT_RUN = {
     ),
     "pip install 'llama-cpp-python[server]==0.3.36'": "compiles",
     **dict.fromkeys(
-        SERVERS, "tests/hf/test_serving.py does, or docs/serving.md says that it does not run"
+        SERVERS, "tests/hf/test_serving.py does, or docs/hub.md says that it does not run"
     ),
     "hf auth login": "asks for a token",
     "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",

@@ -69,7 +69,7 @@ def test_every_column_of_a_table_but_the_first_has_a_name(page):
         ("training", TrainConfig()),
         ("checkpoints", TrainConfig()),
         ("chat", load_recipe("chat_sft").ChatSFT()),
-        ("generation", load_recipe("sample").Sample()),
+        ("evaluation", load_recipe("sample").Sample()),
     ],
 )
 def test_the_defaults_of_the_settings_are_those_of_the_code(page, defaults):

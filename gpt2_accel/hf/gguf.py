@@ -204,5 +204,5 @@ def word_splitting(pre_tokenizer: dict | None) -> str:
 def raise_differs(reason: str) -> NoReturn:
     """Raises `ValueError`: llama.cpp cannot encode as the tokenizer does, for this reason."""
     raise ValueError(
-        f"llama.cpp cannot encode text as the tokenizer does ({reason}): export it as ONNX (docs/serving.md)"
+        f"llama.cpp cannot encode text as the tokenizer does ({reason}): export it as ONNX (docs/hub.md)"
     )

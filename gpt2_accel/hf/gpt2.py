@@ -36,7 +36,7 @@ def gguf(config: GPTConfig) -> dict[str, Any]:
     """Returns llama.cpp's metadata. A GGUF file does not name the activation: every GPT-2 gets the tanh approximation."""
     if config.gelu != "tanh":
         raise ValueError(
-            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as ONNX (docs/serving.md)"
+            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as ONNX (docs/hub.md)"
         )
     return {"feed_forward_length": 4 * config.n_embd, "layer_norm_eps": 1e-5}
 

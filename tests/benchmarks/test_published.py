@@ -12,7 +12,12 @@ import published
 from results import RESULTS, ratios, read_results
 
 README = (ROOT / "README.md").read_text()
-PAGES = {"scaling": "scaling", "rates": "scaling", "optimizers": "studies/optimizers"}
+PAGES = {
+    "scaling": "scaling",
+    "rates": "scaling",
+    "optimizers": "results",
+    "architectures": "results",
+}
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e\d+)?")
 
 

@@ -1,4 +1,4 @@
-"""Saved GPT-2 directories have what programs other than transformers require (see docs/serving.md).
+"""Saved GPT-2 directories have what programs other than transformers require (see docs/hub.md).
 
 llama.cpp (convert_hf_to_gguf.py) reads `n_ctx`, `n_embd`, `n_head`, `n_layer`, `layer_norm_epsilon` and
 `architectures` from config.json, assumes an MLP of 4 x n_embd, transposes the four Conv1D matrices, and maps tensor

@@ -1,4 +1,4 @@
-"""The servers of docs/serving.md answer its request with the model's own greedy tokens.
+"""The servers of docs/hub.md answer its request with the model's own greedy tokens.
 
 `make test-serve` compiles llama.cpp and names its Python in LLAMA_PYTHON.
 """
@@ -71,8 +71,8 @@ def smollm2_tokenizer(texts):
 
 
 def request():
-    """Returns the body of the request in docs/serving.md."""
-    text = (ROOT / "docs/serving.md").read_text()
+    """Returns the body of the request in docs/hub.md."""
+    text = (ROOT / "docs/hub.md").read_text()
     [command] = re.findall(r"^curl .*/v1/completions .*$", text, re.MULTILINE)
     words = shlex.split(command)
     return json.loads(words[words.index("-d") + 1])
