@@ -19,7 +19,7 @@ def gguf(config: Qwen3Config) -> dict[str, Any]:
     """Returns llama.cpp's metadata."""
     if config.rope_scaling is not None:
         raise ValueError(
-            "llama.cpp does not scale the rotary positions of a Qwen3: use another server (docs/serving.md)"
+            "llama.cpp does not scale the rotary positions of a Qwen3: use another server (docs/hub.md)"
         )
     return llama.gguf(config)
 

@@ -43,7 +43,7 @@ def test_settings_that_were_not_taken_differ_as_the_page_says(corpus, place, oth
     runs = published.read_runs(RESULTS / "cpu" / taken[0])
     first, second = (published.losses_of(runs, settings) for settings in (taken[place], other))
     differences = {tokens: second[tokens] - first[tokens] for tokens in first}
-    page = (ROOT / "docs/studies/optimizers.md").read_text()
+    page = (ROOT / "docs/results.md").read_text()
     assert f"{published.plus_minus(differences[768_000], '+.4f')} at 768,000 tokens" in page
     assert sum(each.mean() < 0 for each in differences.values()) == lower
 
