@@ -5,7 +5,7 @@
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
-saves time in one sample of more than about a thousand tokens (docs/evaluation.md). `--chat` answers each line of the
+saves time in one sample of more than about a thousand tokens (docs/performance.md). `--chat` answers each line of the
 terminal, or of a file that is piped in, until its end (Ctrl-D); `--prompt` is then the first line.
 """
 
