@@ -85,7 +85,7 @@ def train(folder: Path) -> None:
 
 
 def qwen3(folder: Path) -> None:
-    """A Qwen3, with grouped queries and rotary angles as an operator, has the same losses compiled and not."""
+    """A Qwen3, with grouped queries, has the same losses compiled and not."""
     compiled, eager = (
         run(folder, name, compiled=name == "compiled", architecture="qwen3")
         for name in ("compiled", "eager")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from gpt2_accel.hf.convert import check_finite, conversion, to_hf
-from gpt2_accel.kernels.rotary import rotary_frequencies
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.rotary import rotary_frequencies
 from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
 
 if TYPE_CHECKING:

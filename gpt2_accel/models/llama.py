@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.kernels.rotary import RotaryScaling, rotary_angles
 from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
@@ -30,6 +29,7 @@ from gpt2_accel.models.parts import (
     rotate,
     sequence_positions,
 )
+from gpt2_accel.models.rotary import RotaryScaling, rotary_angles
 
 
 @dataclass

@@ -19,9 +19,9 @@ from transformers import (
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.hf.gguf import DTYPES, write_gguf
-from gpt2_accel.kernels.rotary import RotaryScaling
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.models.rotary import RotaryScaling
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, encode, train_bpe
 
 gguf = pytest.importorskip("gguf", reason="needs the extra: pip install 'gguf>=0.17'")

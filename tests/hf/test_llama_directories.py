@@ -18,9 +18,9 @@ from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load, tokens
 from gpt2_accel.hf.convert import build, hf_config, read_config, to_hf
-from gpt2_accel.kernels.rotary import RotaryScaling
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.models.rotary import RotaryScaling
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
@@ -203,7 +203,7 @@ def test_a_model_with_scaled_rotary_positions_equals_that_of_transformers(scalin
     reference.generation_config.eos_token_id = None
     row = torch.randint(100, (9,))
     sampling = Sampling(max_new_tokens=60, temperature=0.0, num_samples=1)
-    found = [ids[0] for ids, _ in tokens(model, [row.tolist()], sampling)]
+    found = [ids[0] for ids in tokens(model, [row.tolist()], sampling)]
     assert (
         found == reference.generate(row[None], max_new_tokens=60, do_sample=False)[0, 9:].tolist()
     )

@@ -1,12 +1,10 @@
-"""The angles of rotary position embeddings, computed once in a compiled model instead of for each head of each layer."""
+"""The angles of rotary position embeddings, and how Llama 3 scales them."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-from gpt2_accel import kernels
 
 
 class RotaryScaling(NamedTuple):
@@ -52,32 +50,7 @@ def rotary_angles(
     position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
     position times `rotary_frequencies`.
     """
-    exporting = torch.compiler.is_exporting()  # an exported graph has torch's operators only
-    once = kernels.choices.enabled and torch.compiler.is_compiling() and not exporting
-    return (opaque_angles if once else plain_angles)(position_ids, head_dim, theta, scaling)
-
-
-def plain_angles(
-    position_ids: torch.Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotary_angles` in plain PyTorch."""
     frequencies = rotary_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
     angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
     return angles.cos(), angles.sin()
-
-
-# A custom operator, opaque to Dynamo. Otherwise inductor fuses the powers, cosines and sines into each use.
-@torch.library.custom_op("gpt2_accel::rotary_angles", mutates_args=())
-def opaque_angles(
-    position_ids: torch.Tensor, head_dim: int, theta: float, scaling: Sequence[float] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotary_angles` as an operator."""
-    return plain_angles(position_ids, head_dim, theta, scaling)
-
-
-@opaque_angles.register_fake
-def _(position_ids, head_dim, theta, scaling):
-    rows = position_ids.shape[0] if position_ids.ndim > 1 else 1
-    shape = (rows, 1, position_ids.shape[-1], head_dim)
-    return tuple(position_ids.new_empty(shape, dtype=torch.float32) for _ in range(2))
