@@ -229,11 +229,11 @@ def generation(folder: Path) -> None:
     model, tokenizer = load(str(folder / "run"))
     prompts = [tokenizer.encode(text) for text in ("the cat 3 sat", "the", "on the mat. the cat 1")]
     greedy = Sampling(32, temperature=0)
-    several = [ids for ids, _ in tokens(model, prompts, greedy)]
+    several = list(tokens(model, prompts, greedy))
     torch._dynamo.utils.counters.clear()
-    compiled = [ids for ids, _ in tokens(model, prompts, greedy, compile=CUDA)]
+    compiled = list(tokens(model, prompts, greedy, compile=CUDA))
     assert not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.counters
-    alone = [ids for ids, _ in tokens(model, prompts[:1], greedy)]
+    alone = list(tokens(model, prompts[:1], greedy))
     assert compiled == several and [ids[:1] for ids in several] == alone, (several, alone)
     print(tokenizer.decode([ids[0] for ids in alone]))
 
