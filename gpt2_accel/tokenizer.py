@@ -43,8 +43,6 @@ PROBE = (
     "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
 )
 
-# Making a tokenizer
-
 
 def gpt2_tokenizer() -> "PreTrainedTokenizerBase":
     """Returns GPT-2's byte-level BPE of 50,257 tokens, built from OpenAI's list of merges.
@@ -119,16 +117,12 @@ def char_tokenizer(text: Iterable[str]) -> "PreTrainedTokenizerBase":
     return PreTrainedTokenizerFast(tokenizer_object=characters)
 
 
-# Loading and saving
-
-
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of an HF directory or Hub id. Its token ids are those of `tokenizer.json`.
 
-    `AutoTokenizer` changes those of some tokenizers, such as SmolLM2's, whose splitting of digits it replaces by
-    GPT-2's; then the file is loaded as it is.
-    Raises `FileNotFoundError` if there is none, `ValueError` if the token ids differ all the same, if the tokenizer is
-    not one of the `tokenizers` library, or if it is of SentencePiece's kind.
+    `AutoTokenizer` changes those of some, such as SmolLM2's, whose splitting of digits it replaces by GPT-2's; then the file
+    is loaded as it is. Raises `FileNotFoundError` if there is none, `ValueError` if the token ids differ all the same, if it
+    is not of the `tokenizers` library, or if it is of SentencePiece's kind.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
@@ -223,11 +217,8 @@ def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
-    """Whether a loaded tokenizer has the tokens of the `tokenizer.json` that it was loaded from, and encodes `PROBE` alike.
-
-    `AutoTokenizer` may build the normalizer, pre-tokenizer and model options from the tokenizer's class instead of that
-    file.
-    """
+    """Whether a loaded tokenizer has the tokens of its `tokenizer.json` and encodes `PROBE` alike: `AutoTokenizer` may build
+    the normalizer, pre-tokenizer and model options from the tokenizer's class instead."""
     from transformers import PreTrainedTokenizerFast
 
     plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -256,9 +247,6 @@ def clear_panics() -> Iterator[None]:
             f"the tokenizer fails on a text ({first_line(error)}): a regular expression in its tokenizer.json is too "
             "slow, use another tokenizer"
         ) from error
-
-
-# Encoding
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
@@ -309,9 +297,6 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
-
-
-# Conversations
 
 
 def conversation_tokens(
@@ -378,9 +363,6 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
     found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(found | {tokenizer.eos_token} - {None})
-
-
-# Facts about a tokenizer
 
 
 def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
