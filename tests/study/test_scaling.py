@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from launching import ROOT, python
+from launching import ROOT, in_process
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.estimate.dry_run import dry_run
@@ -111,9 +111,9 @@ def test_repeated_data_is_refused_unless_asked_for(data_dir):
 def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path):
     options = f"--data_dir {data_dir} --n_positions 32 --max_epochs 99 --eval_tokens 1024".split()
     both = (*options, "--budgets", "1e10", "2e10", "--target_flops", "1e11")
-    planned = python(RECIPE, *both, "--dry_run", "true")
+    planned = in_process(RECIPE, *both, "--dry_run", "true")
     assert planned.stdout.count("missing ") == 11, planned.stderr
-    done = python(RECIPE, *both, "--output_dir", tmp_path)
+    done = in_process(RECIPE, *both, "--output_dir", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "scaling.html").read_text()
     assert page.count('class="narrow"') == 1 and (tmp_path / "runs.csv").exists()
