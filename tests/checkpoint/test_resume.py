@@ -8,13 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import contents, losses, run, status, tiny_config
-from safetensors.torch import save_file
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.checkpoint.state_dict import gather_to_host, optimizer_tensors
-from gpt2_accel.checkpoint.writer import load_training_state
+from gpt2_accel.checkpoint.state_dict import gather_to_host
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest
 
@@ -49,15 +47,6 @@ def test_resume_refuses_another_seed_or_sequence_length(name, value, data_dir, t
     with pytest.raises(ValueError, match=f"trained with --{name} .* --ignore_changes"):
         run(tiny_config(data_dir, tmp_path / "run", **changed))
     run(tiny_config(data_dir, tmp_path / "run", **changed, ignore_changes=True))
-
-
-def test_a_run_ended_by_early_stopping_stays_finished(data_dir, tmp_path):
-    changes = {"eval_every": 1, "patience": 2, "learning_rate": 1.0, "resume_from": "latest"}
-    config = tiny_config(data_dir, tmp_path / "run", **changes, max_steps=30)
-    first = run(config)
-    assert len(first) < 30
-    assert len(run(config)) == len(first)
-    assert status(tmp_path / "run")["state"] == "finished"
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(
@@ -112,28 +101,6 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_an_example(data_dir, tmp
             find_checkpoint(str(name), tmp_path / "run")
 
 
-@pytest.mark.parametrize("is_main, kept", [(True, ["a", "b"]), (False, [])])
-def test_only_the_main_process_keeps_gathered_tensors(is_main, kept):
-    accelerator = SimpleNamespace(is_main_process=is_main, device=torch.device("cpu"))
-    found = gather_to_host(accelerator, {"a": torch.ones(2), "b": torch.zeros(3)})
-    assert list(found) == kept
-
-
-def test_copies_from_a_gpu_wait_once_at_the_end(monkeypatch):
-    """Into pinned memory, which `to` allocates for a copy that is not blocking."""
-    calls, plain = [], torch.Tensor.to
-
-    def spied(tensor, *args, **kwargs):
-        calls.append(kwargs.get("non_blocking"))
-        return plain(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "to", spied)
-    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    gpu = torch.device("cuda", 3)
-    gather_to_host(SimpleNamespace(is_main_process=True, device=gpu), {"a": torch.ones(2)})
-    assert calls == [True, gpu]
-
-
 def test_without_pinned_memory_the_copy_is_an_ordinary_one(monkeypatch):
     plain = torch.Tensor.to
 
@@ -145,23 +112,6 @@ def test_without_pinned_memory_the_copy_is_an_ordinary_one(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", refusing)
     main = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
     assert gather_to_host(main, {"a": torch.ones(2)})["a"].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(("device", "cloned"), [("cpu", 6), ("cuda", 2)])
-def test_a_resume_clones_only_what_stays_on_the_cpu(device, cloned, tmp_path, monkeypatch):
-    """On a GPU each rank would need the optimizer's whole state in host memory besides."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(list(model.named_parameters()))
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    (tmp_path / "training_state").mkdir()
-    save_file(optimizer_tensors(optimizer), tmp_path / "training_state/optimizer.safetensors")
-    clone, clones = torch.Tensor.clone, []
-    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clones.append(1) or clone(tensor))
-    accelerator = SimpleNamespace(device=torch.device(device), scaler=None)
-    state = {"optimizer": "AdamW", "scaler": None}
-    load_training_state(tmp_path, state, accelerator, optimizer)
-    assert len(clones) == cloned  # two moments and the step of two parameters, or the two steps
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
@@ -216,6 +166,9 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
+    found = status(tmp_path)
+    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "max_hours", True)
+    assert not (tmp_path / "model.safetensors").exists()
     run(tiny_config(data_dir, tmp_path, max_steps=2, **settings))
     found = status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)
