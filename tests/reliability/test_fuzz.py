@@ -4,13 +4,12 @@ import json
 import shutil
 
 import pytest
-from conftest import LONG, tiny_config
+from conftest import LONG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import DTYPES, read_manifest, read_shard, verify_data
 from gpt2_accel.data.stream import TokenStream
 
@@ -48,19 +47,6 @@ def changed(value, path, new):
     copy = value.copy()
     copy[path[0]] = changed(value[path[0]], path[1:], new)
     return copy
-
-
-@given(st.data())
-@FUZZ
-def test_any_settings_file(tmp_path, data):
-    names = st.sampled_from(list(tiny_config("d", "o").__dict__)) | st.text(max_size=8)
-    content = data.draw(st.dictionaries(names, JSON, max_size=4))
-    path = tmp_path / "c.yaml"
-    path.write_text(json.dumps(content))
-    try:
-        assert isinstance(parse_config(TrainConfig, ["--config", str(path)]), TrainConfig)
-    except CLEAR as error:
-        assert str(error)
 
 
 @given(st.data())

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 from conftest import as_flags, contents, long, losses, metrics, run, status, tiny_config
 from launching import ROOT, launch, python
-from test_reliability import KILLING_SCRIPT, SCRIPT, finish, last_step, start, wait_for, weights
+from test_reliability import (
+    KILLING_SCRIPT,
+    SCRIPT,
+    finish,
+    killed_before_each,
+    last_step,
+    start,
+    wait_for,
+    weights,
+)
 
 import gpt2_accel.checkpoint.writer as writer_module
 import gpt2_accel.runtime.context as context_module
@@ -96,10 +105,11 @@ def test_a_dry_run_takes_no_lock(data_dir, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, times, report):
+@long
+def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, report):
     """Two starts of one command run beside each other; one of both is killed at a random time and started again."""
-    rng, kills = random.Random(1), times(2, 40)
-    settings = {"max_steps": times(100, 4000), "save_every": 7, "resume_from": "latest"}
+    rng, kills = random.Random(1), 40
+    settings = {"max_steps": 4000, "save_every": 7, "resume_from": "latest"}
     config = tiny_config(data_dir, tmp_path / "run", **settings)
     both, killed, refused = [start(config), start(config)], 0, 0
     while (codes := [process.poll() for process in both]) != [0, 0]:
@@ -140,25 +150,22 @@ def test_an_extended_run_gives_its_newest_weights(data_dir, tmp_path):
 def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, times, report):
     """The last save of a run that diverges is of an older step than its newest update."""
 
-    def diverged(number: int, folder: Path):
+    def diverged(kill_at):
+        folder = tmp_path / f"killed-{kill_at}"
         config = tiny_config(data_dir, folder, max_steps=99, save_every=4, keep_last=1)
-        return python(KILLING_SCRIPT, number, ".checkpoint-6.", DIVERGING, *as_flags(config))
+        command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", DIVERGING, *as_flags(config))
+        return python(*command)
 
-    done = diverged(0, tmp_path / "whole")
-    assert done.returncode == 1 and "resume from checkpoint-6" in done.stderr, done.stderr
-    kept = [path.name for path in list_checkpoints(tmp_path / "whole")]
-    assert kept == ["checkpoint-4", "checkpoint-6"]
-    tried, number = 0, times(8, 1)
-    while diverged(number, tmp_path / f"killed-{number}").returncode == -signal.SIGKILL:
+    for number in killed_before_each("a diverging run", diverged, times(30, 1), report, ends=1):
         saved = list_checkpoints(tmp_path / f"killed-{number}")
         assert saved and all(find_corruption(path) is None for path in saved)
-        tried, number = tried + 1, number + times(30, 1)
-    assert tried
-    report("SIGKILL before each change on the disk of a diverging run's save", tried, tried, "none")
+    # The run that was not killed keeps the checkpoint from before, and is told to resume from it.
+    whole = tmp_path / f"killed-{number + times(30, 1)}"
+    assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-4", "checkpoint-6"]
+    assert "resume from checkpoint-6" in status(whole)["reason"]
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["before", "within"])
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize(("step", "within"), [(4, False), (8, True)])
 def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     step, within, data_dir, tmp_path, monkeypatch
 ):
@@ -437,7 +444,10 @@ def test_paths_may_differ_between_ranks(data_dir, tmp_path):
 
 @pytest.mark.parametrize(
     ("processes", "split"),
-    [(2, "train"), (2, "val"), *(pytest.param(1, split, marks=long) for split in ("train", "val"))],
+    [
+        (2, "train"),
+        *(pytest.param(*case, marks=long) for case in ((2, "val"), (1, "train"), (1, "val"))),
+    ],
 )
 def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_path, report):
     data = shutil.copytree(data_dir, tmp_path / "data")
