@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import anonymous_memory, losses, make_text, run, tiny_config
 
-from gpt2_accel.data.loader import EvalLoader, Mixture, TrainLoader, open_split, shuffled
+from gpt2_accel.data.loader import EvalLoader, Mixture, TrainLoader, open_split
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
     HEADER,
@@ -154,29 +154,3 @@ def test_1_3_trillion_tokens_open_fast_with_few_open_files_and_little_memory(tmp
     assert opened < 5
     assert files < 300
     assert grown < 20 * 2**20
-
-
-def test_the_order_takes_microseconds_and_batches_are_faster_than_a_gpu(tmp_path):
-    size = 10**12
-    positions = np.arange(200_000)
-    shuffled(positions[:10], size, 0)
-    begun = time.process_time()
-    shuffled(positions, size, 0)
-    order = (time.process_time() - begun) / len(positions)
-    loader = mixture_loader(
-        sparse_data(tmp_path, 2, 10_000_000),
-        sequence_length=1024,
-        micro_batch_size=64,
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    speeds = []
-    for _ in range(4):  # the first loads the pages
-        begun = time.process_time()
-        for step in range(32):
-            for _batch in loader.update(256 * step, 256):
-                pass
-        speeds.append(32 * 256 * 1024 / (time.process_time() - begun))
-    torch.set_num_threads(threads)
-    assert order < 2e-6
-    assert max(speeds) > 50 * 142_000

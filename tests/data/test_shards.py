@@ -199,10 +199,8 @@ def test_a_shard_round_trips(tmp_path, dtype):
     [
         lambda data: b"X" + data[1:],
         lambda data: data[:8] + b"\x09" + data[9:],  # version
-        lambda data: data[:12] + b"\x03" + data[13:],  # bytes per token
         lambda data: data[:16] + b"\x07" + data[17:],  # tokens
         lambda data: data[:24] + b"\x00" + data[25:],  # checksum
-        lambda data: data[:10],
         lambda data: data[: HEADER.size + 3],
         lambda data: bytes(HEADER.size) + data[HEADER.size :],  # never closed
     ],

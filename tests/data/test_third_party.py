@@ -196,14 +196,6 @@ def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, kind, gpt2):
     assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
 
 
-def test_datatroves_wide_tokens_without_separators_are_read(tmp_path, trained_bpe):
-    write_ds(tmp_path / "d", np.arange(200, dtype="<u4"), "somewhere/else|4")
-    (tmp_path / "d/tokenizer").symlink_to(trained_bpe)
-    stream = TokenStream(tmp_path / "d", "val")
-    assert stream.read(0, 10).tolist() == list(range(190, 200))
-    assert read_manifest(tmp_path / "d")["tokenizer"]["end_of_text"] is None
-
-
 def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
     for name, error, message, change in [
         (
