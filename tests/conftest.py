@@ -173,6 +173,12 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
     return TrainConfig(**settings)
 
 
+@pytest.fixture
+def tiny(data_dir, tmp_path):
+    """A function that returns the settings of `tiny_config` for a run in a folder of the test's own."""
+    return lambda folder="", **changes: tiny_config(data_dir, tmp_path / folder, **changes)
+
+
 def reset_accelerate() -> None:
     """Forgets Accelerate's settings, as a new process does."""
     GradientState._reset_state()

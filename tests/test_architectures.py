@@ -41,14 +41,12 @@ def trained(architecture, data_dir, tmp_path_factory):
     return folder
 
 
-def test_training_lowers_the_loss_and_resumes_to_the_bit(architecture, data_dir, trained, tmp_path):
+def test_training_lowers_the_loss_and_resumes_to_the_bit(tiny, architecture, trained, tmp_path):
     whole = metrics(trained)
     assert losses(whole)[-1] < losses(whole)[0] - 0.3
     changes = {"optimizer": "muon", "document_mask": True, "checkpoint_activations": True}
     changes |= {"resume_from": str(trained / "checkpoint-4"), "eval_every": 4, "save_every": 4}
-    resumed = run(
-        tiny_config(data_dir, tmp_path / "again", **SIZES, architecture=architecture, **changes)
-    )
+    resumed = run(tiny("again", **SIZES, architecture=architecture, **changes))
     assert losses(resumed) == losses(whole)[4:]
     weights = "model.safetensors"
     assert (tmp_path / "again" / weights).read_bytes() == (trained / weights).read_bytes()
@@ -65,20 +63,20 @@ def test_final_model_opens_everywhere(architecture, trained):
     assert write_report([read_run(trained)], trained / "report").exists()
 
 
-def test_resume_refuses_another_architecture(architecture, data_dir, trained, tmp_path):
+def test_resume_refuses_another_architecture(tiny, architecture, trained):
     changes = {"resume_from": str(trained / "checkpoint-4")}
     with pytest.raises(
         ValueError,
         match=f"holds architecture {architecture}.* but the settings say architecture gpt2",
     ):
-        run(tiny_config(data_dir, tmp_path / "other", **changes))
+        run(tiny("other", **changes))
     changes |= {"init_from": None, "depth": 1, "architecture": architecture}
     with pytest.raises(ValueError, match="holds n_layer 2, .*, but the settings say n_layer 1, "):
-        run(tiny_config(data_dir, tmp_path / "other", **changes))
+        run(tiny("other", **changes))
 
 
-def test_dry_run_of_a_depth(architecture, data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, architecture=architecture, depth=2, dry_run=["here"])
+def test_dry_run_of_a_depth(tiny, architecture):
+    config = tiny(architecture=architecture, depth=2, dry_run=["here"])
     found = dry_run(config)
     vocab_size, width = 257, 128
     attention, mlp = {
@@ -90,7 +88,7 @@ def test_dry_run_of_a_depth(architecture, data_dir, tmp_path):
 
 
 def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
-    architecture, data_dir, tmp_path, monkeypatch
+    tiny, architecture, tmp_path, monkeypatch
 ):
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(9)))
@@ -98,15 +96,11 @@ def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
     changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
     changes |= {"sample_tokens": 5}
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    eager = run(
-        tiny_config(data_dir, tmp_path / "eager", **SIZES, architecture=architecture, **changes)
-    )
+    eager = run(tiny("eager", **SIZES, architecture=architecture, **changes))
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = run(
-        tiny_config(data_dir, tmp_path / "compiled", **SIZES, architecture=architecture, **changes)
-    )
+    compiled = run(tiny("compiled", **SIZES, architecture=architecture, **changes))
     # One graph for training, one for the validation loss, none for HellaSwag and samples.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert losses(compiled) == pytest.approx(losses(eager), abs=1e-2)
@@ -116,14 +110,10 @@ def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
-def test_sharded_training_equals_training_on_one_process(architecture, data_dir, tmp_path):
+def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp_path):
     changes = {"max_steps": 2, "total_batch_size": 8 * 32, "save_every": 2}
-    one = run(
-        tiny_config(data_dir, tmp_path / "one", **SIZES, architecture=architecture, **changes)
-    )
-    config = tiny_config(
-        data_dir, tmp_path / "sharded", **SIZES, architecture=architecture, **changes
-    )
+    one = run(tiny("one", **SIZES, architecture=architecture, **changes))
+    config = tiny("sharded", **SIZES, architecture=architecture, **changes)
     flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
     script = ("tests/fsdp_script.py", *as_flags(config))
     done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import losses, run, tiny_config
+from conftest import losses, run
 from transformers import (
     GPT2LMHeadModel,
     TemperatureLogitsWarper,
@@ -29,13 +29,12 @@ def nanogpt_rate(step):
     return PEAK / 10 + 0.5 * (1 + math.cos(math.pi * share)) * (PEAK - PEAK / 10)
 
 
-def test_losses_equal_a_plain_loop_around_transformers(data_dir, tmp_path):
+def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, tmp_path):
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(257, 32, 2, 2, 32)), tmp_path / "start", byte_tokenizer())
     lines = run(
-        tiny_config(
-            data_dir,
-            tmp_path / "run",
+        tiny(
+            "run",
             init_from=str(tmp_path / "start"),
             max_steps=UPDATES,
             warmup_steps=WARMUP,

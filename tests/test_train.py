@@ -39,15 +39,13 @@ def without_speed(metrics):
     return [{k: v for k, v in entry.items() if k not in measured} for entry in metrics]
 
 
-def test_the_first_ten_losses_equal_the_recorded_ones(data_dir, tmp_path):
-    metrics = run(tiny_config(data_dir, tmp_path, max_steps=10))
+def test_the_first_ten_losses_equal_the_recorded_ones(tiny):
+    metrics = run(tiny(max_steps=10))
     assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
 
 
-def test_the_logged_loss_is_the_mean_over_micro_batches(data_dir, tmp_path):
-    config = tiny_config(
-        data_dir, tmp_path, max_steps=1, total_batch_size=8 * 32, micro_batch_size=2
-    )
+def test_the_logged_loss_is_the_mean_over_micro_batches(tiny, data_dir):
+    config = tiny(max_steps=1, total_batch_size=8 * 32, micro_batch_size=2)
     [entry] = run(config)
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(257, n_positions=32, n_layer=2, n_head=2, n_embd=32))
@@ -81,8 +79,10 @@ def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
     assert backwards == [False, False, False, True]
 
 
-def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(data_dir, tmp_path):
-    last = run(tiny_config(data_dir, tmp_path, eval_every=4))[-1]
+def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(
+    tiny, data_dir, tmp_path
+):
+    last = run(tiny(eval_every=4))[-1]
     stream = TokenStream(data_dir, "val")
     samples = np.array([[0, i] for i in range(count_windows(stream, 32))])
     with torch.no_grad():
@@ -93,33 +93,30 @@ def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(data
     assert last["val/bits_per_byte"] == pytest.approx(bits, abs=1e-5)
 
 
-def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(data_dir, tmp_path):
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tiny):
     settings = {"learning_rate": 0.0, "max_steps": 2, "eval_every": 1, "eval_tokens": 512}
-    plain, dropped = (
-        run(tiny_config(data_dir, tmp_path / str(rate), dropout=rate, **settings))
-        for rate in (0.0, 0.5)
-    )
+    plain, dropped = (run(tiny(str(rate), dropout=rate, **settings)) for rate in (0.0, 0.5))
     for one, other in zip(plain, dropped, strict=True):
         assert other["val/loss"] == pytest.approx(one["val/loss"], abs=1e-6)
         assert abs(other["train/loss"] - one["train/loss"]) > 1e-4
 
 
-def test_the_loss_falls_below_that_of_letter_frequencies(data_dir, tmp_path):
-    history = losses(run(tiny_config(data_dir, tmp_path, max_steps=200)))
+def test_the_loss_falls_below_that_of_letter_frequencies(tiny):
+    history = losses(run(tiny(max_steps=200)))
     assert history[0] > 5.4
     assert history[-1] < 2.4  # letter frequencies alone give a loss of 2.50
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, optimizer):
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, optimizer):
     settings = {"optimizer": optimizer, "dropout": 0.1, "save_every": 4, "eval_every": 2}
     settings |= {"keep_last": 9}
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    whole = run(tiny("whole", **settings))
     # The folder of a run killed after its fifth update.
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "cut/checkpoint-4")
     lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut/metrics.jsonl").write_text("".join(lines[:5]) + '{"step": 6, "tok')
-    resumed = run(tiny_config(data_dir, tmp_path / "cut", resume_from="latest", **settings))
+    resumed = run(tiny("cut", resume_from="latest", **settings))
     assert without_speed(resumed) == without_speed(whole)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     optimizer_file = "checkpoint-8/training_state/optimizer.safetensors"
@@ -136,8 +133,8 @@ def test_dropout_differs_between_updates(tmp_path):
     assert len(set(history)) == 4
 
 
-def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path, save_every=2, keep_last=2))
+def test_keep_last_checkpoints_stay_and_open_in_transformers(tiny, tmp_path):
+    run(tiny(save_every=2, keep_last=2))
     assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-6", "checkpoint-8"]
     for folder in (tmp_path, tmp_path / "checkpoint-6"):
         _, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
@@ -145,13 +142,13 @@ def test_keep_last_checkpoints_stay_and_open_in_transformers(data_dir, tmp_path)
     assert status(tmp_path)["state"] == "finished"
 
 
-def test_compiled_equals_eager_and_sampling_does_not_recompile(data_dir, tmp_path, monkeypatch):
+def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):
     settings = {"eval_every": 4, "sample_every": 4, "sample_tokens": 40, "save_every": 4}
-    eager = run(tiny_config(data_dir, tmp_path / "eager", **settings))
+    eager = run(tiny("eager", **settings))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    compiled = run(tiny_config(data_dir, tmp_path / "compiled", **settings))
+    compiled = run(tiny("compiled", **settings))
     assert losses(compiled) == pytest.approx(losses(eager), abs=1e-5)
     assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-5)
     # One graph for training, one for evaluation, none for the 2 x 40 lengths of sampling.
@@ -161,27 +158,27 @@ def test_compiled_equals_eager_and_sampling_does_not_recompile(data_dir, tmp_pat
     # A compiled run resumes eagerly.
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
     from_compiled = tmp_path / "compiled/checkpoint-4"
-    resumed = run(tiny_config(data_dir, tmp_path / "r", resume_from=str(from_compiled), **settings))
+    resumed = run(tiny("r", resume_from=str(from_compiled), **settings))
     assert losses(resumed) == pytest.approx(losses(eager)[4:], abs=1e-5)
 
 
-def test_bf16_comes_from_accelerate_and_weights_stay_fp32(data_dir, tmp_path, monkeypatch):
-    fp32 = losses(run(tiny_config(data_dir, tmp_path / "fp32")))
+def test_bf16_comes_from_accelerate_and_weights_stay_fp32(tiny, tmp_path, monkeypatch):
+    fp32 = losses(run(tiny("fp32")))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    bf16 = losses(run(tiny_config(data_dir, tmp_path / "bf16")))
+    bf16 = losses(run(tiny("bf16")))
     # Saving, evaluating and sampling do not change the precision of training.
     often = {"save_every": 2, "eval_every": 2, "sample_every": 2, "sample_tokens": 5}
-    assert losses(run(tiny_config(data_dir, tmp_path / "often", **often))) == bf16
+    assert losses(run(tiny("often", **often))) == bf16
     assert bf16 == pytest.approx(fp32, abs=0.05) and bf16 != fp32
     tensors = load_file(tmp_path / "bf16/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_init_from_an_hf_gpt2(data_dir, tmp_path):
+def test_init_from_an_hf_gpt2(tiny, tmp_path):
     shape = {"vocab_size": 257, "n_positions": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
     hf = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=256, eos_token_id=256))
     hf.save_pretrained(tmp_path / "hf")
-    config = tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "hf"))
+    config = tiny("run", init_from=str(tmp_path / "hf"))
     assert losses(run(config))[0] == pytest.approx(math.log(257), abs=0.1)
     assert from_pretrained(tmp_path / "run").config.n_positions == 64
     for changes, message in (
@@ -191,39 +188,37 @@ def test_init_from_an_hf_gpt2(data_dir, tmp_path):
             "sequence_length or choose another --i",
         ),
     ):
-        config = tiny_config(data_dir, tmp_path / "new", init_from=str(tmp_path / "hf"), **changes)
+        config = tiny("new", init_from=str(tmp_path / "hf"), **changes)
         with pytest.raises(ValueError, match=message):
             run(config)
         with pytest.raises(ValueError, match="hf is no qwen3"):
             model_shape(replace(config, architecture="qwen3"), 257)
 
 
-def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(
-    data_dir, tmp_path, monkeypatch, capsys
-):
-    eager = run(tiny_config(data_dir, tmp_path / "eager"))
+def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(tiny, monkeypatch, capsys):
+    eager = run(tiny("eager"))
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert losses(run(tiny_config(data_dir, tmp_path / "run"))) == losses(eager)
+    assert losses(run(tiny("run"))) == losses(eager)
     assert "no C++ compiler found" in capsys.readouterr().out
 
 
-def test_another_run_is_neither_overwritten_nor_resumed_with_other_settings(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path))
+def test_another_run_is_neither_overwritten_nor_resumed_with_other_settings(tiny):
+    run(tiny())
     for changes, message in (
         ({}, "holds checkpoint-8 of an earlier run"),
         ({"resume_from": "latest", "optimizer": "muon"}, "trained with AdamW, not Muon"),
     ):
         with pytest.raises((ValueError, FileExistsError), match=message):
-            run(tiny_config(data_dir, tmp_path, **changes))
+            run(tiny(**changes))
 
 
-def test_data_of_another_tokenizer_of_the_same_size_is_refused(data_dir, tmp_path):
+def test_data_of_another_tokenizer_of_the_same_size_is_refused(tiny, tmp_path):
     model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
     characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
     save_pretrained(model, tmp_path / "other", characters)
     with pytest.raises(ValueError, match="another tokenizer than .* has"):
-        run(tiny_config(data_dir, tmp_path / "run", init_from=str(tmp_path / "other")))
+        run(tiny("run", init_from=str(tmp_path / "other")))
 
 
 def test_status_has_the_reason_of_a_failed_run(data_dir, tmp_path):
@@ -254,9 +249,7 @@ def test_peak_flops_of_known_devices():
     assert peak_flops("Something new") is None
 
 
-def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(
-    data_dir, tmp_path, monkeypatch
-):
+def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(tiny, monkeypatch):
     """A rank that collects within an update keeps the others waiting."""
     honest, seen = train_module.accumulate_gradients, []
 
@@ -265,5 +258,5 @@ def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(
         return honest(*args)
 
     monkeypatch.setattr(train_module, "accumulate_gradients", watched)
-    run(tiny_config(data_dir, tmp_path, max_steps=2))
+    run(tiny(max_steps=2))
     assert seen == [False, False] and gc.isenabled()

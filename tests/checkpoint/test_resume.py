@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import contents, losses, run, status, tiny_config
+from conftest import contents, losses, run, status
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
@@ -18,9 +18,9 @@ from gpt2_accel.files import digest
 
 
 def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_schedule(
-    data_dir, tmp_path, monkeypatch
+    tiny, monkeypatch
 ):
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=3, total_batch_size=128))
+    run(tiny("run", max_steps=3, total_batch_size=128))
     read = []
     update = TrainLoader.update
 
@@ -30,7 +30,7 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
 
     monkeypatch.setattr(TrainLoader, "update", watched)
     changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
-    config = tiny_config(data_dir, tmp_path / "run", **changes)
+    config = tiny("run", **changes)
     lines = run(config)
     # 3 updates read 12 sequences. 4 updates of the new size are 32 sequences, reached after 3 more updates of 8.
     assert read == [(12, 8), (20, 8), (28, 8)]
@@ -41,17 +41,15 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
 
 
 @pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])
-def test_resume_refuses_another_seed_or_sequence_length(name, value, data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=2))
+def test_resume_refuses_another_seed_or_sequence_length(tiny, name, value):
+    run(tiny("run", max_steps=2))
     changed = {name: value, "resume_from": "latest"}
     with pytest.raises(ValueError, match=f"trained with --{name} .* --ignore_changes"):
-        run(tiny_config(data_dir, tmp_path / "run", **changed))
-    run(tiny_config(data_dir, tmp_path / "run", **changed, ignore_changes=True))
+        run(tiny("run", **changed))
+    run(tiny("run", **changed, ignore_changes=True))
 
 
-def test_a_running_write_completes_after_an_error_in_the_next_update(
-    data_dir, tmp_path, monkeypatch
-):
+def test_a_running_write_completes_after_an_error_in_the_next_update(tiny, tmp_path, monkeypatch):
     honest, calls = train_module.accumulate_gradients, []
 
     def failing(*args):
@@ -70,31 +68,31 @@ def test_a_running_write_completes_after_an_error_in_the_next_update(
 
     monkeypatch.setattr(train_module.RunContext, "save", slow_save)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        run(tiny_config(data_dir, tmp_path, save_every=2))
+        run(tiny(save_every=2))
     [checkpoint] = list_checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
     monkeypatch.undo()
-    assert len(losses(run(tiny_config(data_dir, tmp_path, resume_from="latest")))) == 8
+    assert len(losses(run(tiny(resume_from="latest")))) == 8
 
 
-def test_a_copied_run_resumes_without_the_folders_latest_and_best(data_dir, tmp_path):
+def test_a_copied_run_resumes_without_the_folders_latest_and_best(tiny, tmp_path):
     settings = {"lr_schedule": "constant", "save_every": 2, "eval_every": 2, "keep_best": True}
     settings |= {"keep_last": 9, "resume_from": "latest"}
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, **settings))
+    run(tiny("run", max_steps=4, **settings))
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")  # links become folders
     for name in ("latest", "best"):
         before = contents(copy)
         with pytest.raises(FileExistsError, match=f"{copy / name} is a folder, .*: remove it"):
-            run(tiny_config(data_dir, copy, **settings))
+            run(tiny(copy, **settings))
         assert contents(copy) == before
         shutil.rmtree(copy / name)
-    lines = run(tiny_config(data_dir, copy, **settings))
-    assert losses(lines) == losses(run(tiny_config(data_dir, tmp_path / "run", **settings)))
+    lines = run(tiny(copy, **settings))
+    assert losses(lines) == losses(run(tiny("run", **settings)))
     assert (copy / "latest").resolve() == (copy / "best").resolve() == copy / "checkpoint-8"
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused_with_an_example(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, save_every=2))
+def test_a_folder_that_is_no_checkpoint_is_refused_with_an_example(tiny, tmp_path):
+    run(tiny("run", max_steps=4, save_every=2))
     for name in (tmp_path / "run", "checkpoint-2", tmp_path / "none"):
         said = f"{name} is not a checkpoint .* a folder such as {tmp_path / 'run/checkpoint-4'}$"
         with pytest.raises(FileNotFoundError, match=said):
@@ -115,27 +113,27 @@ def test_without_pinned_memory_the_copy_is_an_ordinary_one(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
-def test_starting_a_complete_run_again_changes_no_file(changes, data_dir, tmp_path, capsys):
-    run(tiny_config(data_dir, tmp_path, save_every=4))
+def test_starting_a_complete_run_again_changes_no_file(tiny, changes, tmp_path, capsys):
+    run(tiny(save_every=4))
     files = contents(tmp_path)
     capsys.readouterr()
-    run(tiny_config(data_dir, tmp_path, **{"resume_from": "latest", **changes}))
+    run(tiny(**{"resume_from": "latest", **changes}))
     assert "is complete: nothing left to train" in capsys.readouterr().out
     found = contents(tmp_path)
     assert found == files
 
 
 def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
-    data_dir, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
-    run(tiny_config(data_dir, tmp_path, max_steps=4, save_every=4))
+    run(tiny(max_steps=4, save_every=4))
     old = digest(tmp_path / "model.safetensors")
 
     def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gpt2_accel.finish.export_model", killed)
-    longer = tiny_config(data_dir, tmp_path, max_steps=8, save_every=4, resume_from="latest")
+    longer = tiny(max_steps=8, save_every=4, resume_from="latest")
     with pytest.raises(KeyboardInterrupt):
         run(longer)
     assert digest(tmp_path / "model.safetensors") == old
@@ -143,16 +141,14 @@ def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
     run(longer)
     newest = digest(tmp_path / "checkpoint-8/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest != old
-    elsewhere = tiny_config(
-        data_dir, tmp_path / "other", max_steps=8, resume_from=str(tmp_path / "checkpoint-8")
-    )
+    elsewhere = tiny("other", max_steps=8, resume_from=str(tmp_path / "checkpoint-8"))
     run(elsewhere)
     assert digest(tmp_path / "other/model.safetensors") == newest
 
 
 @pytest.mark.parametrize("resume_from", [None, "latest"])
-def test_a_model_without_checkpoints_is_not_overwritten(resume_from, data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=2, resume_from=resume_from)
+def test_a_model_without_checkpoints_is_not_overwritten(tiny, resume_from, tmp_path):
+    config = tiny("run", max_steps=2, resume_from=resume_from)
     run(config)
     for path in list_checkpoints(tmp_path / "run"):
         shutil.rmtree(path)
@@ -162,27 +158,27 @@ def test_a_model_without_checkpoints_is_not_overwritten(resume_from, data_dir, t
     assert contents(tmp_path) == before
 
 
-def test_resume_with_fewer_max_steps_finishes_a_stopped_run(data_dir, tmp_path):
+def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
-    config = tiny_config(data_dir, tmp_path, max_steps=10**6, max_hours=1 / 3600, **settings)
+    config = tiny(max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
     found = status(tmp_path)
     assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "max_hours", True)
     assert not (tmp_path / "model.safetensors").exists()
-    run(tiny_config(data_dir, tmp_path, max_steps=2, **settings))
+    run(tiny(max_steps=2, **settings))
     found = status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)
     newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest
 
 
-def test_ignored_changes_keep_the_data_position_and_a_null_result_is_skipped(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, max_steps=3, eval_every=3)
+def test_ignored_changes_keep_the_data_position_and_a_null_result_is_skipped(tiny, tmp_path):
+    config = tiny(max_steps=3, eval_every=3)
     run(config)
     log = tmp_path / "metrics.jsonl"
     text = log.read_text()
     value = json.loads(text.splitlines()[-1])["val/loss"]
     log.write_text(text.replace(f'"val/loss": {value}', '"val/loss": null'))
     changes = {"total_batch_size": 256, "dropout": 0.1, "ignore_changes": True, "max_steps": 4}
-    lines = run(tiny_config(data_dir, tmp_path, resume_from="latest", save_every=1, **changes))
+    lines = run(tiny(resume_from="latest", save_every=1, **changes))
     assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]

@@ -28,12 +28,12 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def test_keep_best_and_keep_every(data_dir, tmp_path):
+def test_keep_best_and_keep_every(tiny, tmp_path):
     settings = {"max_steps": 12, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 6}
     # With this learning rate the validation loss rises after the first updates.
     settings |= {"keep_best": True, "learning_rate": 0.3, "warmup_steps": 0}
     settings |= {"lr_schedule": "constant"}
-    metrics = run(tiny_config(data_dir, tmp_path, **settings))
+    metrics = run(tiny(**settings))
     evaluated = {entry["step"]: entry["val/loss"] for entry in metrics if "val/loss" in entry}
     best = min(evaluated, key=evaluated.get)
     assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({6, 12, best})]
@@ -46,14 +46,14 @@ def test_keep_best_and_keep_every(data_dir, tmp_path):
     [("checkpoint-2", ["checkpoint-2"]), ("checkpoint-2/training_state", [])],
 )
 def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
-    mounted, stay, data_dir, tmp_path, capsys, undeletable
+    tiny, mounted, stay, tmp_path, capsys, undeletable
 ):
     settings = {"save_every": 2, "lr_schedule": "constant"}
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, keep_last=9, **settings))
+    run(tiny("run", max_steps=4, keep_last=9, **settings))
     undeletable(tmp_path / "run" / mounted)
     elsewhere = (tmp_path / "run/checkpoint-4").rename(tmp_path / "elsewhere")
     (tmp_path / "run/checkpoint-4").symlink_to(elsewhere)
-    resumed = tiny_config(data_dir, tmp_path / "run", keep_last=1, resume_from="latest", **settings)
+    resumed = tiny("run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
     said = "".join(capsys.readouterr())
     assert ("checkpoint-2 could not be removed, training continues" in said) == bool(stay)
@@ -66,10 +66,10 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
 
 
 def test_a_damaged_checkpoint_does_not_count_when_its_step_is_saved_again(
-    data_dir, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
     settings = {"save_every": 4, "keep_last": 1, "resume_from": "latest"}
-    run(tiny_config(data_dir, tmp_path, max_steps=4, **settings))
+    run(tiny(max_steps=4, **settings))
     (tmp_path / "checkpoint-8").mkdir()
 
     def fail(*_, **__):
@@ -77,12 +77,12 @@ def test_a_damaged_checkpoint_does_not_count_when_its_step_is_saved_again(
 
     monkeypatch.setattr(writer, "save_pretrained", fail)
     with pytest.raises(OSError, match="no room"):
-        run(tiny_config(data_dir, tmp_path, max_steps=8, **settings))
+        run(tiny(max_steps=8, **settings))
     assert find_corruption(tmp_path / "checkpoint-4") is None
 
 
-def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path / "run", save_every=4))
+def test_resume_refuses_other_data_unless_changes_are_ignored(tiny, tmp_path):
+    run(tiny("run", save_every=4))
     texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
     prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
     settings = {"resume_from": "latest", "max_steps": 10}
@@ -94,16 +94,16 @@ def test_resume_refuses_other_data_unless_changes_are_ignored(data_dir, tmp_path
     assert len(run(ignoring)) == 10
 
 
-def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path, save_every=4))
+def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(tiny, tmp_path):
+    run(tiny(save_every=4))
     older = str(tmp_path / "checkpoint-4")
     with pytest.raises(
         FileExistsError, match="holds checkpoint-8, which a resume from .* overwrite"
     ):
-        run(tiny_config(data_dir, tmp_path, resume_from=older))
+        run(tiny(resume_from=older))
 
 
-def test_training_continues_while_a_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkeypatch):
     gate = threading.Event()
     write = CheckpointWriter._write
     monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: gate.wait(20) and write(*args))
@@ -117,7 +117,7 @@ def test_training_continues_while_a_checkpoint_is_written(data_dir, tmp_path, mo
         advance(log, step)
 
     monkeypatch.setattr(RunLog, "advance", watched)
-    run(tiny_config(data_dir, tmp_path, save_every=4))
+    run(tiny(save_every=4))
     assert (8, []) in seen  # four more updates were done before the first checkpoint was written
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path))
@@ -149,7 +149,7 @@ def test_the_guard_does_not_count_fp16_overflows_as_bad_updates():
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
-    data_dir, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
     log, rename, synced, held = tmp_path / "metrics.jsonl", Path.rename, [0], []
 
@@ -165,23 +165,21 @@ def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", noted)
-    run(tiny_config(data_dir, tmp_path, save_every=4))
+    run(tiny(save_every=4))
     assert held == [("checkpoint-4", 4), ("checkpoint-8", 8)]
 
 
-def test_a_slow_write_stores_the_state_of_its_own_step(data_dir, tmp_path, monkeypatch):
+def test_a_slow_write_stores_the_state_of_its_own_step(tiny, tmp_path, monkeypatch):
     save = writer.save_pretrained
     monkeypatch.setattr(writer, "save_pretrained", lambda *a, **k: time.sleep(0.1) or save(*a, **k))
-    run(tiny_config(data_dir, tmp_path, save_every=2, eval_every=1, spike_z=50, keep_last=9))
+    run(tiny(save_every=2, eval_every=1, spike_z=50, keep_last=9))
     for step in (2, 4, 6):
         folder = tmp_path / f"checkpoint-{step}"
         assert len(read_state(folder)["guard"]["recent"]["loss"]) == step
         assert f" | {step} |\n" in (folder / "README.md").read_text()
 
 
-def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(
-    data_dir, tmp_path, monkeypatch
-):
+def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(tiny, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def poisoned(accelerator, model, loader, first, sequences, interrupted):
@@ -190,6 +188,6 @@ def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(
 
     monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
     with pytest.raises(ValueError, match="5 updates in a row were skipped.*checkpoint-4"):
-        run(tiny_config(data_dir, tmp_path, save_every=4, eval_every=4, max_steps=12))
+        run(tiny(save_every=4, eval_every=4, max_steps=12))
     state = read_state(tmp_path / "checkpoint-4")
     assert state["step"] == 4 and state["val_loss"] is not None

@@ -99,12 +99,10 @@ def test_a_mixture_part_whose_tokenizer_has_changed_is_refused(tmp_path):
 # Attention within documents
 
 
-def test_training_with_the_document_mask(data_dir, tmp_path):
-    plain = run(tiny_config(data_dir, tmp_path / "a", eval_every=8))
-    masked = run(tiny_config(data_dir, tmp_path / "b", eval_every=8, document_mask=True))
-    again = run(
-        tiny_config(data_dir, tmp_path / "c", eval_every=8, document_mask=True, micro_batch_size=1)
-    )
+def test_training_with_the_document_mask(tiny):
+    plain = run(tiny("a", eval_every=8))
+    masked = run(tiny("b", eval_every=8, document_mask=True))
+    again = run(tiny("c", eval_every=8, document_mask=True, micro_batch_size=1))
     assert losses(masked) != losses(plain)
     assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import losses, run, tiny_config
+from conftest import losses, run
 
 import gpt2_accel.data.loader as loader_module
 import gpt2_accel.train as train_module
@@ -95,7 +95,7 @@ def test_the_thread_of_rank_3_never_uses_gpu_0(device, monkeypatch):
     assert set(cuda.used) == {index.index}
 
 
-def test_thread_ends_with_the_loop_also_after_an_error(data_dir, tmp_path, monkeypatch):
+def test_thread_ends_with_the_loop_also_after_an_error(tiny, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def failing(accelerator, model, loader, first, sequences, interrupted):
@@ -106,11 +106,11 @@ def test_thread_ends_with_the_loop_also_after_an_error(data_dir, tmp_path, monke
 
     monkeypatch.setattr(train_module, "accumulate_gradients", failing)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_config(data_dir, tmp_path))
+        run(tiny())
     assert not threads()
 
 
-def test_updates_overlap_with_the_reads_of_the_next_batches(data_dir, tmp_path, monkeypatch):
+def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch):
     """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
     read, honest = loader_module.read_windows, train_module.accumulate_gradients
     finished, waiting = [], []
@@ -127,9 +127,9 @@ def test_updates_overlap_with_the_reads_of_the_next_batches(data_dir, tmp_path, 
         time.sleep(0.05)
         return loss
 
-    expected = losses(run(tiny_config(data_dir, tmp_path / "plain", max_steps=20)))
+    expected = losses(run(tiny("plain", max_steps=20)))
     monkeypatch.setattr(loader_module, "read_windows", slow_read)
     monkeypatch.setattr(train_module, "accumulate_gradients", slow_update)
-    found = losses(run(tiny_config(data_dir, tmp_path / "slow", max_steps=20)))
+    found = losses(run(tiny("slow", max_steps=20)))
     assert found == expected
     assert len(waiting) == 20 and sum(waiting) <= 1

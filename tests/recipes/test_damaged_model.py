@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import run, run_recipe, tiny_config
+from conftest import run, run_recipe
 
 from gpt2_accel.checkpoint.find import model_directory
 
@@ -68,9 +68,9 @@ def test_only_the_files_of_the_model_are_read_and_only_a_checkpoint_is_checked(c
     run_on("sample", checkpoint)
 
 
-def test_training_refuses_a_damaged_checkpoint_to_start_from(checkpoint, data_dir, tmp_path):
+def test_training_refuses_a_damaged_checkpoint_to_start_from(tiny, checkpoint):
     flip(checkpoint / "model.safetensors")
-    config = tiny_config(data_dir, tmp_path / "run", init_from=str(checkpoint), max_steps=1)
+    config = tiny("run", init_from=str(checkpoint), max_steps=1)
     with pytest.raises(ValueError, match="is damaged: .*; use another checkpoint$"):
         run(config)
     assert model_directory(checkpoint) == checkpoint

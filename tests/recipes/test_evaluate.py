@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, tiny_config
+from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
@@ -233,7 +233,7 @@ def test_results_of_the_harness_are_named_alike():
     }  # fmt: skip
 
 
-def test_mistakes_are_refused_before_scoring(model, items, data_dir, tmp_path, monkeypatch):
+def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monkeypatch):
     def mistake(*flags, message):
         with pytest.raises((ValueError, OSError), match=message):
             run_recipe("evaluate", "--model", model, *flags)
@@ -247,7 +247,7 @@ def test_mistakes_are_refused_before_scoring(model, items, data_dir, tmp_path, m
     mistake(*both, message="x.jsonl, line 2 has no field 'text'")
     text = ("--tasks", "text", "--data", items / "text.txt")
     other = tmp_path / "other"
-    run(tiny_config(data_dir, other, max_steps=1))
+    run(tiny(other, max_steps=1))
     broken = from_pretrained(other)
     broken.wte.weight.data[3, 1] = float("nan")
     write_safetensors(other / "model.safetensors", to_hf(broken))
@@ -297,9 +297,9 @@ def test_the_table_shows_published_results_of_the_same_items():
     ]  # fmt: skip
 
 
-def test_results_of_a_checkpoint_are_in_the_runs_folder(data_dir, tmp_path, monkeypatch):
+def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path, monkeypatch):
     """A run that trains meanwhile removes its older checkpoints."""
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=4, save_every=2))
+    run(tiny("run", max_steps=4, save_every=2))
     status = json.loads((tmp_path / "run/status.json").read_text()) | {"state": "running"}
     (tmp_path / "run/status.json").write_text(json.dumps(status))
     loader = "gpt2_accel.evals.validation.open_split"

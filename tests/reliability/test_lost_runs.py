@@ -51,15 +51,14 @@ def log_of(config) -> str:
 # 1: the lock comes before the look at the folder
 
 
-def test_a_second_start_waits_for_the_first_and_changes_nothing(data_dir, tmp_path):
+def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     settings = {"max_steps": 1500, "save_every": 500}
-    first = tiny_config(data_dir, tmp_path / "run", **settings)
-    second = tiny_config(
-        data_dir,
-        tmp_path / "run",
+    first = tiny("run", **settings)
+    second = tiny(
+        "run",
         **{**settings, "resume_from": "latest", "learning_rate": 0.1},
     )
-    fresh = tiny_config(data_dir, tmp_path / "run", **settings)
+    fresh = tiny("run", **settings)
     a = start(first)
     wait_for(lambda: list_checkpoints(tmp_path / "run"))
     refused = python(SCRIPT, *as_flags(fresh), ACCELERATE_USE_CPU="true")
@@ -75,42 +74,42 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(data_dir, tmp_pa
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1501))
 
 
-def test_a_start_that_resumes_is_refused_after_the_wait(data_dir, tmp_path, monkeypatch):
+def test_a_start_that_resumes_is_refused_after_the_wait(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(context_module, "GRACE_OF_HOLDER", 1.0)
     begun = time.monotonic()
     with (
         lock_folder(tmp_path / "run"),
         pytest.raises(OSError, match="run is in use by another process: wait"),
     ):
-        run(tiny_config(data_dir, tmp_path / "run", resume_from="latest"))
+        run(tiny("run", resume_from="latest"))
     assert time.monotonic() - begun >= 1
 
 
-def test_a_refused_start_removes_only_the_folder_that_it_created(data_dir, tmp_path):
+def test_a_refused_start_removes_only_the_folder_that_it_created(tiny, tmp_path):
     bad = {"init_from": str(tmp_path / "nowhere")}
     with pytest.raises(FileNotFoundError):
-        run(tiny_config(data_dir, tmp_path / "new/run", **bad))
+        run(tiny("new/run", **bad))
     assert not (tmp_path / "new/run").exists()
     (tmp_path / "old").mkdir()
     with pytest.raises(FileNotFoundError):
-        run(tiny_config(data_dir, tmp_path / "old", **bad))
+        run(tiny("old", **bad))
     assert (tmp_path / "old").is_dir()
 
 
-def test_a_dry_run_takes_no_lock(data_dir, tmp_path, capsys):
+def test_a_dry_run_takes_no_lock(tiny, tmp_path, capsys):
     with lock_folder(tmp_path / "run"):
-        run(tiny_config(data_dir, tmp_path / "run", dry_run=["here"]))
+        run(tiny("run", dry_run=["here"]))
     assert capsys.readouterr().out
-    run(tiny_config(data_dir, tmp_path / "none", dry_run=["here"]))
+    run(tiny("none", dry_run=["here"]))
     assert not (tmp_path / "none").exists()
 
 
 @long
-def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, report):
+def test_many_starts_at_once_with_kills_equal_one_run(tiny, tmp_path, report):
     """Two starts of one command run beside each other; one of both is killed at a random time and started again."""
     rng, kills = random.Random(1), 40
     settings = {"max_steps": 4000, "save_every": 7, "resume_from": "latest"}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     both, killed, refused = [start(config), start(config)], 0, 0
     while (codes := [process.poll() for process in both]) != [0, 0]:
         if 1 in codes:  # on a busy machine the other run takes longer than this start waits
@@ -123,7 +122,7 @@ def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, report
             both[number].send_signal(signal.SIGKILL)
             both[number].wait()
             both[number], killed = start(config), killed + 1
-    whole = tiny_config(data_dir, tmp_path / "whole", **settings)
+    whole = tiny("whole", **settings)
     finish(whole)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
@@ -133,26 +132,26 @@ def test_many_starts_at_once_with_kills_equal_one_run(data_dir, tmp_path, report
 # 2: the newest weights
 
 
-def test_an_extended_run_gives_its_newest_weights(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path, max_steps=4, save_every=4))
+def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
+    run(tiny(max_steps=4, save_every=4))
     assert Path(model_directory(tmp_path)) == tmp_path
     extended = {"max_steps": 60, "resume_from": "latest", "save_every": 6, "max_hours": 0.1 / 3600}
-    run(tiny_config(data_dir, tmp_path, **{**extended, **ENDLESS}))
+    run(tiny(**{**extended, **ENDLESS}))
     step = status(tmp_path)["step"]
     assert step > 4 and Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
-    run(tiny_config(data_dir, tmp_path, max_steps=step + 2, resume_from="latest"))
+    run(tiny(max_steps=step + 2, resume_from="latest"))
     assert Path(model_directory(tmp_path)) == tmp_path
 
 
 # 5: a checkpoint that is saved again
 
 
-def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, times, report):
+def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times, report):
     """The last save of a run that diverges is of an older step than its newest update."""
 
     def diverged(kill_at):
         folder = tmp_path / f"killed-{kill_at}"
-        config = tiny_config(data_dir, folder, max_steps=99, save_every=4, keep_last=1)
+        config = tiny(folder, max_steps=99, save_every=4, keep_last=1)
         command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", DIVERGING, *as_flags(config))
         return python(*command)
 
@@ -167,11 +166,11 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(data_dir, tmp_path, t
 
 @pytest.mark.parametrize(("step", "within"), [(4, False), (8, True)])
 def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
-    step, within, data_dir, tmp_path, monkeypatch
+    tiny, step, within, monkeypatch
 ):
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
-    expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    expected = run(tiny("whole", **settings))
     context = train_module.RunContext
     evaluate, reduce = context.evaluate, context.reduce
 
@@ -185,7 +184,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
         run_of.stopping = run_of.state.step + 1 == step
         return found
 
-    config = tiny_config(data_dir, tmp_path / "stopped", **settings)
+    config = tiny("stopped", **settings)
     with monkeypatch.context() as patch:
         if within:
             patch.setattr(context, "evaluate", interrupted)
@@ -223,12 +222,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_metrics_of_a_checkpoint_are_never_missing(data_dir, tmp_path):
+def test_the_metrics_of_a_checkpoint_are_never_missing(tiny, tmp_path):
     """A kill comes before the line of an update and its checkpoint."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     settings["patience"] = 1  # the evaluation that is made again counts once
-    expected = run(tiny_config(data_dir, tmp_path / "whole", **settings))
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    expected = run(tiny("whole", **settings))
+    config = tiny("run", **settings)
     script = tmp_path / "losing.py"
     script.write_text(LOSING)
     done = python(script, config.output_dir, SCRIPT, *as_flags(config))
@@ -241,11 +240,11 @@ def test_the_metrics_of_a_checkpoint_are_never_missing(data_dir, tmp_path):
 
 
 def test_a_kill_in_a_repeated_evaluation_loses_nothing_and_the_run_stays_complete(
-    data_dir, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     settings |= {"learning_rate": 0.0, "patience": 1, "max_steps": 16}
-    config = tiny_config(data_dir, tmp_path, **settings)
+    config = tiny(**settings)
     context = train_module.RunContext
     evaluate = context.evaluate
 
@@ -269,17 +268,17 @@ def test_a_kill_in_a_repeated_evaluation_loses_nothing_and_the_run_stays_complet
     assert run(config)[-1] == last and status(tmp_path)["state"] == "finished"
 
 
-def test_a_run_that_diverges_keeps_a_checkpoint_from_before(data_dir, tmp_path):
+def test_a_run_that_diverges_keeps_a_checkpoint_from_before(tiny, tmp_path):
     """Update 9 has a finite loss and destroys the weights, which its checkpoint holds."""
     settings = {"keep_last": 1, "warmup_steps": 0}
-    run(tiny_config(data_dir, tmp_path, **settings))
+    run(tiny(**settings))
     again = {"max_steps": 60, "learning_rate": 1e30, "save_every": 1, "resume_from": "latest"}
     with pytest.raises(ValueError, match="resume from checkpoint-9 or an earlier one"):
-        run(tiny_config(data_dir, tmp_path, **settings, **again))
+        run(tiny(**settings, **again))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-9"]
 
 
-def test_a_save_that_failed_is_tried_again_when_the_run_stops(data_dir, tmp_path, monkeypatch):
+def test_a_save_that_failed_is_tried_again_when_the_run_stops(tiny, tmp_path, monkeypatch):
     """A signal within the update after a failed save: the step is the same, and the disk may have room by now."""
     honest, accumulate = writer_module.save_pretrained, train_module.accumulate_gradients
     failures = iter([OSError(errno.ENOSPC, "No space left on device")])
@@ -295,7 +294,7 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops(data_dir, tmp_path
 
     monkeypatch.setattr(writer_module, "save_pretrained", full_once)
     monkeypatch.setattr(train_module, "accumulate_gradients", stopped)
-    run(tiny_config(data_dir, tmp_path, save_every=4))
+    run(tiny(save_every=4))
     [checkpoint] = list_checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-4" and find_corruption(checkpoint) is None
     assert status(tmp_path)["state"] == "stopped"
@@ -304,8 +303,8 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops(data_dir, tmp_path
 # 6: a closed terminal or pipe
 
 
-def test_the_end_of_the_terminal_leaves_a_checkpoint(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", **ENDLESS)
+def test_the_end_of_the_terminal_leaves_a_checkpoint(tiny, tmp_path):
+    config = tiny("run", **ENDLESS)
     process = start(config)
     wait_for(lambda: last_step(tmp_path / "run") > 5)
     process.send_signal(signal.SIGHUP)
@@ -327,9 +326,9 @@ def piped(config, *before, **streams) -> subprocess.Popen:
     )
 
 
-def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(data_dir, tmp_path):
+def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp_path):
     settings = {"max_steps": 300, "eval_every": 50, "save_every": 100, "keep_last": 9}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     process = piped(config, "nohup", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert b"parameters" in process.stdout.readline()
     process.stdout.close()
@@ -367,11 +366,11 @@ def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
         pytest.param(2, {"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long),
     ],
 )
-def test_a_signal_acts_between_micro_batches(processes, how, data_dir, tmp_path, report):
+def test_a_signal_acts_between_micro_batches(tiny, processes, how, tmp_path, report):
     """An update of many micro-batches takes seconds, and is dropped within a part of them."""
     sequences = (200 if how else 1500) * processes
     settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     process = start(config, processes=processes, **how)
     wait_for(lambda: last_step(tmp_path / "run") == 1)
     first = metrics(tmp_path / "run")[0]
@@ -395,11 +394,11 @@ def test_a_signal_acts_between_micro_batches(processes, how, data_dir, tmp_path,
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long)])
-def test_a_resume_after_a_dropped_update_is_exact(processes, data_dir, tmp_path, times):
+def test_a_resume_after_a_dropped_update_is_exact(tiny, processes, tmp_path, times):
     rng = random.Random(processes)
     settings = {"micro_batch_size": 1, "total_batch_size": 128 * 32, "max_steps": times(5, 60)}
     settings |= {"dropout": 0.1, "save_every": 3, "resume_from": "latest"}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     stops = 0
     while True:
         before = last_step(tmp_path / "run")
@@ -413,7 +412,7 @@ def test_a_resume_after_a_dropped_update_is_exact(processes, data_dir, tmp_path,
         assert code == 0, log_of(config)
         stops += 1
     assert stops > 1
-    whole = tiny_config(data_dir, tmp_path / "whole", **settings)
+    whole = tiny("whole", **settings)
     finish(whole, processes=processes)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
@@ -423,17 +422,17 @@ def test_a_resume_after_a_dropped_update_is_exact(processes, data_dir, tmp_path,
 
 
 @pytest.mark.parametrize("other", ["learning_rate 0.5", pytest.param("max_steps 9", marks=long)])
-def test_ranks_with_different_settings_are_refused(other, data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+def test_ranks_with_different_settings_are_refused(tiny, other):
+    config = tiny("run", micro_batch_size=2)
     done = launch("tests/other_settings_script.py", *as_flags(config), processes=2, OTHER=other)
     name, value = other.split()
     assert done.returncode == 1
     assert f"process 1 has {name} {value}, the main process {getattr(config, name)}" in done.stderr
 
 
-def test_paths_may_differ_between_ranks(data_dir, tmp_path):
+def test_paths_may_differ_between_ranks(tiny, data_dir, tmp_path):
     copy = shutil.copytree(data_dir, tmp_path / "copy")
-    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+    config = tiny("run", micro_batch_size=2)
     other = {"OTHER": f"data_dir {copy}"}
     done = launch("tests/other_settings_script.py", *as_flags(config), processes=2, **other)
     assert done.returncode == 0, done.stderr
@@ -525,8 +524,8 @@ def test_shards_truncated_at_random_times(data_dir, tmp_path, report):
 # 12: what ended in silence
 
 
-def test_a_run_whose_folder_is_removed_says_so(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=1000, save_every=10**6)
+def test_a_run_whose_folder_is_removed_says_so(tiny, tmp_path):
+    config = tiny("run", max_steps=1000, save_every=10**6)
     process = start(config)
     wait_for(lambda: last_step(tmp_path / "run") > 5)
     shutil.rmtree(tmp_path / "run")
@@ -537,9 +536,7 @@ def test_a_run_whose_folder_is_removed_says_so(data_dir, tmp_path):
     assert weights(tmp_path / "run") == weights(checkpoint)
 
 
-def test_a_run_does_not_write_into_a_folder_that_another_has_locked(
-    data_dir, tmp_path, monkeypatch
-):
+def test_a_run_does_not_write_into_a_folder_that_another_has_locked(tiny, tmp_path, monkeypatch):
     honest = RunLog.advance
     with ExitStack() as other:
 
@@ -551,7 +548,7 @@ def test_a_run_does_not_write_into_a_folder_that_another_has_locked(
 
         monkeypatch.setattr(RunLog, "advance", moved)
         with pytest.raises(OSError, match="another process trains there now"):
-            run(tiny_config(data_dir, tmp_path / "run", save_every=4))
+            run(tiny("run", save_every=4))
     assert not list_checkpoints(tmp_path / "run")
 
 
@@ -559,18 +556,18 @@ def test_a_run_does_not_write_into_a_folder_that_another_has_locked(
     ("rate", "changes"),
     [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e38, {}), (3e38, {"max_grad_norm": 0.0})],
 )
-def test_a_destroyed_model_is_not_a_result(rate, changes, data_dir, tmp_path):
+def test_a_destroyed_model_is_not_a_result(tiny, rate, changes, tmp_path):
     settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
     with pytest.raises(ValueError, match="the run has diverged"):
-        run(tiny_config(data_dir, tmp_path / "run", **settings))
+        run(tiny("run", **settings))
     assert not (tmp_path / "run/model.safetensors").exists()
     assert status(tmp_path / "run")["state"] == "failed"
 
 
-def test_a_resume_with_half_the_batch_says_what_it_counts(data_dir, tmp_path, capsys):
-    run(tiny_config(data_dir, tmp_path, max_steps=6, save_every=6))
+def test_a_resume_with_half_the_batch_says_what_it_counts(tiny, capsys):
+    run(tiny(max_steps=6, save_every=6))
     changes = {"total_batch_size": 2 * 32, "micro_batch_size": 2, "max_steps": 10}
     capsys.readouterr()
-    run(tiny_config(data_dir, tmp_path, resume_from="latest", **changes))
+    run(tiny(resume_from="latest", **changes))
     expected = "6 updates have read 768 tokens, and max_steps x total_batch_size = 10 x 64 = 640"
     assert expected in capsys.readouterr().out

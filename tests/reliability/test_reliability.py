@@ -100,13 +100,11 @@ def weights(folder) -> str:
     return digest(Path(folder) / "model.safetensors")
 
 
-def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(
-    data_dir, tmp_path, times, report
-):
+def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times, report):
     kills, rng = times(2, 60), random.Random(0)
     settings = {"max_steps": times(100, 5000), "save_every": 7, "dropout": 0.1}
     settings |= {"resume_from": "latest", "eval_every": 50}
-    config = tiny_config(data_dir, tmp_path / "killed", **settings)
+    config = tiny("killed", **settings)
     lost = []
     for _ in range(kills):
         before = last_step(tmp_path / "killed")
@@ -123,7 +121,7 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(
     assert len(lost) >= times(1, 50)
     # In other processes with the same number of threads, which determines the order of additions.
     finish(config)
-    config = tiny_config(data_dir, tmp_path / "whole", **settings)
+    config = tiny("whole", **settings)
     finish(config)
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
     resumed, whole = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
@@ -151,13 +149,13 @@ def killed_before_each(what, start, step, report, ends=0, lost="none") -> Iterat
 
 
 def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
-    data_dir, tmp_path, times, report
+    tiny, tmp_path, times, report
 ):
     settings = {"max_steps": 6, "save_every": 2, "keep_last": 1, "keep_best": True, "eval_every": 2}
     settings |= {"resume_from": "latest"}
 
     def trained(kill_at, folder=None):
-        config = tiny_config(data_dir, folder or tmp_path / f"killed-{kill_at}", **settings)
+        config = tiny(folder or tmp_path / f"killed-{kill_at}", **settings)
         # From the second checkpoint on, so that there is an older one to lose.
         script = (KILLING_SCRIPT, kill_at, ".checkpoint-4.", SCRIPT)
         return python(*script, *as_flags(config), ACCELERATE_USE_CPU="true")
@@ -232,15 +230,15 @@ def test_an_export_is_whole_after_a_kill_before_any_file_operation(
 
 
 def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
-    data_dir, tmp_path, small_disk, capsys, report
+    tiny, tmp_path, small_disk, capsys, report
 ):
     disk = small_disk(4)
     settings = {"save_every": 2, "keep_last": 1, "resume_from": "latest"}
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    whole = run(tiny("whole", **settings))
     files = (tmp_path / "whole/checkpoint-8").rglob("*")
     size = sum(path.stat().st_blocks * 512 for path in files)
     (disk / "filler").write_bytes(bytes(4 * 2**20 - int(1.5 * size)))
-    config = tiny_config(data_dir, disk / "run", **settings)
+    config = tiny(disk / "run", **settings)
     with pytest.raises(OSError, match="the last checkpoint could not be written"):
         run(config)
     said = "".join(capsys.readouterr())
@@ -284,11 +282,9 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
     assert weights(disk / "run") == weights(disk / "run/checkpoint-8")
 
 
-def test_a_resume_detects_and_skips_any_damaged_checkpoint(
-    data_dir, tmp_path, capsys, times, report
-):
+def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsys, times, report):
     settings = {"save_every": 4, "resume_from": "latest"}
-    whole = run(tiny_config(data_dir, tmp_path / "run", **settings))
+    whole = run(tiny("run", **settings))
     newest = tmp_path / "run/checkpoint-8"
     assert find_corruption(newest) is None
     shutil.copytree(tmp_path / "run/checkpoint-4", tmp_path / "copy")
@@ -313,22 +309,22 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(
 
     (newest / "model.safetensors").write_bytes(b"")
     (tmp_path / "run/model.safetensors").unlink()
-    resumed = run(tiny_config(data_dir, tmp_path / "run", **settings))
+    resumed = run(tiny("run", **settings))
     assert "checkpoint-8 is skipped: model.safetensors does not match" in capsys.readouterr().out
     assert losses(resumed) == losses(whole) and find_corruption(newest) is None
     # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")
     one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
-    run(tiny_config(data_dir, tmp_path / "run", **one))
+    run(tiny("run", **one))
     assert find_corruption(tmp_path / "run/checkpoint-6") is None
     shutil.rmtree(tmp_path / "run/checkpoint-6")
     shutil.copytree(tmp_path / "copy", tmp_path / "run/checkpoint-4")
     with pytest.raises(ValueError, match="checkpoint-8 is damaged: .*config.json"):
         (newest / "config.json").write_text("{}")
-        run(tiny_config(data_dir, tmp_path / "new", resume_from=str(newest)))
+        run(tiny("new", resume_from=str(newest)))
     with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
         (tmp_path / "run/checkpoint-4/config.json").write_text("{}")
-        run(tiny_config(data_dir, tmp_path / "run", **settings))
+        run(tiny("run", **settings))
     report("a bit flipped, a file cut or missing in a checkpoint", tried, tried, "one save")
 
 
@@ -341,10 +337,10 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(
         pytest.param(1, "launcher", signal.SIGUSR1, marks=long),
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, processes, to, number):
+def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, processes, to, number):
     settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
     often = {"eval_every": 1} if processes > 1 else {}  # the signal arrives during an evaluation
-    config = tiny_config(data_dir, tmp_path / "run", resume_from="latest", **settings, **often)
+    config = tiny("run", resume_from="latest", **settings, **often)
     process = start(config, processes=processes, launcher=to == "launcher")
     wait_for(lambda: last_step(tmp_path / "run") > 20)
     training = workers(process)
@@ -361,14 +357,14 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data_dir, tmp_path, report, pro
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in training), 30)
 
     more = {**settings, "max_steps": step + 5}
-    resumed = run(tiny_config(data_dir, tmp_path / "run", resume_from="latest", **more))
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
+    resumed = run(tiny("run", resume_from="latest", **more))
+    whole = run(tiny("whole", **more))
     assert losses(resumed)[step:] == pytest.approx(losses(whole)[step:], abs=1e-4)
     name = signal.Signals(number).name
     report(f"{name} to {to} of {processes} processes", 1, 1, f"none; stopped in {took:.1f} s")
 
 
-def test_a_second_ctrl_c_stops_immediately(data_dir, tmp_path, monkeypatch):
+def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def endless(accelerator, model, loader, first, sequences, interrupted):
@@ -380,7 +376,7 @@ def test_a_second_ctrl_c_stops_immediately(data_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_module, "accumulate_gradients", endless)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_config(data_dir, tmp_path, save_every=5))
+        run(tiny(save_every=5))
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice") and not found[
         "requeue"
@@ -390,10 +386,8 @@ def test_a_second_ctrl_c_stops_immediately(data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
-def test_a_run_whose_process_was_killed_asks_for_a_requeue(data_dir, tmp_path, report, rank, state):
-    config = tiny_config(
-        data_dir, tmp_path / "run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant"
-    )
+def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, report, rank, state):
+    config = tiny("run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant")
     process = start(config, processes=2)
     wait_for(lambda: last_step(tmp_path / "run") > 5)
     os.kill(process.pids[rank], signal.SIGKILL)
@@ -418,7 +412,7 @@ def poison(monkeypatch, bad):
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 
 
-def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeypatch, report):
+def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch, report):
     settings = {
         "max_steps": 12,
         "save_every": 6,
@@ -427,7 +421,7 @@ def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeyp
     }
     with monkeypatch.context() as patch:
         poison(patch, {3, 4})
-        history = run(tiny_config(data_dir, tmp_path / "some", **settings))
+        history = run(tiny("some", **settings))
     skipped = [entry for entry in history if "skipped" in entry]
     saved = [path.name for path in list_checkpoints(tmp_path / "some")]
     assert saved == ["checkpoint-6", "checkpoint-12"]
@@ -436,14 +430,14 @@ def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeyp
     assert all(entry["train/loss"] < 6 for entry in history if "skipped" not in entry)
     assert status(tmp_path / "some")["state"] == "finished"
 
-    before = run(tiny_config(data_dir, tmp_path / "before", **{**settings, "max_steps": 7}))
+    before = run(tiny("before", **{**settings, "max_steps": 7}))
     settings["save_every"] = 1
     with monkeypatch.context() as patch:
         poison(patch, range(7, 99))
         with pytest.raises(
             ValueError, match=r"5 updates in a row were skipped.*resume from checkpoint-7"
         ):
-            run(tiny_config(data_dir, tmp_path / "many", **settings))
+            run(tiny("many", **settings))
     assert status(tmp_path / "many")["state"] == "failed"
     saved = tmp_path / "many/checkpoint-7/model.safetensors"
     assert digest(saved) == weights(tmp_path / "before")
@@ -451,12 +445,12 @@ def test_non_finite_updates_never_change_the_weights(data_dir, tmp_path, monkeyp
     # Once the cause is gone, a resume continues from there, not from between the bad updates.
     assert find_checkpoint("latest", tmp_path / "many").name == "checkpoint-7"
     assert (tmp_path / "many/latest").resolve().name == "checkpoint-7"
-    resumed = run(tiny_config(data_dir, tmp_path / "many", **settings))
+    resumed = run(tiny("many", **settings))
     assert losses(resumed)[:7] == losses(before) and len(resumed) == 12
     report("NaN in the gradients, 2 and 5 updates in a row", 2, 2, "the poisoned updates")
 
 
-def test_spike_z_skips_a_spike_also_after_a_resume(data_dir, tmp_path, monkeypatch):
+def test_spike_z_skips_a_spike_also_after_a_resume(tiny, tmp_path, monkeypatch):
     honest = train_module.accumulate_gradients
 
     def accumulate(accelerator, model, loader, first, sequences, interrupted):
@@ -468,14 +462,13 @@ def test_spike_z_skips_a_spike_also_after_a_resume(data_dir, tmp_path, monkeypat
 
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
     settings = {"max_steps": 120, "spike_z": 30.0, "save_every": 60, "keep_last": 9}
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings))
+    whole = run(tiny("whole", **settings))
     [skipped] = [entry for entry in whole if "skipped" in entry]
     assert skipped["step"] == 116 and "the gradient norm is" in skipped["skipped"]
     # The window of recent values is resumed too.
     resumed = run(
-        tiny_config(
-            data_dir,
-            tmp_path / "resumed",
+        tiny(
+            "resumed",
             resume_from=str(tmp_path / "whole/checkpoint-60"),
             **settings,
         )
@@ -490,11 +483,11 @@ ENDS = ("stopped", "complete", "complete, signalled twice")
 
 @long
 @pytest.mark.parametrize(("point", "end"), list(zip(POINTS, itertools.cycle(ENDS))))
-def test_a_hub_that_never_answers_loses_only_the_upload(data_dir, tmp_path, report, point, end):
+def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, report, point, end):
     settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
     settings |= {"lr_schedule": "constant"}
     settings["max_steps"] = 10**5 if end == "stopped" else 8
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     with Hub() as hub, (tmp_path / "log").open("w") as log:
         hub.hangs = point
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
@@ -531,10 +524,10 @@ def test_a_hub_that_never_answers_loses_only_the_upload(data_dir, tmp_path, repo
 
 
 @long
-def test_slow_work_of_the_main_process_does_not_time_out_the_others(data_dir, tmp_path, report):
+def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_path, report):
     settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1}
     settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     with Hub() as hub:
         hub.gate.clear()
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
@@ -635,17 +628,15 @@ def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, c
         assert histories[0] == histories[1], name
 
 
-def test_a_run_resumes_on_any_number_of_processes(data_dir, tmp_path, times):
+def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
     settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
-    whole = losses(run(tiny_config(data_dir, tmp_path / "whole", **settings)))
-    two = tiny_config(data_dir, tmp_path / "two", micro_batch_size=2, **settings)
+    whole = losses(run(tiny("whole", **settings)))
+    two = tiny("two", micro_batch_size=2, **settings)
     finish(two, processes=2)
     checkpoint = str(tmp_path / "two/checkpoint-6")
     for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
         folder = tmp_path / f"on-{processes}-{micro_batch_size}"
-        config = tiny_config(
-            data_dir, folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings
-        )
+        config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
         if processes == 1:
             run(config)
         else:
@@ -655,12 +646,12 @@ def test_a_run_resumes_on_any_number_of_processes(data_dir, tmp_path, times):
 
 
 @long
-def test_a_qwen3_resumes_on_one_and_again_on_two_processes(data_dir, tmp_path):
+def test_a_qwen3_resumes_on_one_and_again_on_two_processes(tiny, tmp_path):
     settings = {"architecture": "qwen3", "optimizer": "muon", "document_mask": True}
     settings |= {"total_batch_size": 8 * 32, "save_every": 4, "max_steps": 12, "keep_last": 9}
 
     def complete(folder, processes, **changes):
-        config = tiny_config(data_dir, tmp_path / folder, **settings, **changes)
+        config = tiny(folder, **settings, **changes)
         finish(config, processes=processes)
         return losses(metrics(tmp_path / folder))
 
@@ -674,16 +665,14 @@ def test_a_qwen3_resumes_on_one_and_again_on_two_processes(data_dir, tmp_path):
 
 
 @long  # `test_train.py` always resumes an eager run from a compiled one
-def test_an_eager_run_resumes_compiled_and_vice_versa(data_dir, tmp_path, monkeypatch):
+def test_an_eager_run_resumes_compiled_and_vice_versa(tiny, tmp_path, monkeypatch):
     settings = {"max_steps": 12, "save_every": 6, "keep_last": 9, "n_layer": 1}
     for first, then in (("no", "inductor"), ("inductor", "no")):
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", first)
         torch._dynamo.reset()
-        whole = losses(run(tiny_config(data_dir, tmp_path / first, **settings)))
+        whole = losses(run(tiny(first, **settings)))
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", then)
         torch._dynamo.reset()
         checkpoint = str(tmp_path / first / "checkpoint-6")
-        config = tiny_config(
-            data_dir, tmp_path / f"{first}-{then}", resume_from=checkpoint, **settings
-        )
+        config = tiny(f"{first}-{then}", resume_from=checkpoint, **settings)
         assert losses(run(config)) == pytest.approx(whole[6:], abs=1e-5)

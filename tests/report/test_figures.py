@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run, tiny_config
+from conftest import run
 
 from gpt2_accel.report.page import Page, add_curves, table_of_runs
 from gpt2_accel.report.reader import Run
@@ -81,8 +81,8 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
         assert drawn.figures["loss"].axes[0].get_ylim()[1] < 4
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_old_one(data_dir, tmp_path, monkeypatch):
-    run(tiny_config(data_dir, tmp_path / "run"))
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tiny, tmp_path, monkeypatch):
+    run(tiny("run"))
     path = tmp_path / "loss.png"
     figures.draw_loss(tmp_path / "run", path)
     before = path.read_bytes()

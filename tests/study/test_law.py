@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from conftest import run, tiny_config
+from conftest import run
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import read_manifest
@@ -131,7 +131,7 @@ def law_file(data_dir, tmp_path):
     return write
 
 
-def test_a_run_follows_a_law_and_says_its_prediction(data_dir, tmp_path, law_file, capsys):
+def test_a_run_follows_a_law_and_says_its_prediction(tiny, data_dir, tmp_path, law_file, capsys):
     path, law = law_file()
     assert read_law(path) == law
     common = f"--data_dir {data_dir} --law {path} --n_positions 32".split()
@@ -147,7 +147,7 @@ def test_a_run_follows_a_law_and_says_its_prediction(data_dir, tmp_path, law_fil
     batch = follow_law(parse_config(TrainConfig, [*common, "--total_batch_size", "320"]))
     assert batch.max_steps == round(tokens / 320) and batch.warmup_steps == round(tokens / 32000)
     changes = {"depth": 1, "max_steps": 4, "eval_every": 4}
-    config = tiny_config(data_dir, tmp_path / "run", law=str(path), **changes)
+    config = tiny("run", law=str(path), **changes)
     lines = run(config)
     assert lines[-1]["tokens"] == 4 * 128  # other than the default, so given
     shape = GPTConfig(257, 32, 1, 1, 64)
@@ -175,9 +175,9 @@ def test_a_begun_run_keeps_its_settings_when_its_law_changes(data_dir, tmp_path,
     assert fresh.max_steps < begun.max_steps
 
 
-def test_a_law_of_something_else_is_refused(data_dir, tmp_path, law_file):
+def test_a_law_of_something_else_is_refused(tiny, tmp_path, law_file):
     path = tmp_path / "law.json"
-    config = tiny_config(data_dir, tmp_path / "run", law=str(path), max_steps=TrainConfig.max_steps)
+    config = tiny("run", law=str(path), max_steps=TrainConfig.max_steps)
     with pytest.raises(FileNotFoundError, match="law.json: there is no such file"):
         follow_law(config)
     for content in ("{", "{}", '{"law": 1}', "[]"):

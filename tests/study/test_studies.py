@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import LONG, long, run, tiny_config
+from conftest import LONG, long, run
 from launching import ROOT, Started, in_process, python
 
 from gpt2_accel import device
@@ -95,12 +95,12 @@ def test_a_halved_rate_of_adamw_is_worse(studied):
     assert "worse" in page and "<svg" in page and (folder / "curves.png").exists()
 
 
-def test_a_run_is_the_training_loops(studied, data_dir, tmp_path):
+def test_a_run_is_the_training_loops(tiny, studied):
     """A recorded loss equals that of a run outside of the study; its metrics stay, its weights do not."""
     _, folder = studied
     settings = {name: value for name, value in SMALL.items() if name != "warmup_share"}
     own = {"learning_rate": 5e-3, "seed": 2, "max_steps": 12, "warmup_steps": 1}
-    lines = run(tiny_config(data_dir, tmp_path / "run", **settings, **own))
+    lines = run(tiny("run", **settings, **own))
     [row] = [row for row in rows(folder) if own.items() <= json.loads(row["settings"]).items()]
     assert float(row["loss"]) == pytest.approx(lines[-1]["val/loss"], rel=1e-6)
     kept = {path.name for path in (folder / f"runs/half-seed2-{row['id']}").iterdir()}
@@ -333,16 +333,16 @@ def test_a_recipe_stays_as_it_was_read_and_its_helpers_are_in_a_runs_identity(da
     assert again.returncode == 0 and len(rows(out)) == len(first) + 4, again.stderr
 
 
-def test_the_weights_of_init_from_are_in_a_runs_identity(data_dir, tmp_path):
+def test_the_weights_of_init_from_are_in_a_runs_identity(tiny, data_dir, tmp_path):
     model = tmp_path / "model"
     settings = {"n_layer": 1, "n_embd": 16, "max_steps": 2}
-    run(tiny_config(data_dir, model, **settings, seed=1))
+    run(tiny(model, **settings, seed=1))
     changes = {"init_from": str(model), "data_dir": str(data_dir), "n_positions": 32}
     first = read_trial(Path(RECIPE), changes)
     assert read_trial(Path(RECIPE), changes).id == first.id
     moved = model.rename(tmp_path / "moved")
     assert read_trial(Path(RECIPE), changes | {"init_from": str(moved)}).id == first.id
-    run(tiny_config(data_dir, model, **settings, seed=2))
+    run(tiny(model, **settings, seed=2))
     assert read_trial(Path(RECIPE), changes).id != first.id
 
 
