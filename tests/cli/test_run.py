@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from conftest import long
 from launching import forked, free_port, launch, launched, python
 
 from gpt2_accel.cores import usable_cpus
@@ -80,6 +81,7 @@ def test_only_the_failing_process_prints_its_message(tmp_path):
     assert done.returncode != 0 and done.stderr == "x.py: a mistake\n"
 
 
+@long
 def test_a_slow_process_does_not_repeat_the_message(tmp_path):
     """On a busy machine a process may fail while the first that failed is still ending."""
     script = tmp_path / "x.py"

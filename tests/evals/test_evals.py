@@ -179,27 +179,6 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat
     assert found["val/loss"] == pytest.approx(nats / tokens)
 
 
-def test_the_host_waits_for_the_device_only_after_the_last_batch(
-    accelerator, models, data_dir, monkeypatch
-):
-    model, _ = models
-    events = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda *a, **k: events.append("f") or forward(*a, **k))
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
-        plain = getattr(torch.Tensor, name)
-        waits = lambda *a, f=plain, **k: events.append("w") or f(*a, **k)  # noqa: E731
-        monkeypatch.setattr(torch.Tensor, name, waits)
-    val = open_split(data_dir, "val")
-    loader = EvalLoader(val, sequence_length=32, batch_size=2, max_tokens=320)
-    validation_loss(accelerator, model, loader=loader)
-    assert events[:6] == [*"fffffw"] and len(events) == 6
-    for task in (build_hellaswag(hellaswag_items(400)), build_text(make_text(2000, 1))):
-        events.clear()
-        task(accelerator, model)
-        assert "".join(events).rstrip("w") == "f" * events.count("f") != "f"
-
-
 def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
     model, _ = models
     asked = []
@@ -229,12 +208,9 @@ def test_bad_items_are_refused_by_number():
         ({"ctx": None}, "item 2 has ctx = None: expected str"),
         ({"ctx": " "}, "item 2 has an empty context or continuation"),
         ({"endings": ["a", "", "b", "c"]}, "item 2 has an empty context or continuation"),
-        ({"endings": ["a"]}, r"item 2 has endings = \['a'\]: expected two strings"),
         ({"endings": ["a", 5]}, "expected two strings or more"),
         ({"endings": "abcd"}, "has endings = 'abcd': expected list"),
         ({"label": 4}, "item 2 has label = 4: expected the index of an ending, 0 to 3"),
-        ({"label": ""}, "has label = ''"),
-        ({"label": True}, "has label = True"),
         ({"label": 1.5}, r"has label = 1.5: expected int \| str"),
     ]:
         items = hellaswag_items(4)

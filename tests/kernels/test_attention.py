@@ -53,8 +53,8 @@ def errors(function, qkv, grad):
     return [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
 
 
-@pytest.mark.parametrize("scale", [0.5, 1, 2, 4])
-@pytest.mark.parametrize("T", [8, 64, 128])
+@pytest.mark.parametrize("scale", [0.5, 1, 4])
+@pytest.mark.parametrize("T", [8, 128])
 @pytest.mark.parametrize("D", [16, 48, 64])
 def test_output_and_gradients_are_as_exact_as_torch(T, scale, D):
     torch.manual_seed(0)
@@ -64,8 +64,8 @@ def test_output_and_gradients_are_as_exact_as_torch(T, scale, D):
         assert error <= 1.2 * limit + 1e-4, name
 
 
-@pytest.mark.parametrize("scale", [0.5, 1, 2, 4])
-@pytest.mark.parametrize("T", [1, 64, 128])
+@pytest.mark.parametrize("scale", [0.5, 4])
+@pytest.mark.parametrize("T", [1, 128])
 def test_query_that_attends_to_one_key_has_no_gradient(T, scale):
     qkv, grad = problem(T, D=64, scale=scale)
     assert gradients(causal_attention, qkv, grad)[1][:, :, 0].abs().max() <= 1e-3

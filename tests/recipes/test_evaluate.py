@@ -21,7 +21,6 @@ from gpt2_accel.evals.harness import flatten
 from gpt2_accel.evals.results import markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
-from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -190,10 +189,9 @@ def assert_equal_to_harness(results: dict[str, float]) -> None:
 
 
 @needs_harness
-@pytest.mark.parametrize("shape", [LlamaConfig, Qwen3Config])
-def test_results_equal_the_harness(shape, items, data_dir, tmp_path, capsys):
+def test_results_of_a_qwen3_equal_the_harness(items, data_dir, tmp_path, capsys):
     model, output = tmp_path / "model", tmp_path / "out.json"
-    save_pretrained(shape(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
+    save_pretrained(Qwen3Config(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
     run_recipe(
         "evaluate", *flags_of(model, items, data_dir), "--output", output,
         "--tasks", ",".join(["hellaswag", "text", *LOCAL_TASKS]),

@@ -253,13 +253,10 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path, monkeypatch):
         ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: -1}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: .inf}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nseeds: 0", "seeds must be at least 1"),
         ("recipe: quickstart\nvariants: {a: {}}\nmetric: accuracy", "metric must be one of"),
         ("recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}", "tune has axes"),
         ("recipe: quickstart\nvariants: {0.10: {}, 0.1: {}}", "0.1 cannot be a variant's name"),
-        ("recipe: quickstart\nvariants: {'$x$': {}}", "cannot be a variant's name"),
         ("recipe: quickstart\nvariants: {a: 1}", "a is 1, expected `name: value` lines"),
         ("recipe: quickstart\nvariants: {a: {beta2: }}", "a has no value for beta2"),
         *(
@@ -287,12 +284,10 @@ def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
     "own, words",
     [
         ({"learning_rat": 1}, "variant a: .*learning_rat"),
-        ({"beta2": 2}, "variant a: .*beta2 must be at least 0 and below 1"),
         ({"n_head": 5}, "variant a: .*n_head"),
         ({"eval_every": 0}, "variant a: eval_every is 0"),
         ({"patience": 3}, "variant a: patience ends a run before its budget"),
         ({"warmup_share": "abc"}, "variant a: .*'abc'"),
-        ({"beta2": [0.8, 0.9]}, "variant a: .*unknown option 0.9"),
         ({"beta2": {"x": 1}}, "variant a: beta2 cannot be"),
     ],
 )
