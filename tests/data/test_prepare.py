@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT, Started, ask, python
+from launching import Started, ask, python
 
 from gpt2_accel.data import documents, sources
 from gpt2_accel.data.data_sets import hub_parts
@@ -404,38 +403,42 @@ def test_a_local_data_set_is_divided_and_its_changes_are_noticed(
         hub_parts(str(tmp_path / "parquet"), shard_tokens=200, split="test")
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json.gz"])
-def test_a_data_set_of_the_hub_is_streamed_and_retried(tmp_path, suffix):
+def hub_files(suffix, folder):
+    """Returns the files of a data set of 1,000 rows in two files on the Hub."""
     files = {"README.md": b"# A data set\n"}
     for i in range(2):
         texts = [f"{i} {j} hello" for j in range(500)]
         content = json_lines(texts).encode()
         if suffix == "parquet":
             table = pyarrow.table({"text": texts, "id": range(500)})
-            pyarrow.parquet.write_table(table, tmp_path / "part.parquet", row_group_size=100)
-            content = (tmp_path / "part.parquet").read_bytes()
+            pyarrow.parquet.write_table(table, folder / "part.parquet", row_group_size=100)
+            content = (folder / "part.parquet").read_bytes()
         files[f"data/train-{i}.{suffix}"] = gzip.compress(content) if ".gz" in suffix else content
+    return files
+
+
+def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_reported(tmp_path):
+    def prepared(name):
+        args = ("hf", name, "--tokenizer", "bytes", "--data_dir", tmp_path / name)
+        return python(RECIPE, *args, at_import=at_import, HF_TOKEN=TOKEN)
+
     with Hub() as hub:
-        hub.repos["u/n"] = {"private": False, "commits": [("a" * 40, files)]}
-        hub.faults = [("GET", f"{'a' * 40}/data/train-1.{suffix}", 503)]
         at_import = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
-        args = ("hf", "u/n", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
-        done = python(RECIPE, *args, at_import=at_import, HF_TOKEN=TOKEN)
-        assert done.returncode == 0, done.stderr
-        assert read_manifest(tmp_path / "d")["revision"] == "a" * 40
-        train, val = everything_in(tmp_path / "d")
-        assert sorted(train + val) == sorted(f"{i} {j} hello" for i in range(2) for j in range(500))
-        assert val == [text for text in val if held_out(text)] and 20 < len(val) < 90
-        missing = python(RECIPE, "hf", "u/m", *args[2:], at_import=at_import, HF_TOKEN=TOKEN)
-    assert "the data set u/m cannot be found on the Hub (404" in missing.stderr
-
-
-def test_a_missing_network_is_reported_within_seconds(tmp_path):
-    away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, RECIPE, "hf", "nobody/nothing", "--data_dir", tmp_path / "d"]
+        for suffix in ("parquet", "jsonl", "json.gz"):
+            name, sha = f"u/{suffix}", "a" * 40
+            commits = [(sha, hub_files(suffix, tmp_path))]
+            hub.repos[name] = {"private": False, "commits": commits}
+            hub.faults = [("GET", f"{sha}/data/train-1.{suffix}", 503)]
+            done = prepared(name)
+            assert done.returncode == 0 and not hub.faults, done.stderr
+            assert read_manifest(tmp_path / name)["revision"] == sha
+            train, val = everything_in(tmp_path / name)
+            expected = sorted(f"{i} {j} hello" for i in range(2) for j in range(500))
+            assert sorted(train + val) == expected
+            assert val == [text for text in val if held_out(text)] and 20 < len(val) < 90
+        assert "the data set u/m cannot be found on the Hub (404" in prepared("u/m").stderr
     begun = time.monotonic()
-    env = {**os.environ, **away}  # read at import
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = prepared("nobody/nothing")
     assert time.monotonic() - begun < 22  # the libraries' own retries take 24
     [line] = [text for text in done.stderr.splitlines() if text.strip()]
     assert done.returncode == 1 and "the data set nobody/nothing cannot be found on the Hub" in line

@@ -2,22 +2,21 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import yaml
 from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
-from launching import ROOT, launch, python
+from launching import launch, python
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.evals.harness import flatten
+from gpt2_accel.evals.items import hub_items
 from gpt2_accel.evals.results import markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
@@ -261,22 +260,22 @@ def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monke
     assert scored == []
 
 
-def test_items_from_the_hub_are_read_from_its_parquet_files(tmp_path):
+def test_items_from_the_hub_are_read_from_its_parquet_files(tmp_path, monkeypatch):
     lines = [{**item, "label": str(item["label"])} for item in hellaswag_items(6)]
     Dataset.from_list(lines).to_parquet(tmp_path / "table.parquet")
     files = {"default/validation/0000.parquet": (tmp_path / "table.parquet").read_bytes()}
-    read = "from gpt2_accel.evals.items import hub_items; import json; "
-    read += "print(json.dumps(hub_items('hellaswag', '')))"
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 120}
-    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     with Hub() as hub:
         hub.repos["Rowan/hellaswag"] = {"private": False, "commits": [("a" * 40, files)]}
-        env |= {"HF_ENDPOINT": hub.url}
-        done = subprocess.run([sys.executable, "-c", read], env=env, **options)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+        for name, value in (
+            ("ENDPOINT", hub.url),
+            ("HF_HUB_OFFLINE", False),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ):
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        found = hub_items("hellaswag", "")
     assert [fields for _, fields in found] == lines
-    assert found[5][0] == "row 5 of Rowan/hellaswag"
+    assert found[5].place == "row 5 of Rowan/hellaswag"
 
 
 def test_the_table_shows_published_results_of_the_same_items():

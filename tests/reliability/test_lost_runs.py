@@ -303,19 +303,6 @@ def test_a_save_that_failed_is_tried_again_when_the_run_stops(tiny, tmp_path, mo
 # 6: a closed terminal or pipe
 
 
-def test_the_end_of_the_terminal_leaves_a_checkpoint(tiny, tmp_path):
-    config = tiny("run", **ENDLESS)
-    process = start(config)
-    wait_for(lambda: last_step(tmp_path / "run") > 5)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 0
-    found = status(tmp_path / "run")
-    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "SIGHUP", True)
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [
-        f"checkpoint-{found['step']}"
-    ]
-
-
 def piped(config, *before, **streams) -> subprocess.Popen:
     """Starts a run as a shell does, with pipes."""
     return subprocess.Popen(

@@ -333,6 +333,7 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     [
         (2, "one worker", signal.SIGTERM),
         (1, "one worker", signal.SIGINT),
+        (1, "one worker", signal.SIGHUP),  # the terminal was closed
         pytest.param(1, "launcher", signal.SIGTERM, marks=long),
         pytest.param(1, "launcher", signal.SIGUSR1, marks=long),
     ],
@@ -351,7 +352,9 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, process
     took = time.time() - asked
     process.wait(30)
     found = status(tmp_path / "run")
-    assert found["state"] == "stopped" and found["requeue"] == (number != signal.SIGINT)
+    name = signal.Signals(number).name
+    assert (found["state"], found["reason"]) == ("stopped", name)
+    assert found["requeue"] == (number != signal.SIGINT)
     step = found["step"]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"checkpoint-{step}"]
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in training), 30)
@@ -360,7 +363,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, process
     resumed = run(tiny("run", resume_from="latest", **more))
     whole = run(tiny("whole", **more))
     assert losses(resumed)[step:] == pytest.approx(losses(whole)[step:], abs=1e-4)
-    name = signal.Signals(number).name
     report(f"{name} to {to} of {processes} processes", 1, 1, f"none; stopped in {took:.1f} s")
 
 
