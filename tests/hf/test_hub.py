@@ -23,7 +23,6 @@ from conftest import (
     metrics,
     run,
     status,
-    tiny_config,
     tokenizer_of,
 )
 from datasets import Dataset
@@ -78,7 +77,7 @@ def user(tmp_path_factory):
         yield hub, command
 
 
-def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
+def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     server, command = user
 
     def succeed(*arguments):
@@ -89,7 +88,7 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
     settings = {"push_to_hub": REPO, "hub_strategy": "checkpoint", "save_every": 4}
     # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
     settings |= {"lr_schedule": "constant", "eval_every": 4}
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     said = succeed(SCRIPT, *as_flags(config))
     assert f"uploaded to {server.url}/{REPO}" in said
     assert server.repos[REPO]["private"]
@@ -115,15 +114,15 @@ def test_push_load_resume_and_finetune_over_the_hub(user, data_dir, tmp_path):
 
     # A resume from the Hub gives the losses of an uninterrupted run.
     more = {**settings, "max_steps": 12, "push_to_hub": None}
-    config = tiny_config(data_dir, tmp_path / "elsewhere", resume_from=REPO, **more)
+    config = tiny("elsewhere", resume_from=REPO, **more)
     succeed(SCRIPT, *as_flags(config))
     continued = metrics(tmp_path / "elsewhere")
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **more))
+    whole = run(tiny("whole", **more))
     assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
 
     # A fine-tuning run starts from a revision, and its model is pushed by the recipe.
     revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
-    config = tiny_config(data_dir, tmp_path / "tuned", init_from=revision)
+    config = tiny("tuned", init_from=revision)
     succeed(SCRIPT, *as_flags(config))
     tuned = metrics(tmp_path / "tuned")
     assert tuned[0]["train/loss"] < 4  # not a new model's 5.5
@@ -169,9 +168,9 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
         ([("POST", "/commit/", "cut")], "uploaded to"),
     ],
 )
-def test_a_failing_upload_never_ends_the_run(here, data_dir, tmp_path, capsys, faults, expected):
+def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expected):
     here.faults += faults
-    lines = run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end"))
+    lines = run(tiny("run", push_to_hub=REPO, hub_strategy="end"))
     assert len(lines) == 8
     said = "".join(capsys.readouterr())
     assert re.search(expected, said), said
@@ -180,21 +179,19 @@ def test_a_failing_upload_never_ends_the_run(here, data_dir, tmp_path, capsys, f
     assert uploaded == (expected == "uploaded to")
 
 
-def test_a_hub_that_is_gone_never_ends_the_run(here, data_dir, tmp_path, capsys):
+def test_a_hub_that_is_gone_never_ends_the_run(tiny, here, capsys):
     here.shutdown()
     here.server_close()
-    config = tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, save_every=4)
+    config = tiny("run", push_to_hub=REPO, save_every=4)
     assert len(run(config)) == 8
     assert "could not upload to user/name" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_push_to_an_existing_repository_removes_old_weights_only(
-    here, data_dir, tmp_path, architecture
-):
+def test_a_push_to_an_existing_repository_removes_old_weights_only(tiny, here, architecture):
     old = {"model-00001-of-00002.safetensors": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
-    run(tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, architecture=architecture))
+    run(tiny("run", push_to_hub=REPO, architecture=architecture))
     files = here.files(REPO)
     assert json.loads(files["config.json"])["model_type"] == architecture
     assert f"- {architecture}\n".encode() in files["README.md"]
@@ -202,8 +199,8 @@ def test_a_push_to_an_existing_repository_removes_old_weights_only(
     assert files["notes.md"] == b"mine"
 
 
-def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(here, data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", save_every=2, keep_last=9)
+def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here, tmp_path):
+    config = tiny("run", save_every=2, keep_last=9)
     run(config)
     checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
     here.gate.clear()  # commits wait
@@ -254,11 +251,11 @@ def signalled(when, *pauses):
 
 @pytest.mark.parametrize("pauses, grace", [([], 1.0), ([1.0], 60.0)])
 def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
-    here, data_dir, tmp_path, capsys, monkeypatch, pauses, grace
+    tiny, here, tmp_path, capsys, monkeypatch, pauses, grace
 ):
     monkeypatch.setattr(signals, "GRACE", grace)
     here.hangs = "/api/"
-    config = tiny_config(data_dir, tmp_path / "run", push_to_hub=REPO, hub_strategy="end")
+    config = tiny("run", push_to_hub=REPO, hub_strategy="end")
     with signalled(lambda: ended(tmp_path / "run"), *pauses) as sent:
         assert len(run(config)) == 8
         assert time.monotonic() - sent[-1] < min(grace, 1) + 3
@@ -269,12 +266,10 @@ def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
     assert "user/name did not end in time" in capsys.readouterr().out
 
 
-def test_a_stopped_run_ends_soon_if_the_hub_never_answers(here, data_dir, tmp_path, monkeypatch):
+def test_a_stopped_run_ends_soon_if_the_hub_never_answers(tiny, here, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "GRACE", 1.0)
     here.hangs = "/api/"
-    config = tiny_config(
-        data_dir, tmp_path / "run", push_to_hub=REPO, save_every=2, max_steps=10**5
-    )
+    config = tiny("run", push_to_hub=REPO, save_every=2, max_steps=10**5)
     with signalled(lambda: (tmp_path / "run/checkpoint-2").exists()) as sent:
         run(config)
         assert time.monotonic() - sent[0] < 4
@@ -295,8 +290,8 @@ with Uploads("user/name", folder, print, strategy="checkpoint", seconds_left=lef
 """
 
 
-def test_a_process_exits_during_an_upload_that_hangs(server, data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path / "run", save_every=1, max_steps=2))
+def test_a_process_exits_during_an_upload_that_hangs(tiny, server, tmp_path):
+    run(tiny("run", save_every=1, max_steps=2))
     server.hangs = "PUT /lfs/"  # sent by the client's own threads, which the interpreter joins
     env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     process = subprocess.Popen(
@@ -326,10 +321,10 @@ def test_only_a_models_files_are_uploaded(kind, tmp_path):
     assert {path.name for path in (tmp_path / "upload").iterdir()} == written
 
 
-def test_only_a_checkpoints_files_are_uploaded_for_a_resume(here, data_dir, tmp_path):
+def test_only_a_checkpoints_files_are_uploaded_for_a_resume(tiny, here, tmp_path):
     old = {"last-checkpoint/notes.txt": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
-    config = tiny_config(data_dir, tmp_path / "run", save_every=4)
+    config = tiny("run", save_every=4)
     run(config)
     checkpoint = tmp_path / "run/checkpoint-8"
     needed = json.loads((checkpoint / "training_state/manifest.json").read_text())["files"]
@@ -348,8 +343,8 @@ def test_only_a_checkpoints_files_are_uploaded_for_a_resume(here, data_dir, tmp_
     assert "no upload to user/name" in said[-1]
 
 
-def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path, eval_every=4))
+def test_the_model_card_has_data_settings_and_results(tiny, tmp_path):
+    run(tiny(eval_every=4))
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation"
@@ -373,16 +368,16 @@ def test_the_model_card_has_data_settings_and_results(data_dir, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Hi")
 
 
-def test_a_repository_without_a_checkpoint_is_refused(user, data_dir, tmp_path):
+def test_a_repository_without_a_checkpoint_is_refused(tiny, user, tmp_path):
     server, command = user
     server.repos["user/weights"] = {
         "private": True,
         "commits": [("0" * 40, {"config.json": b"{}"})],
     }
-    config = tiny_config(data_dir, tmp_path / "run", resume_from="user/weights")
+    config = tiny("run", resume_from="user/weights")
     done = command(SCRIPT, *as_flags(config))
     assert "--resume_from user/weights is not a checkpoint of this toolkit" in done.stderr
-    config = tiny_config(data_dir, tmp_path / "run", init_from="user/other")
+    config = tiny("run", init_from="user/other")
     done = command(SCRIPT, *as_flags(config))
     assert "user/other is neither a folder nor a model on the Hub" in done.stderr
     assert not Path(tmp_path / "run").exists()

@@ -334,9 +334,9 @@ def test_an_id_without_a_token_is_generated_as_by_transformers(more_rows):
     assert found.text == tokenizer.decode([token for token in found.ids if token < len(tokenizer)])
 
 
-def test_data_of_another_smaller_vocabulary_is_refused(more_rows, data_dir, tmp_path):
+def test_data_of_another_smaller_vocabulary_is_refused(tiny, more_rows):
     assert len(byte_tokenizer()) == 257
     for changes in ({}, {"ignore_changes": True}):
-        config = tiny_config(data_dir, tmp_path / "run", init_from=str(more_rows), **changes)
+        config = tiny("run", init_from=str(more_rows), **changes)
         with pytest.raises(ValueError, match="vocabulary of 300, but .* with one of 257"):
             run(config)

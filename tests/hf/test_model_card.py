@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from conftest import run, tiny_config
+from conftest import run
 
 from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.model_card import Training, model_card
@@ -18,8 +18,8 @@ TRAINING = Training(
 )
 
 
-def test_the_card_has_the_checkpoints_name_and_on_the_hub_the_repositorys(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path / "run", save_every=4))
+def test_the_card_has_the_checkpoints_name_and_on_the_hub_the_repositorys(tiny, tmp_path):
+    run(tiny("run", save_every=4))
     card = (tmp_path / "run/checkpoint-4/README.md").read_text()
     assert "partial" not in card
     assert "# checkpoint-4\n" in card and "name: checkpoint-4" in card

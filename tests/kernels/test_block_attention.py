@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import run, tiny_config
+from conftest import run
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import gpt2_accel.models.gpt2 as gpt2
@@ -61,11 +61,11 @@ def test_dropout_and_narrow_heads_keep_the_dense_mask():
             model(torch.randint(50, (2, 32)))
 
 
-def test_a_run_takes_block_masks_if_the_device_has_them(data_dir, tmp_path, monkeypatch, capsys):
+def test_a_run_takes_block_masks_if_the_device_has_them(tiny, monkeypatch, capsys):
     """FlexAttention has no backward on a CPU, so the run fails at its first update."""
     monkeypatch.setenv(OVERRIDES, json.dumps({"has_block_masks": True}))
     with torch._dynamo.config.patch(optimize_ddp=True), kernels.chosen():
         with pytest.raises(NotImplementedError, match="FlexAttention does not support backward"):
-            run(tiny_config(data_dir, tmp_path, document_mask=True))
+            run(tiny(document_mask=True))
         assert torch._dynamo.config.optimize_ddp is False
     assert "attention flex, with a block mask" in capsys.readouterr().out

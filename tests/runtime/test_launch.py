@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -17,11 +16,9 @@ from conftest import (
     losses,
     make_text,
     metrics,
-    reset_accelerate,
     run,
     small_notebook,
     status,
-    tiny_config,
 )
 from launching import ROOT, launch, launched, python
 from transformers import AutoModelForCausalLM, pipeline
@@ -31,38 +28,16 @@ from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
-from gpt2_accel.optim import BatchSchedule, learning_rate
+from gpt2_accel.optim import learning_rate
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-SMALL = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "32",
-    "--n_positions",
-    "32",
-    "--micro_batch_size",
-    "2",
-    "--total_batch_size",
-    "256",
-    "--max_steps",
-    "4",
-    "--warmup_steps",
-    "2",
-    "--eval_every",
-    "4",
-    "--eval_tokens",
-    "1024",
-    "--sample_every",
-    "0",
-    "--log_every",
-    "1",
-]
+SMALL = (
+    "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 2 --total_batch_size 256 --max_steps 4 "
+    "--warmup_steps 2 --eval_every 4 --eval_tokens 1024 --sample_every 0 --log_every 1"
+)
 
 
 # Launch configs
@@ -118,7 +93,7 @@ def test_the_headline_command(data_dir, tmp_path):
     shorter = ("--n_layer", 1, "--eval_every", 0)
     done = launch(
         "recipes/pretrain_124m.py",
-        *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL, *shorter),
+        *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL.split(), *shorter),
         processes=2,
         config="8xa100",
         launcher=True,
@@ -132,20 +107,17 @@ def test_the_headline_command(data_dir, tmp_path):
     assert len(generated["generated_text"]) > 4
 
 
-@pytest.mark.parametrize("size", ["355m", "774m", "1558m"])
-def test_the_recipes_of_other_sizes_have_their_shapes_and_run(
-    size, data_dir, tmp_path, monkeypatch
-):
+def test_the_recipes_of_other_sizes_have_their_shapes_and_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    recipe = load_recipe(f"pretrain_{size}")
-    settings = getattr(recipe, f"Pretrain{size.upper()}")()
-    names = {"355m": "gpt2-medium", "774m": "gpt2-large", "1558m": "gpt2-xl"}
-    shape = GPTConfig.from_name(names[size])
-    assert all(getattr(settings, n) == getattr(shape, n) for n in ("n_layer", "n_head", "n_embd"))
-    flags = ["x", "--data_dir", str(data_dir), "--output_dir", str(tmp_path), *SMALL]
-    monkeypatch.setattr(sys, "argv", flags)
+    for size, name in (("355m", "gpt2-medium"), ("774m", "gpt2-large"), ("1558m", "gpt2-xl")):
+        recipe, shape = load_recipe(f"pretrain_{size}"), GPTConfig.from_name(name)
+        kind = getattr(recipe, f"Pretrain{size.upper()}")
+        for dimension in ("n_layer", "n_head", "n_embd"):
+            assert getattr(kind(), dimension) == getattr(shape, dimension)
+    flags = f"x --data_dir {data_dir} --output_dir {tmp_path} {SMALL}"
+    monkeypatch.setattr(sys, "argv", flags.split())
     reset_accelerate()
-    recipe.main(type(settings))
+    recipe.main(kind)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_embd == 32
 
 
@@ -207,11 +179,11 @@ def test_the_notebook_has_a_badge_and_installs_the_clone_or_the_address(
 # FSDP2
 
 
-def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(data_dir, tmp_path):
+def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(tiny, tmp_path):
     changes = {"micro_batch_size": 2, "total_batch_size": 256, "eval_every": 3, "save_every": 3}
 
     def sharded(name, processes, **more):
-        config = tiny_config(data_dir, tmp_path / name, **{**changes, **more})
+        config = tiny(name, **{**changes, **more})
         eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
         flags = (*eager, "tests/fsdp_script.py", *as_flags(config))
         done = launch(*flags, processes=processes, config="8xa100_fsdp2")
@@ -219,12 +191,11 @@ def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(data_dir, tmp_pa
         assert "sharded by FSDP2" in done.stdout
         return metrics(tmp_path / name)
 
-    plain = run(tiny_config(data_dir, tmp_path / "plain", **changes, max_steps=6))
+    plain = run(tiny("plain", **changes, max_steps=6))
     sharded("fsdp", 2, max_steps=3)
     on_one = run(
-        tiny_config(
-            data_dir,
-            tmp_path / "one",
+        tiny(
+            "one",
             **{**changes, "resume_from": str(tmp_path / "fsdp/checkpoint-3"), "max_steps": 6},
         )
     )
@@ -234,45 +205,30 @@ def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(data_dir, tmp_pa
     assert whole[-1]["val/loss"] == pytest.approx(plain[-1]["val/loss"], abs=1e-5)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp", output_loading_info=True)
     assert not any(info.values())
-    config = tiny_config(data_dir, tmp_path / "muon", optimizer="muon")
+    config = tiny("muon", optimizer="muon")
     flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
     assert "muon works on whole matrices" in launch(*flags, config="8xa100_fsdp2").stderr
 
 
-def test_the_chunked_loss_equals_the_plain_one_on_two_processes(data_dir, tmp_path):
+def test_the_chunked_loss_equals_the_plain_one_on_two_processes(tiny, tmp_path):
     changes = {"n_layer": 1, "max_steps": 4, "micro_batch_size": 4, "total_batch_size": 8 * 32}
-    plain = run(tiny_config(data_dir, tmp_path / "plain", **changes))
+    plain = run(tiny("plain", **changes))
     chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
 
-    def chunked(name, config, *launched, **more):
-        changed = {**changes, "micro_batch_size": 2, **more}
-        flags = as_flags(tiny_config(data_dir, tmp_path / name, **changed))
-        done = launch(*launched, *flags, processes=2, config=config, **chunks)
+    def chunked(name, config, script, backend):
+        flags = ("--mixed_precision", "no", "--dynamo_backend", backend)
+        settings = as_flags(tiny(name, **changes | {"micro_batch_size": 2}))
+        done = launch(*flags, f"tests/{script}.py", *settings, processes=2, config=config, **chunks)
         assert done.returncode == 0, done.stderr
         return losses(metrics(tmp_path / name))
 
-    ddp, fsdp = ("8xa100", "tests/train_script.py"), ("8xa100_fsdp2", "tests/fsdp_script.py")
-    in_fp32 = ("--mixed_precision", "no")
-    eager = ("--dynamo_backend", "no")
-    found = [
-        chunked("ddp", ddp[0], *in_fp32, *eager, ddp[1]),
-        chunked("compiled", ddp[0], *in_fp32, "--dynamo_backend", "aot_eager", ddp[1]),
-        chunked("fsdp", fsdp[0], *in_fp32, *eager, fsdp[1]),
-    ]
-    assert found == [pytest.approx(losses(plain), abs=1e-5)] * 3
+    compiled = chunked("compiled", "8xa100", "train_script", "aot_eager")
+    sharded = chunked("sharded", "8xa100_fsdp2", "fsdp_script", "no")
+    assert compiled == pytest.approx(losses(plain), abs=1e-5)
+    assert sharded == pytest.approx(losses(plain), abs=1e-5)
 
 
 # Schedules
-
-
-def test_updates_after_a_resume_with_another_batch_size():
-    schedule = BatchSchedule(512, step=4, seen=1000)
-    assert (schedule.first(4), schedule.first(7)) == (1000, 2536)
-    for full in (1, 2, 9):
-        updates = schedule.updates(full)
-        assert updates == 4 or schedule.first(updates - 1) < full * 512
-        assert schedule.first(updates) >= full * 512
-    assert BatchSchedule(512).updates(9) == 9
 
 
 def test_wsd_is_constant_and_then_decays():
@@ -311,14 +267,13 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     pipeline("text-generation", model=str(tmp_path / "run/best"))("the")
 
 
-def test_a_resume_keeps_the_state_of_early_stopping(data_dir, tmp_path):
+def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
     settings = {"eval_every": 1, "patience": 3, "learning_rate": 1.0, "max_steps": 30}
-    whole = run(tiny_config(data_dir, tmp_path / "whole", **settings, save_every=1, keep_last=30))
+    whole = run(tiny("whole", **settings, save_every=1, keep_last=30))
     assert 4 <= len(whole) < 30
     resumed = run(
-        tiny_config(
-            data_dir,
-            tmp_path / "resumed",
+        tiny(
+            "resumed",
             **settings,
             resume_from=str(tmp_path / f"whole/checkpoint-{len(whole) - 1}"),
         )
@@ -342,14 +297,14 @@ def test_a_dry_run_needs_no_data_and_starts_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_plans_for_hardware_of_another_machine(data_dir, tmp_path, capsys):
+def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, data_dir, tmp_path, capsys):
     flags = ("--dry_run", "A100", "--data_dir", tmp_path / "none")
     here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout.count("processes     2, bf16") == 1
     assert "9 h 31 min on 2 x A100" in launched.stdout
-    config = tiny_config(data_dir, tmp_path / "run", dry_run=["A100"])
+    config = tiny("run", dry_run=["A100"])
     config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
 
     def said(name, gpu="A100", **changes):
@@ -404,23 +359,23 @@ def test_the_dry_runs_activation_memory_equals_what_autograd_saves(precision):
     loss.backward()
 
 
-def test_auto_micro_batch_is_the_largest_that_fits(data_dir, tmp_path, monkeypatch, capsys):
+def test_auto_micro_batch_is_the_largest_that_fits(tiny, monkeypatch, capsys):
     weights = 12 * (GPTConfig(257, 32, 2, 2, 32).parameter_count + 127 * 32)
     two = activation_bytes(GPTConfig(257, 32, 2, 2, 32), 2, 32, "no")
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.2 * two) / 0.9)}))
-    auto = run(tiny_config(data_dir, tmp_path / "auto", micro_batch_size=0))
+    auto = run(tiny("auto", micro_batch_size=0))
     assert "micro_batch_size 2: the largest that fits" in capsys.readouterr().out
-    two = run(tiny_config(data_dir, tmp_path / "two", micro_batch_size=2))
+    two = run(tiny("two", micro_batch_size=2))
     assert losses(auto) == losses(two)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": weights}))
     with pytest.raises(ValueError, match="not even a micro-batch of one sequence"):
-        run(tiny_config(data_dir, tmp_path / "none", micro_batch_size=0))
+        run(tiny("none", micro_batch_size=0))
     done = launch("tests/train_script.py", "--micro_batch_size", "auto", "--dry_run")
     assert "micro-batch 1 x 1024" in done.stdout, done.stderr
 
 
-def test_profile_writes_a_trace_of_some_updates(data_dir, tmp_path, capsys):
-    run(tiny_config(data_dir, tmp_path, profile=2))
+def test_profile_writes_a_trace_of_some_updates(tiny, tmp_path, capsys):
+    run(tiny(profile=2))
     said = f"updates 6 to 7 are traced into {tmp_path}/trace-0.json: open it at"
     assert said in capsys.readouterr().out
     trace = json.loads((tmp_path / "trace-0.json").read_text())
@@ -429,8 +384,8 @@ def test_profile_writes_a_trace_of_some_updates(data_dir, tmp_path, capsys):
     assert any("addmm" in name for name in names)
 
 
-def test_fsdp2_on_cpus_says_that_nothing_is_sharded(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, micro_batch_size=2, max_steps=2)
+def test_fsdp2_on_cpus_says_that_nothing_is_sharded(tiny):
+    config = tiny(micro_batch_size=2, max_steps=2)
     flags = ("--dynamo_backend", "no", "--mixed_precision", "no")
     script = ("tests/train_script.py", *as_flags(config))
     done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
-from conftest import run, tiny_config
+from conftest import run
 from torch.distributed import DistError
 
 import gpt2_accel.train as train_module
@@ -17,7 +17,7 @@ from gpt2_accel.runtime import log
 from gpt2_accel.runtime.log import RunLog, Sink, Status
 
 
-def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatch):
+def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch):
     honest, seen = train_module.accumulate_gradients, []
 
     def slow(accelerator, model, loader, first, sequences, interrupted):
@@ -29,7 +29,7 @@ def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatc
 
     monkeypatch.setattr(train_module, "accumulate_gradients", slow)
     monkeypatch.setattr(log, "HEARTBEAT", 0.05)
-    run(tiny_config(data_dir, tmp_path))
+    run(tiny())
     assert seen[0]["state"] == "running" and seen[0]["requeue"]
     found = read_status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
@@ -37,8 +37,8 @@ def test_heartbeats_continue_during_a_long_update(data_dir, tmp_path, monkeypatc
     assert read_status(tmp_path) == found
 
 
-def test_a_run_without_heartbeat_counts_as_killed(data_dir, tmp_path):
-    run(tiny_config(data_dir, tmp_path))
+def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
+    run(tiny())
     written = json.loads((tmp_path / "status.json").read_text()) | {"state": "running"}
 
     def said(silent):

@@ -14,7 +14,7 @@ SCRIPT = "tests/train_script.py"
 
 @pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 2), (4, 8)])
 def test_losses_do_not_depend_on_processes_and_accumulation(
-    data_dir, tmp_path, processes, micro_batch_size
+    tiny, tmp_path, processes, micro_batch_size
 ):
     settings = {"total_batch_size": 8 * 32, "eval_every": 4, "save_every": 4}
     questions = tmp_path / "hellaswag.jsonl"
@@ -23,8 +23,8 @@ def test_losses_do_not_depend_on_processes_and_accumulation(
             item = {"ctx": WORDS[i], "endings": [*WORDS[i + 7 : i + 9], "a b c d"], "label": i % 3}
             file.write(json.dumps(item) + "\n")
     settings |= {"hellaswag_every": 8, "hellaswag_data": str(questions)}
-    alone = run(tiny_config(data_dir, tmp_path / "alone", micro_batch_size=2, **settings))
-    config = tiny_config(data_dir, tmp_path / "many", micro_batch_size=micro_batch_size, **settings)
+    alone = run(tiny("alone", micro_batch_size=2, **settings))
+    config = tiny("many", micro_batch_size=micro_batch_size, **settings)
     done = launch(SCRIPT, *as_flags(config), processes=processes)
     assert done.returncode == 0, done.stderr
     many = metrics(tmp_path / "many")
@@ -51,8 +51,8 @@ def test_dropout_differs_between_processes(tmp_path):
         assert abs(both - one) > 1e-4
 
 
-def test_processes_that_accelerate_does_not_see_are_refused(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run")
+def test_processes_that_accelerate_does_not_see_are_refused(tiny, tmp_path):
+    config = tiny("run")
     done = launch(SCRIPT, *as_flags(config), processes=2, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0
     assert "WORLD_SIZE is 2, but Accelerate has num_processes 1: without GPUs" in done.stderr

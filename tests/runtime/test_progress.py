@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from conftest import as_flags, make_text, run, run_recipe, tiny_config
+from conftest import as_flags, make_text, run, run_recipe
 from launching import Started, launch
 
 from gpt2_accel import progress
@@ -30,8 +30,8 @@ def set_width(terminal: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
 
-def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=800, eval_every=200, log_every=5)
+def test_the_bar_follows_the_width_of_the_terminal(tiny):
+    config = tiny("run", max_steps=800, eval_every=200, log_every=5)
     ours, theirs = pty.openpty()
     set_width(ours, 120)
     environment = {"ACCELERATE_USE_CPU": "true", "TERM": "xterm"}
@@ -74,8 +74,8 @@ def test_the_bar_follows_the_width_of_the_terminal(data_dir, tmp_path):
     assert text.count("step 200: val/loss") == 1  # on its own line above the bar
 
 
-def test_only_the_main_process_prints_plain_lines_in_a_pipe(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", micro_batch_size=2)
+def test_only_the_main_process_prints_plain_lines_in_a_pipe(tiny):
+    config = tiny("run", micro_batch_size=2)
     done = launch(SCRIPT, *as_flags(config), processes=2)
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr and "%|" not in done.stderr
@@ -99,7 +99,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_no_long_task_is_silent_in_a_pipe(data_dir, tmp_path, capsys, monkeypatch):
+def test_no_long_task_is_silent_in_a_pipe(tiny, data_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE", 0)
     text = tmp_path / "a.txt"
     text.write_text(make_text(2000, 0))
@@ -109,7 +109,7 @@ def test_no_long_task_is_silent_in_a_pipe(data_dir, tmp_path, capsys, monkeypatc
     assert capsys.readouterr() == ("", "tokenizing a text\n")
     run_recipe("prepare_data", "text", text, "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     assert re.search(r"tokenizing: 100%.* \d.*k?B/s", capsys.readouterr().err)
-    logged = run(tiny_config(data_dir, tmp_path / "run", log_every=4, max_steps=6, eval_every=6))
+    logged = run(tiny("run", log_every=4, max_steps=6, eval_every=6))
     shown = capsys.readouterr().err
     assert "evaluating val: 100%" in shown
     assert re.search(r"training: 83%, 5/6 \[.*<.*, at=4, loss=[\d.]+, lr=[\d.e-]+, tok/s=", shown)
@@ -128,7 +128,7 @@ def test_a_long_task_has_a_bar_in_a_terminal_that_disappears_at_its_end(monkeypa
 
 
 def test_closing_line_and_model_card_name_the_update_of_each_result(
-    data_dir, tmp_path, monkeypatch, capsys
+    tiny, tmp_path, monkeypatch, capsys
 ):
     advance = RunLog.advance
 
@@ -138,7 +138,7 @@ def test_closing_line_and_model_card_name_the_update_of_each_result(
             os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(RunLog, "advance", advance_and_stop)
-    run(tiny_config(data_dir, tmp_path / "run", eval_every=3))
+    run(tiny("run", eval_every=3))
     said = capsys.readouterr().out
     assert re.search(
         r"step 5: trained on 640 tokens .*; at update 3 val/loss [\d.]+ ± [\d.]+, ", said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import as_flags, long, metrics, status, tiny_config
+from conftest import as_flags, long, metrics, status
 from launching import ROOT, free_port
 
 from gpt2_accel.checkpoint.find import list_checkpoints
@@ -36,11 +36,11 @@ def send_to_all(launcher, number):
         pytest.param(signal.SIGINT, send_to_all, marks=long),
     ],
 )
-def test_a_signal_to_the_launcher_leaves_a_checkpoint(number, send, data_dir, tmp_path):
+def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_path):
     settings = {"micro_batch_size": 2, "max_steps": 10**5, "lr_schedule": "constant"}
     if send is send_to_all:
         settings["total_batch_size"] = 400 * 32  # updates long enough for both signals
-    config = tiny_config(data_dir, tmp_path / "run", **settings)
+    config = tiny("run", **settings)
     flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", free_port()]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | EXPORTED
@@ -76,8 +76,8 @@ def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():
 
 @long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this signal")
-def test_a_trainer_ends_with_its_launcher_while_it_imports(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=10**5)
+def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
+    config = tiny("run", max_steps=10**5)
     for library in ("libtorch_cpu", "tokenizers"):  # what the trainer imports first and late
         launcher = subprocess.Popen(
             [

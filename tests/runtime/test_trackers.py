@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import as_flags, losses, run, tiny_config
+from conftest import as_flags, losses, run
 from launching import Started, python
 from wandb_server import WandbServer
 
@@ -109,11 +109,10 @@ def kill_after(config, step: int) -> None:
 
 @needs_all
 def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
-    data_dir, tmp_path, offline, trackio_dir
+    tiny, tmp_path, offline, trackio_dir
 ):
-    config = tiny_config(
-        data_dir,
-        tmp_path / "run",
+    config = tiny(
+        "run",
         max_steps=160,
         save_every=50,
         report_to=list(TRACKERS),
@@ -144,12 +143,9 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     assert [values["tokens"] for _, values in rows] == tokens
 
 
-def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(
-    data_dir, tmp_path, monkeypatch
-):
-    config = tiny_config(
-        data_dir,
-        tmp_path / "run",
+def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(tiny, tmp_path, monkeypatch):
+    config = tiny(
+        "run",
         max_steps=160,
         save_every=50,
         report_to=["wandb"],
@@ -174,10 +170,10 @@ def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(
 
 
 @needs_all
-def test_trackers_get_settings_hardware_and_commit(data_dir, tmp_path, offline):
+def test_trackers_get_settings_hardware_and_commit(tiny, tmp_path, offline):
     import trackio
 
-    run(tiny_config(data_dir, tmp_path / "run", report_to=["trackio", "tensorboard"]))
+    run(tiny("run", report_to=["trackio", "tensorboard"]))
     known = facts(tmp_path / "run")
     [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
     assert recorded.config["learning_rate"] == 1e-2 and recorded.config["n_embd"] == 32
@@ -191,18 +187,18 @@ def test_trackers_get_settings_hardware_and_commit(data_dir, tmp_path, offline):
 
 @needs_all
 def test_a_tracker_added_at_a_resume_gets_all_steps_and_a_branch_has_a_new_id(
-    data_dir, tmp_path, offline, trackio_dir
+    tiny, tmp_path, offline, trackio_dir
 ):
     settings = {"save_every": 4, "keep_last": 9}
-    run(tiny_config(data_dir, tmp_path / "run", max_steps=8, **settings))
-    config = tiny_config(data_dir, tmp_path / "run", max_steps=12, resume_from="latest", **settings)
+    run(tiny("run", max_steps=8, **settings))
+    config = tiny("run", max_steps=12, resume_from="latest", **settings)
     config.report_to = ["tensorboard", "trackio"]
     run(config)
     steps = list(range(1, 13))
     assert tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss") == steps
     assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "run")] == steps
 
-    branch = tiny_config(data_dir, tmp_path / "branch", report_to=["trackio"], **settings)
+    branch = tiny("branch", report_to=["trackio"], **settings)
     branch.resume_from = str(tmp_path / "run/checkpoint-4")
     run(branch)
     assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "branch")] == [5, 6, 7, 8]
@@ -210,21 +206,21 @@ def test_a_tracker_added_at_a_resume_gets_all_steps_and_a_branch_has_a_new_id(
 
 
 def test_an_unknown_or_missing_tracker_is_refused_before_anything_is_written(
-    data_dir, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
     with pytest.raises(
         ValueError, match=r"unknown tracker 'mlflow': choose from wandb, tensorboard"
     ):
-        run(tiny_config(data_dir, tmp_path / "run", report_to=["mlflow"]))
+        run(tiny("run", report_to=["mlflow"]))
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb"])
     check_trackers(["wandb"])
     with pytest.raises(ValueError, match=r"trackio is not installed: pip install 'trackio>="):
-        run(tiny_config(data_dir, tmp_path / "run", report_to=["wandb", "trackio"]))
+        run(tiny("run", report_to=["wandb", "trackio"]))
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_an_account_gives_one_clear_error(data_dir, tmp_path, monkeypatch):
-    config = tiny_config(data_dir, tmp_path / "run", report_to=["wandb"])
+def test_wandb_without_an_account_gives_one_clear_error(tiny, tmp_path, monkeypatch):
+    config = tiny("run", report_to=["wandb"])
     for name in filter(re.compile("WANDB").match, list(os.environ)):
         monkeypatch.delenv(name)
     home = {"HOME": str(tmp_path), "NETRC": "/dev/null"}
@@ -239,13 +235,13 @@ def test_wandb_without_an_account_gives_one_clear_error(data_dir, tmp_path, monk
 
 @needs_all
 def test_training_continues_without_a_tracker_that_fails(
-    data_dir, tmp_path, offline, monkeypatch, capsys
+    tiny, tmp_path, offline, monkeypatch, capsys
 ):
     def fail(self, values, step=None, **kwargs):
         raise OSError("no space left")
 
     monkeypatch.setattr(trackers.TrackioTracker, "log", fail)
-    config = tiny_config(data_dir, tmp_path / "run", report_to=["trackio", "tensorboard"])
+    config = tiny("run", report_to=["trackio", "tensorboard"])
     assert len(run(config)) == 8
     assert capsys.readouterr().out.count("trackio failed and gets no further steps: no space") == 1
     assert len(tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss")) == 8
