@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from conftest import (
     losses,
     make_text,
     metrics,
+    reset_accelerate,
     run,
     small_notebook,
     status,
