@@ -27,7 +27,9 @@ from gpt2_accel.runtime.signals import end_with_parent
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
 PACKAGE = Path(gpt2_accel.__file__).parent
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["gpt2_accel.train", "gpt2_accel.cli", "gpt2_accel.study.outcome"])
+FORKS.set_forkserver_preload(  # torch._dynamo takes 1.6 s of each run: an optimizer imports it
+    ["gpt2_accel.train", "gpt2_accel.cli", "gpt2_accel.study.outcome", "torch._dynamo"]
+)
 
 
 def slots(limit: int | None, each: int) -> list[str]:

@@ -136,7 +136,7 @@ def models() -> Iterator[Row]:
         ("sample --model m", "config.json", '{"model_type": "gpt2", "n_inner": 5}', "n_inner"),
         ("sample --model m", "config.json", '{"model_type": "gpt2", "n_embd": 76800000}', "m"),
         ("evaluate --model m --tasks text --data {text}", "model.safetensors", None, "m"),
-        ("finetune_shakespeare --init_from m --input {text}", "model.safetensors", b"", "m"),
+        ("evaluate --model m --tasks text --data {text}", "model.safetensors", b"", "m"),
         ("sample --model m", "model.safetensors", BINARY, "m"),
         ("sample --model m", "tokenizer.json", None, "tokenizer"),
         ("evaluate --model m --tasks text --data {text}", "tokenizer.json", "{", "tokenizer"),

@@ -310,22 +310,22 @@ def test_a_recipe_stays_as_it_was_read_and_its_helpers_are_in_a_runs_identity(da
         "    cli.run(lambda: train(config))\n".format(str(ROOT / "tests"))
     )
     script.write_text(text)
-    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=4)
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=3)
     out, log = tmp_path / "out", tmp_path / "log"
     started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=log)
     wait_until(lambda: list(out.glob("runs/*/config.yaml")))
     script.write_text(text.replace("0.9", "0.8"))
-    wait_until(lambda: len(list(out.glob("runs/*/config.yaml"))) > 2)
+    wait_until(lambda: len(list(out.glob("runs/*/config.yaml"))) > 1)
     rates.write_text("RATE = 1e-4\n")
     assert started.wait() == 1
     assert "rates.py has changed since the study started" in log.read_text()
     first = {row["id"] for row in rows(out)}
-    assert 2 <= len(first) < 4
+    assert 1 <= len(first) < 3
     for folder in out.glob("runs/*/config.yaml"):
         assert yaml.safe_load(folder.read_text())["beta2"] == 0.9
     script.write_text(text)
     again = compare(path, out)
-    assert again.returncode == 0 and len(rows(out)) == len(first) + 4, again.stderr
+    assert again.returncode == 0 and len(rows(out)) == len(first) + 3, again.stderr
 
 
 def test_the_weights_of_init_from_are_in_a_runs_identity(tiny, data_dir, tmp_path):
