@@ -1,19 +1,15 @@
 """Figures of metrics."""
 
-import errno
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run
 
 from gpt2_accel.report.page import Page, add_curves, table_of_runs
 from gpt2_accel.report.reader import Run
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.figure import Figure
 
 from gpt2_accel.report import figures
 
@@ -79,20 +75,3 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
     if updates == 19_000:  # the fall at the start does not flatten the rest
         assert drawn.figures["evaluations"].axes[0].get_ylim()[1] < 100
         assert drawn.figures["loss"].axes[0].get_ylim()[1] < 4
-
-
-def test_a_picture_that_cannot_be_written_leaves_the_old_one(tiny, tmp_path, monkeypatch):
-    run(tiny("run"))
-    path = tmp_path / "loss.png"
-    figures.draw_loss(tmp_path / "run", path)
-    before = path.read_bytes()
-    assert before.startswith(b"\x89PNG")
-
-    def full(self, to, *_, **__):
-        (Path(to).open("wb") if isinstance(to, str | Path) else to).write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", full)
-    with pytest.raises(OSError, match="No space left"):
-        figures.draw_loss(tmp_path / "run", path)
-    assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
