@@ -75,9 +75,6 @@ def config_files() -> Iterator[Row]:
         ("push_to_hub", "repo_id: a/b", "required: --model"),
     ):
         yield Row(f"{recipe} --config c.yaml", words, {"c.yaml": content})
-    long = {"c.yaml": f"sample_prompts: [{'x' * 10**5}]"}
-    command = "pretrain_124m {tiny} --config c.yaml --sample_every 9"
-    yield Row(command, "the prompt has 100,000 characters", long)
 
 
 def environment() -> Iterator[Row]:
