@@ -167,7 +167,8 @@ def test_a_folder_of_text_means_its_text(tmp_path):
     done = recipe(*args)
     assert (
         f"{folder}: took 1 .md, 1 .py, 1 .txt, 1 without a suffix; left out 2 .png, 1 .pdf, binary, the first: cat.png; "
-        "left out 1 .txt, not UTF-8, the first: old.txt; left out 1 without a suffix, a link to a folder or to nothing"
+        "left out 1 without a suffix, a link to a folder or to nothing, the first: linked; "
+        "left out 1 .txt, not UTF-8, the first: old.txt"
     ) in done.stderr.replace("1 .pdf, 2 .png", "2 .png, 1 .pdf")
     assert "1 bytes that are not UTF-8" in done.stdout
     assert recipe(*args).returncode == 0  # complete already

@@ -29,11 +29,13 @@ from conftest import (
     run,
     status,
     tiny_config,
+    tokenizer_of,
 )
 from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, launch_flags, python
 
 import gpt2_accel.train as train_module
+from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
@@ -207,14 +209,15 @@ def test_a_preparation_killed_before_any_file_operation_resumes(
     assert number > 1
 
 
-def test_an_export_is_whole_after_a_kill_before_any_file_operation(
-    trained, tmp_path, times, report
-):
+def test_an_export_is_whole_after_a_kill_before_any_file_operation(tmp_path, times, report):
+    model = GPT(GPTConfig(270, n_positions=32, n_layer=1, n_head=2, n_embd=32))
+    save_pretrained(model, tmp_path / "model", tokenizer_of("bpe", make_text(300, 0)))
+
     def made(kill_at, folder=None):
         folder = folder or tmp_path / f"killed-{kill_at}"
         script = (KILLING_SCRIPT, kill_at, f"{folder.name}/", ROOT / "recipes/export.py")
-        model, output = trained / "checkpoint-250", folder / "result.gguf"
-        return python(*script, "--model", model, "--output", output)
+        output = folder / "result.gguf"
+        return python(*script, "--model", tmp_path / "model", "--output", output)
 
     assert made(0, tmp_path / "whole").returncode == 0
     expected = (tmp_path / "whole/result.gguf").read_bytes()
@@ -353,7 +356,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, process
     process.wait(30)
     found = status(tmp_path / "run")
     name = signal.Signals(number).name
-    assert (found["state"], found["reason"]) == ("stopped", name)
+    told = name if processes == 1 else "a signal to another process"
+    assert (found["state"], found["reason"]) == ("stopped", told)
     assert found["requeue"] == (number != signal.SIGINT)
     step = found["step"]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"checkpoint-{step}"]
