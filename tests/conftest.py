@@ -95,6 +95,12 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
 QUESTIONS = "What Who Where When Why How"
 
 
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    """Writes JSON lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def chat_rows(number: int, seed: int = 0) -> list[dict]:
     """Returns short conversations of a question and an answer, as rows with `messages`."""
     rng = random.Random(seed)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import as_flags, hellaswag_items, losses, metrics, run, tiny_config
+from conftest import as_flags, hellaswag_items, losses, metrics, run, tiny_config, write_lines
 from launching import launch
 from safetensors.torch import load_file
 from transformers import pipeline
@@ -91,7 +91,7 @@ def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(
     tiny, architecture, tmp_path, monkeypatch
 ):
     path = tmp_path / "items.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in hellaswag_items(9)))
+    write_lines(path, hellaswag_items(9))
     changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
     changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
     changes |= {"sample_tokens": 5}

@@ -1,7 +1,6 @@
 """Runs the commands of README.md and docs/ with flags for small models, and parses those of the recipes' headers."""
 
 import inspect
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import chat_rows, load_recipe, make_text
+from conftest import chat_rows, load_recipe, make_text, write_lines
 from launching import ROOT, forked, free_port, launched
 
 from gpt2_accel.cli.command import run as run_program
@@ -260,13 +259,10 @@ def prepare_folder(folder: Path) -> None:
     for name in ("roneneldan/TinyStories", "web/plain_text/train"):
         table = pyarrow.table({"text": [text[:200] for text in texts] * 60})
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
-    chats = "".join(json.dumps(row) + "\n" for row in chat_rows(40))
-    (folder / "my_chats.jsonl").write_text(chats)
-    questions = [{"prompt": "Why?", "answer": "So."}] * 2
-    text = "".join(json.dumps(question) + "\n" for question in questions)
-    (folder / "my_questions.jsonl").write_text(text)
+    write_lines(folder / "my_chats.jsonl", chat_rows(40))
+    write_lines(folder / "my_questions.jsonl", [{"prompt": "Why?", "answer": "So."}] * 2)
     (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
-    (folder / "HuggingFaceTB/smoltalk/train.jsonl").write_text(chats)
+    write_lines(folder / "HuggingFaceTB/smoltalk/train.jsonl", chat_rows(40))
     configs = "---\nconfigs:\n- config_name: all\n  data_files: train.jsonl\n---\n"
     (folder / "HuggingFaceTB/smoltalk/README.md").write_text(configs)
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chat_rows, contents, make_text, run, tiny_config
+from conftest import chat_rows, contents, make_text, run, tiny_config, write_lines
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -114,17 +114,12 @@ def test_problems_of_a_row(row, problem):
         read_messages(row, "here")
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def prepared(chat_base, folder, rows=None, template=None, part_tokens=2**20, **options):
     """Prepares conversations in a folder; returns the manifest."""
+    folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
     if rows or not file.exists():
-        write_rows(file, rows or chat_rows(40))
+        write_lines(file, rows or chat_rows(40))
     settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
     tokenizer = chat_tokenizer(chat_base)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -172,7 +167,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
 
 
 def test_invalid_characters_are_replaced_and_counted(chat_base, tmp_path):
-    write_rows(
+    write_lines(
         tmp_path / "rows.jsonl", [*chat_rows(20), answered(content="lone \ud83d"), answered()]
     )
     file = tmp_path / "rows.jsonl"

@@ -1,6 +1,5 @@
 """The evaluations, compared with a plain loop over transformers' GPT-2 that scores one continuation at a time."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -8,7 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import chat_rows, hellaswag_items, make_text, reset_accelerate, run_recipe
+from conftest import (
+    chat_rows,
+    hellaswag_items,
+    make_text,
+    reset_accelerate,
+    run_recipe,
+    write_lines,
+)
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
@@ -161,7 +167,7 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
 
 @torch.no_grad()
 def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat_base, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, chat_rows(60))))
+    write_lines(tmp_path / "rows.jsonl", chat_rows(60))
     run_recipe(
         *("prepare_data", "chat", tmp_path / "rows.jsonl", "--model", chat_base, "--workers", 1),
         *("--sequence_length", 64, "--data_dir", tmp_path / "data"),

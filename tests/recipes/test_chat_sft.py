@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import chat_rows, load_recipe, losses, metrics, run_recipe
+from conftest import chat_rows, load_recipe, losses, metrics, run_recipe, write_lines
 from launching import Started, launch, python
 from transformers import pipeline
 
@@ -21,7 +21,7 @@ def chat_data(chat_base, tmp_path_factory):
     """The shards of 21 conversations, one of them for validation, and their rows."""
     folder = tmp_path_factory.mktemp("chat_data")
     rows = chat_rows(21)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     done = python(
         *("recipes/prepare_data.py", "chat", folder / "rows.jsonl", "--model", chat_base),
         *("--sequence_length", 128, "--data_dir", folder / "shards", "--workers", 1),
@@ -137,7 +137,7 @@ def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
 def file(tmp_path_factory):
     """A file of 24 short conversations."""
     file = tmp_path_factory.mktemp("file") / "my_chats.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(24)))
+    write_lines(file, chat_rows(24))
     return file
 
 

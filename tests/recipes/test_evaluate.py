@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import yaml
-from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe
+from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, write_lines
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
@@ -53,10 +53,6 @@ def items(tmp_path_factory):
     write_lines(folder / "wikitext.jsonl", [{"page": make_text(60, 1).strip()}])
     (folder / "text.txt").write_text(make_text(60, 1))
     return folder
-
-
-def write_lines(path: Path, entries: list[dict]) -> None:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def flags_of(model, items, data_dir) -> list[str]:

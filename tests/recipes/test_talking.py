@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from conftest import chat_rows, metrics, run_recipe
+from conftest import chat_rows, metrics, run_recipe, write_lines
 from launching import python
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -90,7 +90,7 @@ def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tm
     rows = [row["messages"] for row in chat_rows(8)]
     pairs = [{"prompt": q["content"], "chosen": a["content"], "rejected": "zzz"} for q, a in rows]
     file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(file, pairs)
     flags = ["--model", str(chat_model), "--data", str(file), "--output_dir", str(tmp_path / "run")]
     flags += ["--batch_size", "4", "--epochs", "6", "--learning_rate", "1e-3"]
     done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")

@@ -5,7 +5,6 @@
 
 import hashlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -30,6 +29,7 @@ from conftest import (
     status,
     tiny_config,
     tokenizer_of,
+    write_lines,
 )
 from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, launch_flags, python
@@ -183,8 +183,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(
     (tmp_path / "text").mkdir()
     for i in range(12):
         (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
-    rows = "".join(json.dumps(row) + "\n" for row in chat_rows(60))
-    (tmp_path / "rows.jsonl").write_text(rows)
+    write_lines(tmp_path / "rows.jsonl", chat_rows(60))
     args = ["text", tmp_path / "text", "--tokenizer", "bytes"]
     if what == "chat":
         args = ["chat", tmp_path / "rows.jsonl", "--model", chat_base, "--sequence_length", 64]
@@ -620,8 +619,7 @@ def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, c
     shutil.copytree(tmp_path / "whole/checkpoint-6", tmp_path / "cut/checkpoint-6")
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = read_json_lines(tmp_path / "whole" / name)
-        kept = [json.dumps(entry) + "\n" for entry in lines if entry["step"] <= 6]
-        (tmp_path / "cut" / name).write_text("".join(kept))
+        write_lines(tmp_path / "cut" / name, [entry for entry in lines if entry["step"] <= 6])
     complete("cut", resume_from="latest")
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     state = "checkpoint-12/training_state/optimizer.safetensors"
