@@ -19,7 +19,7 @@ def test_the_launcher_prints_only_the_error_message():
 
 
 def test_the_launcher_of_several_processes_prints_the_message_first_and_last():
-    done = launch("recipes/quickstart.py", "--max_steps", 0, processes=3, launcher=True)
+    done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True)
     assert done.returncode == 1 and done.stdout == ""
     ours, report = done.stderr.split("Traceback", 1)
     assert ours.count(MISTAKE) == report.count(MISTAKE) == 1

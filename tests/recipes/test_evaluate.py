@@ -265,6 +265,7 @@ def test_items_from_the_hub_are_read_from_its_parquet_files(tmp_path, monkeypatc
         for name, value in (
             ("ENDPOINT", hub.url),
             ("HF_HUB_OFFLINE", False),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"),
             ("HF_HUB_CACHE", str(tmp_path / "cache")),
         ):
             monkeypatch.setattr(huggingface_hub.constants, name, value)
