@@ -164,7 +164,8 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
     assert "resume from checkpoint-6" in status(whole)["reason"]
 
 
-@pytest.mark.parametrize(("step", "within"), [(4, False), (8, True)])
+@pytest.mark.parametrize("within", [False, True], ids=["before", "within"])
+@pytest.mark.parametrize("step", [4, 8])
 def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     tiny, step, within, monkeypatch
 ):

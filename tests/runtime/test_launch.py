@@ -30,7 +30,7 @@ from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
-from gpt2_accel.optim import learning_rate
+from gpt2_accel.optim import BatchSchedule, learning_rate
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
@@ -231,6 +231,16 @@ def test_the_chunked_loss_equals_the_plain_one_on_two_processes(tiny, tmp_path):
 
 
 # Schedules
+
+
+def test_updates_after_a_resume_with_another_batch_size():
+    schedule = BatchSchedule(512, step=4, seen=1000)
+    assert (schedule.first(4), schedule.first(7)) == (1000, 2536)
+    for full in (1, 2, 9):
+        updates = schedule.updates(full)
+        assert updates == 4 or schedule.first(updates - 1) < full * 512
+        assert schedule.first(updates) >= full * 512
+    assert BatchSchedule(512).updates(9) == 9
 
 
 def test_wsd_is_constant_and_then_decays():
