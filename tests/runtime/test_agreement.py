@@ -13,13 +13,13 @@ from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime.processes import AnyRank
 
 
-def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(tiny, tmp_path):
+def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):
     """Otherwise rank 0 would resume from update 8 and rank 1 start from 0."""
     changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
-    config = tiny("run", **changes)
+    config = tiny_config(data_dir, "run", **changes)
     script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
     assert launch(script, *as_flags(config), processes=2, **disks).returncode == 0
-    config = tiny("run", **{**changes, "max_steps": 12})
+    config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
     done = launch(script, *as_flags(config), processes=2, **disks)
     assert done.returncode == 1
     assert "process 1 does not see" in done.stderr and "all nodes share" in done.stderr
@@ -27,10 +27,10 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(tiny, tmp_p
     assert (found["state"], found["step"]) == ("finished", 8)
 
 
-def test_the_main_process_decides_whether_a_run_is_complete(tiny, tmp_path):
+def test_the_main_process_decides_whether_a_run_is_complete(data_dir, tmp_path):
     """Otherwise rank 1, which sees the checkpoint but not the status, would wait for rank 0 for ever."""
     changes = {"micro_batch_size": 2, "max_steps": 2, "resume_from": "latest"}
-    config = as_flags(tiny("run", **changes))
+    config = as_flags(tiny_config(data_dir, "run", **changes))
     script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
     assert launch(script, *config, processes=2, **disks).returncode == 0
     checkpoint = "run/checkpoint-2"
