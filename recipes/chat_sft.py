@@ -83,6 +83,8 @@ def prepare_file(config: ChatSFT) -> None:
     from gpt2_accel.tokenizer import fingerprint
 
     file, model, run_dir = Path(config.data), config.init_from, Path(config.output_dir)
+    if "data_dir" in config.given and Path(config.data_dir).parent != run_dir:
+        raise ValueError("--data and --data_dir both give conversations: leave one out")
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is no file: give a file of conversations, or prepare a folder or a data set of the Hub by "
@@ -143,6 +145,8 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
 
     Returns a line that says what was chosen. It is the same for the same data, so a resumed run continues exactly.
     """
+    from gpt2_accel.data.conversations import plural
+
     train = read_manifest(config.data_dir)["splits"]["train"]
     length = config.sequence_length = config.sequence_length or conversation_length(config.data_dir)
     windows = train["tokens"] // length
@@ -168,9 +172,9 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     default("sample_every", max(every, math.ceil(steps / EPOCHS)))
     default("save_every", every)
     few = train["documents"] is not None and train["documents"] < FEW
-    warning = f"; {train['documents']} conversations are too few to learn from" if few else ""
+    warning = f"; too few conversations to learn from: {train['documents']}" if few else ""
     return (
-        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps / epoch:.3g} epochs of {windows:,} windows, "
+        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps / epoch:.3g} epochs of {plural(windows, 'window')}, "
         f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
     )
 

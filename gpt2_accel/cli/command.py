@@ -42,7 +42,8 @@ def run(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
     command, *args = words or ["--help"]
     stem = COMMANDS.get(command, command.replace("-", "_"))
-    if command in ("-h", "--help") or (command in ("launch", "config") and args[:1] == ["--help"]):
+    asks = command in ("launch", "estimate", "config") and args[:1] == ["--help"]
+    if command in ("-h", "--help") or asks:
         print(help_text(), end="")
     elif stem in COMMANDS.values():
         start(folder("recipes") / f"{stem}.py", *args)

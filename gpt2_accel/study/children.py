@@ -24,6 +24,7 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.files import digest, first_line
 from gpt2_accel.runtime.signals import end_with_parent
 
+LOST = 255  # the exit code of a child whose fork server was killed
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
 PACKAGE = Path(gpt2_accel.__file__).parent
 FORKS = multiprocessing.get_context("forkserver")
@@ -173,6 +174,9 @@ def settings_of(
     except Captured as found:
         new = own_modules(sys.modules.keys() - before)
         return found.args[0], {str(path): digest(path) for path in new}
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            raise
     raise ValueError(f"{recipe.name} ended without training: see its message above")
 
 

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.files import first_line, lock_folder, read_json_lines, remove
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
@@ -306,13 +307,14 @@ def ending(trial: Trial, folder: Path, code: int) -> tuple[Result | None, str]:
             return found, ""
     except ValueError as error:
         return None, str(error)
-    last = last_line(folder / LOG)
-    if code in (0, -signal.SIGTERM) or "is in use by another process" in last:
+    last, state = last_line(folder / LOG), read_status(folder).get("state")
+    stopped = code == -signal.SIGTERM or (code == 0 and state == "stopped")
+    if stopped or "is in use by another process" in last:
         return None, ""
-    return (
-        None,
-        f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}",
-    )
+    if code < 0:
+        return None, f"killed by {signal.Signals(-code).name}"
+    lost = code == children.LOST and "it was lost with the fork server"
+    return None, lost or last or f"exit code {code}"
 
 
 def last_line(path: Path) -> str:

@@ -181,7 +181,7 @@ def test_two_processes_and_a_kill_with_a_file_are_one_exact_run(file, chat_base,
     for folder in ("a", "whole"):
         done = launch(RECIPE, *flags(folder), processes=2)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("; 4 conversations are too few to learn from") == 1
+        assert done.stdout.count("; too few conversations to learn from: 4") == 1
     resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
     assert resumed == whole and len(whole) == 40
 
