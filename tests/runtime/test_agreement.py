@@ -84,25 +84,3 @@ def other_rank(sums):
         device=torch.device("cpu"),
         reduce=lambda flag, _: torch.full_like(flag, sums[0]),
     )
-
-
-def test_only_the_main_process_looks_up_the_commit_and_the_versions(tiny, tmp_path):
-    config = tiny("run", micro_batch_size=2, max_steps=1)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "sys.path.insert(0, 'tests')\n"
-        "import gpt2_accel.runtime.metadata as metadata\n"
-        "for name in ('git_commit', 'installed_versions'):\n"
-        "    honest = getattr(metadata, name)\n"
-        "    setattr(metadata, name, lambda *a, f=honest, n=name: "
-        "print(n, os.environ['RANK'], flush=True) or f(*a))\n"
-        "import train_script\n"
-        "from gpt2_accel.config import TrainConfig, parse_config\n"
-        "from gpt2_accel.train import train\n"
-        "train(parse_config(TrainConfig))\n"
-    )
-    done = launch(script, *as_flags(config), processes=2)
-    assert done.returncode == 0, done.stderr
-    for name in ("git_commit", "installed_versions"):
-        assert f"{name} 0" in done.stdout and f"{name} 1" not in done.stdout
