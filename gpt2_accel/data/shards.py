@@ -123,12 +123,12 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
     end = offset + shard["tokens"] * dtype.itemsize
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+            place = offset + start * dtype.itemsize
+            data = os.pread(file.fileno(), count * dtype.itemsize, place)
+            size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
             same = size == end or (not has_header and size > end)
             if has_header:
                 same = same and file.read(HEADER.size) in headers(shard, dtype)
-            place = offset + start * dtype.itemsize
-            data = os.pread(file.fileno(), count * dtype.itemsize, place)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
     if not same:

@@ -246,6 +246,7 @@ def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
     one.wait_for_answers(4)
     first, stopped, second, _ = one.said("bot")
     assert stopped.endswith(" …") and first != second
+    one.page.wait_for_timeout(2000)  # the browser saves the conversation after the answer
     one.page.reload()
     one.wait_for(lambda: one.said("bot")[1:2] == [stopped] and len(one.said("bot")) == 4)
     one.page.wait_for_timeout(500)
