@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -415,8 +416,11 @@ def test_the_trainers_of_a_killed_launcher_end(data_dir, tmp_path):
     started = Started(COMPARE, path, *options, log=tmp_path / "log")
 
     def launchers():
-        below = psutil.Process(started.pids[0]).children(recursive=True)
-        return [p for p in running(below) if len(p.children()) == 2]
+        found = []
+        for process in psutil.Process(started.pids[0]).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += [process] if len(process.children()) == 2 else []
+        return found
 
     wait_until(lambda: len(launchers()) == 1)
     [launcher] = launchers()

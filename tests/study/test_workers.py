@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import optuna
@@ -82,12 +83,13 @@ def test_two_drivers(how, database, alone, data_dir, tmp_path):
         """A driver whose trainer is in the middle of a run, at last of the last run."""
         done = len(rows(out)) if (out / "runs.csv").exists() else 0
         for number, driver in enumerate(drivers):
-            for trainer in (
-                driver.children(recursive=True) if done == 2 or how != "kill at the last" else []
-            ):
-                locked = [Path(file.path) for file in trainer.open_files() if ".lock" in file.path]
-                if any(list(lock.parent.glob("checkpoint-*")) for lock in locked):
-                    return number, trainer
+            if done < 2 and how == "kill at the last":
+                continue
+            for trainer in driver.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    locked = [Path(f.path) for f in trainer.open_files() if ".lock" in f.path]
+                    if any(list(lock.parent.glob("checkpoint-*")) for lock in locked):
+                        return number, trainer
         return None
 
     if how == "together":
