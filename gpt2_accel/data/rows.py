@@ -316,7 +316,7 @@ def columns(parts: Sequence[Rows], column: str) -> list[Column]:
 def drawn_columns(
     parts: Sequence[ParquetRows], column: str, share: float, seed: int
 ) -> list[Column]:
-    """Returns the documents in a column of rows, of which `drawn_rows` are held out."""
+    """Returns the documents in a column of rows; `drawn_rows` says which are held out."""
     total = sum(part.count for part in parts)
     drawn, found, before = drawn_rows(total, share, seed), [], 0
     for part in parts:

@@ -93,7 +93,7 @@ def shard_entry(path: Path, tokens: int, offset: int) -> dict:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raises `ValueError` if a file has not the `expected` size in bytes."""
+    """Raises `ValueError` if the size of a file is not `expected`, in bytes."""
     if (size := path.stat().st_size) != expected:
         raise ValueError(
             f"{path} has {size} bytes, but its tokens take {expected}: it is truncated or not a token file, fetch it again "
