@@ -45,6 +45,15 @@ COPY_TEXT = """() => {
     text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&"));
 }"""
 
+# A reload of a browser's tab keeps the conversation. A chatbot also changes when the page opens, before it is restored.
+SAVE = """messages => {
+  if (window.restored?.has("KEY")) sessionStorage.setItem("KEY", JSON.stringify(messages));
+}"""
+RESTORE = """() => {
+  window.restored = (window.restored ?? new Set()).add("KEY");
+  return [JSON.parse(sessionStorage.getItem("KEY") ?? "[]")];
+}"""
+
 Messages = list[dict[str, str]]
 
 
@@ -218,10 +227,10 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
             for bot in bots:
                 bot.unrender()
                 bot.render()
-        for number, bot in enumerate(bots):  # a reload keeps the conversation
-            saved = gr.BrowserState([], storage_key=f"gpt2_accel_chat_{number}")
-            bot.change(None, bot, saved, js="messages => [messages]")
-            restored = page.load(None, saved, bot, js="messages => [messages]")
+        for number, bot in enumerate(bots):
+            key = f"gpt2_accel_chat_{number}"
+            bot.change(None, bot, js=SAVE.replace("KEY", key))
+            restored = page.load(None, None, bot, js=RESTORE.replace("KEY", key))
             if number == 0:
                 restored.then(lambda messages: messages, bot, chat.chatbot_state, queue=False)
             else:  # the second model's conversation is as long as the first's
