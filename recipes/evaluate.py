@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import (
     list_checkpoints,
-    model_directory,
     read_status,
     verified_directory,
 )
@@ -36,8 +35,7 @@ from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import BASELINES, add_entry, markdown_table, read_record
 from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.files import digest, write_json
-from gpt2_accel.hf.convert import check_finite, describe, local_directory, read_config
-from gpt2_accel.hf.model_card import add_results
+from gpt2_accel.hf.convert import check_finite, local_directory
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
@@ -71,20 +69,12 @@ class Evaluate:
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of a local --model"
     )
-    update_card: bool = setting(False, "add the results to the model card of a local --model")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")
         names = dict.fromkeys(name for given in self.tasks for name in given.split(",") if name)
         self.tasks = [n if n in OWN or n.startswith(HARNESS) else HARNESS + n for n in names]
-        if self.update_card and (self.baselines or not Path(self.model).is_dir()):
-            raise ValueError("update_card needs a local --model, whose card it can change")
-        if self.update_card and (model_directory(self.model) / Path("training_state")).is_dir():
-            raise ValueError(
-                f"update_card would change {model_directory(self.model)}, and a checkpoint that has changed "
-                "counts as damaged: give the run's folder, when training has ended"
-            )
         if not (self.tasks or self.data_dir):
             self.tasks = ["hellaswag"]
 
@@ -195,9 +185,6 @@ def main() -> None:
         if output is not None:
             write_json(output, record)
             print(f"\nThe results are in {output}.")
-        if config.update_card:
-            add_results(directory, table[config.model], describe(read_config(directory)))
-            print(f"The card {directory / 'README.md'} has them too.")
     accelerator.end_training()
 
 

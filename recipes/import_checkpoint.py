@@ -1,8 +1,7 @@
-"""Convert a checkpoint of nanoGPT, build-nanogpt or llm.c to a Hugging Face model directory.
+"""Convert a checkpoint of nanoGPT or build-nanogpt to a Hugging Face model directory.
 
     python recipes/import_checkpoint.py --input out/ckpt.pt --output_dir models/mine
     python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
-    python recipes/import_checkpoint.py --input gpt2_124M.bin --output_dir models/gpt2
 
 The directory must be new or empty. transformers, `sample.py` and `--init_from` of any training recipe load it.
 """
@@ -18,7 +17,7 @@ from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
 
 @dataclass
 class ImportCheckpoint:
-    input: str = required("checkpoint: a .pt of nanoGPT or build-nanogpt, a .bin of llm.c")
+    input: str = required("checkpoint: a .pt of nanoGPT or build-nanogpt")
     output_dir: str = required("model directory to write")
     tokenizer: str = setting("gpt2", "gpt2, none, or an HF directory")
 

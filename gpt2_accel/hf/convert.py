@@ -72,46 +72,35 @@ def from_hf(
     """
     table = conversion(config.architecture)
     with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in config.build().state_dict().items()}
-    for name in expected.keys() & set(table.padded):
-        expected[name] = torch.Size([config.vocab_size, config.n_embd])
-    found, head = {}, None
+        model = config.build()
+    names, expected = model.state_dict().keys(), to_hf(model)
+    found = {}
     for key, tensor in tensors:
         name = key.removeprefix(table.prefix)
-        if name.endswith(table.ignored):
-            continue
-        if tensor.dtype not in DTYPES:
+        if not name.endswith(table.ignored):
+            found[name if name == HEAD else table.prefix + name] = tensor
+    head = None if HEAD in expected else found.pop(HEAD, None)
+    needed = {key for key in expected if key.removeprefix(table.prefix) in names}
+    if missing := sorted(needed - found.keys()):
+        raise ValueError(f"{source} lacks {missing[0]}: give weights and config of one model")
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{source} has {unknown[0]}, which no {table.name} of its config has")
+    state = {}
+    for key, tensor in found.items():
+        if tensor.shape != expected[key].shape or tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{key} in {source} is {tensor.dtype}; only fp32, fp16 and bf16 can load"
+                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
+                f"{tuple(expected[key].shape)}, fp32, fp16 or bf16"
             )
-        if name == HEAD and HEAD not in expected:
-            head = tensor
-            continue
-        weight = name.removesuffix("bias") + "weight"
-        if name not in expected and weight in expected and weight.endswith(table.biased):
-            if tensor.any():
-                raise ValueError(f'{source} says "bias": false, but {key} is not zero')
-            continue
-        if name not in expected:
-            raise ValueError(f"{source} has a tensor that no {table.name} of this shape has: {key}")
-        if name.endswith(table.transposed):
-            tensor = tensor.t()
-        if tensor.shape != expected[name]:
-            raise ValueError(
-                f"{key} in {source} does not fit its config: as a Linear weight it has the shape "
-                f"{tuple(tensor.shape)}, expected {tuple(expected[name])}"
-            )
-        found[name] = tensor
-    if missing := [name for name in expected if name not in found]:
-        raise ValueError(
-            f"{source} lacks {len(missing)} tensors, the first is {table.prefix}{missing[0]}"
-        )
-    embedding = table.padded[0]
-    if head is not None and not torch.equal(head.float(), found[embedding].float()):
-        raise ValueError(
-            f"{source} has an lm_head that is not tied to {embedding.removesuffix('.weight')}; only tied heads can load"
-        )
-    return padded(found.items(), config, torch.float32)
+        name = key.removeprefix(table.prefix)
+        if name in names:
+            state[name] = tensor.t() if name.endswith(table.transposed) else tensor
+        elif tensor.any():
+            raise ValueError(f'{source} says "bias": false, but {key} is not zero')
+    embedding = state[table.padded[0]]
+    if head is not None and not torch.equal(head.float(), embedding.float()):
+        raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
+    return padded(state.items(), config, torch.float32)
 
 
 def padded(
@@ -166,7 +155,7 @@ def save_pretrained(
     config = model.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
-    ids, padding = special_ids(tokenizer, config.vocab_size)
+    ids = special_ids(tokenizer, config.vocab_size)
     with atomic_files(directory) as folder:
         write_safetensors(folder / WEIGHTS, to_hf(model))
         hf_config(config, ids, model.dtype).save_pretrained(folder)
@@ -175,7 +164,7 @@ def save_pretrained(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
             do_sample=True,
             top_k=min(50, config.vocab_size),
-            **{**ids, "pad_token_id": padding},
+            **{"pad_token_id": ids["eos_token_id"], **ids},
         ).save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
         model_name, what = name or str(directory), config.architecture
@@ -193,17 +182,14 @@ def save_pretrained(
 
 def special_ids(
     tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
-) -> tuple[dict[str, int | None], int | None]:
-    """Returns the special tokens of a `config.json`, and the padding of a generation config: the tokenizer's, else the
-    end of a text."""
-    if tokenizer is None:  # OpenAI's vocabulary says where a text ends even without its tokenizer
+) -> dict[str, int | None]:
+    """Returns the special tokens of a `config.json`; OpenAI's vocabulary has its end of a text also without a tokenizer."""
+    if tokenizer is None:
         end = GPT2_VOCAB_SIZE - 1 if vocab_size == GPT2_VOCAB_SIZE else None
-        return {"bos_token_id": end, "eos_token_id": end}, end
+        return {"bos_token_id": end, "eos_token_id": end}
     end, begin, padding = (getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad"))
     ids = {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
-    if padding in (None, end):
-        return ids, end
-    return {**ids, "pad_token_id": padding}, padding
+    return ids if padding in (None, end) else {**ids, "pad_token_id": padding}
 
 
 def hf_config(
@@ -248,12 +234,7 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
 
 def local_directory(name: str | Path) -> Path:
     """Returns `name` if it is a directory, else the local copy of that Hub repository."""
-    if Path(name).is_dir():
-        return Path(name)
-    directory = hub.download(str(name), hub.MODEL_FILES)
-    if not any(directory.glob("*.safetensors")):
-        directory = hub.download(str(name), (*hub.MODEL_FILES, "pytorch_model*.bin*"))
-    return directory
+    return Path(name) if Path(name).is_dir() else hub.download(str(name), hub.MODEL_FILES)
 
 
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
@@ -275,9 +256,9 @@ def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    model_type = values.get("model_type") if isinstance(values, dict) else None
+        model_type = values["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a model's config in JSON ({error})") from error
     if model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")

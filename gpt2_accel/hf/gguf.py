@@ -6,15 +6,16 @@ was trained here. llama.cpp uses the token embedding as the head where none is s
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt2_accel.hf.convert import check_finite, conversion, to_hf
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.rotary import rotary_frequencies
-from gpt2_accel.tokenizer import byte_symbols, check_vocabulary
+from gpt2_accel.tokenizer import PROBE, check_vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -22,15 +23,12 @@ if TYPE_CHECKING:
 
 # dtype -> the file type in the metadata.
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-# llama.cpp's name of a word splitting -> the pre-tokenizers of a `tokenizer.json`: GPT-2's, and SmolLM2's, which also
-# takes digits apart.
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+# llama.cpp's name of a word splitting -> GPT-2's, and SmolLM2's, which also takes digits apart.
 WORD_SPLITTINGS = {
-    "gpt-2": [BYTE_LEVEL],
-    "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
+    "gpt-2": BYTE_LEVEL,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTE_LEVEL]),
 }
-# Options of a `tokenizer.json`'s BPE that llama.cpp's tokenizers of these names lack.
-UNKNOWN_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 
 
 def write_gguf(
@@ -57,7 +55,7 @@ def write_gguf(
         raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     check_finite(model)
     check_vocabulary(tokenizer, config.vocab_size, name or "the model")
-    backend = exact_backend(tokenizer)
+    splitting = word_splitting(tokenizer)
     tensors = gguf_tensors(model, dtype)
     writer = gguf.GGUFWriter(path, config.architecture)
     values = {
@@ -73,7 +71,7 @@ def write_gguf(
     }
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
-    add_tokenizer(writer, tokenizer, backend, config.vocab_size)
+    add_tokenizer(writer, tokenizer, splitting, config.vocab_size)
     for key, (tensor, kind) in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[kind]
         bytes_needed = tensor.numel() // block * size
@@ -134,11 +132,12 @@ def quantized(tensor: torch.Tensor, kind: "GGMLQuantizationType", key: str) -> n
 
 
 def add_tokenizer(
-    writer: "GGUFWriter", tokenizer: "PreTrainedTokenizerBase", backend: dict, vocab_size: int
+    writer: "GGUFWriter", tokenizer: "PreTrainedTokenizerBase", splitting: str, vocab_size: int
 ) -> None:
-    """Adds a byte-level BPE, `backend` of `exact_backend`; rows of the model without a token get an unused one."""
+    """Adds a byte-level BPE; rows of the model without a token get an unused one."""
     from gguf import TokenType
 
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = {i: (f"[PAD{i}]", TokenType.UNUSED) for i in range(vocab_size)}
     tokens |= {i: (token, TokenType.NORMAL) for token, i in backend["model"]["vocab"].items()}
     for added in backend["added_tokens"]:
@@ -146,7 +145,7 @@ def add_tokenizer(
         tokens[added["id"]] = (added["content"], kind)
     names, types = zip(*(tokens[i] for i in range(vocab_size)), strict=True)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(word_splitting(backend["pre_tokenizer"]))
+    writer.add_tokenizer_pre(splitting)
     writer.add_token_list(names)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
@@ -160,49 +159,17 @@ def add_tokenizer(
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def exact_backend(tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Returns the content of `tokenizer.json`. Raises `ValueError` if llama.cpp's tokenizer differs from it."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, added = backend["model"], backend["added_tokens"]
-    if model["type"] != "BPE":
-        raise_differs(f"it is of the type {model['type']}, not a byte-level BPE")
-    if not model["merges"]:
-        raise_differs("it has no merges, as the byte tokenizer")
-    options = {name: model[name] for name in UNKNOWN_OPTIONS}
-    for name, value in {"normalizer": backend["normalizer"], **options}.items():
-        if value:
-            raise_differs(f"its {name} is {json.dumps(value)}")
-    word_splitting(backend["pre_tokenizer"])
-    for token in added:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise_differs(
-                f"{token['content']} takes the spaces around it, or matches whole words only"
-            )
-    letters = set("".join(model["vocab"].keys() - {token["content"] for token in added}))
-    if other := letters - set(byte_symbols()):
-        raise_differs(f"the vocabulary is not byte-level: it has {min(other)!r}")
-    if tokenizer("")["input_ids"]:
-        raise_differs("it adds special tokens to each text")
-    if tokenizer.eos_token_id is None:
-        raise_differs("it has no token that ends a text")
-    return backend
-
-
-def word_splitting(pre_tokenizer: dict | None) -> str:
-    """Returns llama.cpp's name of a `tokenizer.json`'s pre-tokenizer. Raises `ValueError` if it has none."""
-    pre_tokenizer = pre_tokenizer or {}
-    parts = [
-        {option: value for option, value in part.items() if option != "trim_offsets"}
-        for part in pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    ]
-    for name, known in WORD_SPLITTINGS.items():
-        if parts == known:
-            return name
-    raise_differs(f"its pre-tokenizer is {json.dumps(parts)}, not {json.dumps([BYTE_LEVEL])}")
-
-
-def raise_differs(reason: str) -> NoReturn:
-    """Raises `ValueError`: llama.cpp cannot encode as the tokenizer does, for this reason."""
+def word_splitting(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns the word splitting with which llama.cpp's BPE encodes as the tokenizer. Raises `ValueError` if none does."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if model["type"] == "BPE" and model["merges"] and tokenizer.eos_token_id is not None:
+        expected = tokenizer(PROBE, split_special_tokens=True, verbose=False)["input_ids"]
+        plain = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
+        for name, splitting in WORD_SPLITTINGS.items():
+            plain.pre_tokenizer = splitting
+            if plain.encode(PROBE).ids == expected:
+                return name
     raise ValueError(
-        f"llama.cpp cannot encode text as the tokenizer does ({reason}): export it as ONNX (docs/hub.md)"
+        "llama.cpp cannot encode text as the tokenizer does, which is not a byte-level BPE with merges, GPT-2's or "
+        "SmolLM2's word splitting and a token that ends a text: export the model as ONNX (docs/hub.md)"
     )

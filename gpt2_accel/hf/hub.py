@@ -28,7 +28,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "README.md")  # do
 PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are uploaded beside the weights.
 UPLOADED = (
-    *("config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json"),
+    *("config.json", "generation_config.json", "*.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
@@ -50,13 +50,6 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
     """
     from huggingface_hub import snapshot_download
 
-    path = Path(name)
-    if path.is_file():
-        convert = recipe_command("import_checkpoint")
-        raise FileNotFoundError(
-            f"{name} is a file, not a model's folder: give its folder, {path.parent}, or convert a .pt or .bin by "
-            f"{convert} --input {name} --output_dir FOLDER"
-        )
     repo_id, _, revision = name.partition("@")
     try:
         found = snapshot_download(
@@ -66,11 +59,6 @@ def download(name: str, patterns: tuple[str, ...], folder: str | None = None) ->
             ignore_patterns=None if folder else ["*/*"],
         )
     except (OSError, ValueError) as error:
-        if path.parent.name and path.parent.is_dir():
-            beside = sorted(other.name for other in path.parent.iterdir() if other.is_dir())
-            raise FileNotFoundError(
-                f"{name} does not exist: {path.parent} holds {', '.join(beside) or 'no folder'}"
-            ) from error
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
             f"and the connection ({first_line(error)})"
@@ -94,17 +82,9 @@ def check_login() -> None:
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not a valid name of a repository, with its user."""
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        if "/" not in repo_id:
-            raise ValueError("it names no user")
-        validate_repo_id(repo_id)
-    except ValueError as error:
-        raise ValueError(
-            f"{repo_id!r} is not a name for a Hub repository: give USER/NAME ({first_line(error)})"
-        ) from error
+    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user."""
+    if "@" in repo_id or not is_repo_id(repo_id):
+        raise ValueError(f"{repo_id!r} is not a name for a Hub repository: give USER/NAME")
 
 
 def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:
@@ -201,7 +181,7 @@ class Uploads:
     last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0. The threads are daemons: those of the
     client's `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
 
-    Does nothing if `repo_id` is None. Raises `ValueError` for an invalid `repo_id`.
+    Does nothing if `repo_id` is None.
     """
 
     def __init__(
@@ -213,13 +193,11 @@ class Uploads:
         strategy: str = "every_save",
         seconds_left: Callable[[], float] = lambda: math.inf,
     ):
-        if repo_id is not None:
-            check_repo_id(repo_id)
         self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
         self.strategy, self.seconds_left = strategy, seconds_left
         self.scratch = self.run_dir / ".uploads"
         self._newest: Path | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()
 
     def __enter__(self) -> "Uploads":
         if self.repo_id is not None:
@@ -230,32 +208,31 @@ class Uploads:
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
-        thread = self._thread
-        if thread is not None and kind is None:
-            self._wait(thread)
-        if thread is not None and thread.is_alive():
+        if self._thread.is_alive() and kind is None:
+            self._wait()
+        if self._thread.is_alive():
             self._newest = None
             release_executors()
-        if self.repo_id is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _wait(self, thread: threading.Thread) -> None:
+    def _wait(self) -> None:
         self.print_line(
             f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
             f"all files are in {self.run_dir}"
         )
         ends = time.monotonic() + LONGEST_WAIT
         with suppress(KeyboardInterrupt):
-            while thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
-                thread.join(0.1)
-        if thread.is_alive():
+            while self._thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
+                self._thread.join(0.1)
+        if self._thread.is_alive():
             self.print_line(
                 f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
                 f"{recipe_command('push_to_hub')}"
             )
 
-    def push(self, directory: Path, checkpoint: Path, *, final: bool = False) -> None:
-        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`.
+    def push(self, directory: Path, checkpoint: Path | None = None, *, final: bool = False) -> None:
+        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`, by
+        default the same.
 
         `final` marks the final model of the run.
         """
@@ -265,24 +242,19 @@ class Uploads:
         try:
             stage(directory, folder, self.repo_id)
             if self.strategy == "checkpoint":
-                target = folder / LAST_CHECKPOINT
-                link_files(model_files(checkpoint), target)
+                checkpoint, target = checkpoint or directory, folder / LAST_CHECKPOINT
                 state = checkpoint / "training_state"
+                link_files(model_files(checkpoint), target)
                 link_files(state.iterdir(), target / state.name)
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
             return
-        self._newest = folder
-        arguments = (folder, self._thread)
-        self._thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
+        self._newest, before = folder, self._thread
+        self._thread = threading.Thread(target=self._upload, args=(folder, before), daemon=True)
         self._thread.start()
 
-    def push_checkpoint(self, checkpoint: Path) -> None:
-        """Starts to push a checkpoint of the run."""
-        self.push(checkpoint, checkpoint)
-
-    def _upload(self, folder: Path, before: threading.Thread | None) -> None:
-        if before is not None:
+    def _upload(self, folder: Path, before: threading.Thread) -> None:
+        if before.ident is not None:  # one was started
             before.join()
         if folder == self._newest:
             try:
@@ -299,5 +271,4 @@ def release_executors() -> None:
     It would join them at exit, and threads of an upload may wait forever for an answer of the Hub.
     """
     for thread in list(executors._threads_queues):
-        if thread.daemon:
-            executors._threads_queues.pop(thread, None)
+        executors._threads_queues.pop(thread, None)

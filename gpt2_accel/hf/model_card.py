@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from gpt2_accel.files import write_file
 from gpt2_accel.hf.benchmarks import SOURCES
 
 if TYPE_CHECKING:
@@ -169,24 +168,6 @@ def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
             )
         )
     return found or None
-
-
-def add_results(directory: Path, results: Mapping[str, float], description: str) -> None:
-    """Adds results to the metadata of a model directory's card; they replace results of the same name.
-
-    A directory without a card gets one; `description` is the model in words.
-    """
-    from huggingface_hub import ModelCard
-
-    path = directory / "README.md"
-    text = path.read_text(encoding="utf-8") if path.exists() else None
-    card = ModelCard(text or model_card(str(directory), description), ignore_metadata_errors=True)
-    new = eval_results(results) or []
-    names = {result.metric_name for result in new}
-    old = [found for found in card.data.eval_results or [] if found.metric_name not in names]
-    card.data.eval_results = [*old, *new]
-    card.data.model_name = card.data.model_name or directory.resolve().name
-    write_file(path, str(card))
 
 
 def installed_versions() -> dict[str, str]:

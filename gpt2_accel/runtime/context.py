@@ -110,9 +110,7 @@ class RunContext:
         )
         self.profile = stack.enter_context(profiler(config.profile, run_dir, accelerator))
         self.writer = stack.enter_context(
-            CheckpointWriter(
-                config, self.inputs.tokenizer, self.uploads.push_checkpoint, self.log.print_line
-            )
+            CheckpointWriter(config, self.inputs.tokenizer, self.uploads.push, self.log.print_line)
         )
         steps = range(self.state.step, self.inputs.updates)
         self.loader = stack.enter_context(

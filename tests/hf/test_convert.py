@@ -1,4 +1,3 @@
-import os
 import shutil
 
 import pytest
@@ -119,7 +118,7 @@ def test_shards_are_read_and_replaced(tmp_path):
     save_pretrained(ours, tmp_path / "ours")
     assert [path.name for path in (tmp_path / "ours").glob("model*")] == ["model.safetensors"]
     (tmp_path / "hf" / files[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{files[1]} is missing, though"):
+    with pytest.raises(FileNotFoundError, match=f"{files[1]} is missing"):
         from_pretrained(tmp_path / "hf")
     (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(ValueError, match="index.json is damaged"):
@@ -189,7 +188,7 @@ def edit(directory, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("transformer.h.1.ln_2.bias"), "lacks 1 tensors.*h.1.ln_2.bias"),
+        (lambda t: t.pop("transformer.h.1.ln_2.bias"), "lacks transformer.h.1.ln_2.bias"),
         (lambda t: t.update({"transformer.extra": torch.ones(1)}), "transformer.extra"),
         (
             lambda t: t.update({"transformer.wpe.weight": torch.ones(3, 3)}),
@@ -198,7 +197,7 @@ def edit(directory, change):
         (lambda t: t.update({"lm_head.weight": torch.ones(257, 64)}), "not tied"),
         (
             lambda t: t.update({"transformer.wpe.weight": torch.ones(32, 64, dtype=torch.int8)}),
-            "wpe.weight in .* is torch.int8",
+            "wpe.weight in .*torch.int8",
         ),
     ],
 )
@@ -221,30 +220,6 @@ def test_a_truncated_weights_file_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
-        from_pretrained(tmp_path)
-
-
-class Attack:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_a_pickle_loads_tensors_only(tmp_path):
-    hf = hf_model()
-    hf.config.save_pretrained(tmp_path)
-    file = tmp_path / "pytorch_model.bin"
-    for zipped in (True, False):
-        torch.save(hf.state_dict(), file, _use_new_zipfile_serialization=zipped)
-        assert torch.equal(from_pretrained(tmp_path).wpe.weight, hf.transformer.wpe.weight)
-    torch.save({**hf.state_dict(), "x": Attack(str(tmp_path / "attacked"))}, file)
-    with pytest.raises(ValueError, match="pytorch_model.bin holds more than tensors"):
-        from_pretrained(tmp_path)
-    assert not (tmp_path / "attacked").exists()
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="pytorch_model.bin"):
         from_pretrained(tmp_path)
 
 

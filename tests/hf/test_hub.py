@@ -266,18 +266,6 @@ def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
     assert "user/name did not end in time" in capsys.readouterr().out
 
 
-def test_a_stopped_run_ends_soon_if_the_hub_never_answers(tiny, here, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "GRACE", 1.0)
-    here.hangs = "/api/"
-    config = tiny("run", push_to_hub=REPO, save_every=2, max_steps=10**5)
-    with signalled(lambda: (tmp_path / "run/checkpoint-2").exists()) as sent:
-        run(config)
-        assert time.monotonic() - sent[0] < 4
-    found = status(tmp_path / "run")
-    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "SIGTERM", True)
-    assert (tmp_path / f"run/checkpoint-{found['step']}").is_dir()
-
-
 HELD = """
 import sys
 from pathlib import Path

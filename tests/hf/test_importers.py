@@ -1,7 +1,6 @@
 import os
 import sys
 
-import numpy as np
 import pytest
 import torch
 from conftest import randomized
@@ -70,34 +69,6 @@ def test_build_nanogpt(tmp_path, monkeypatch):
     assert same(read_checkpoint(file), theirs)
 
 
-@pytest.mark.parametrize(("version", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
-def test_llmc(tmp_path, version, dtype):
-    theirs = random_model(100)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(parameter.to(dtype))
-    header = np.zeros(256, "<i4")
-    header[:8] = [20240326, version, 32, 100, 2, 2, 16, 128]
-    state = theirs.state_dict()
-    kinds = [name.removeprefix("h.0.") for name in state if name.startswith("h.0.")]
-    order = ["wte.weight", "wpe.weight"]
-    order += [f"h.{i}.{kind}" for kind in kinds for i in range(2)]
-    order += ["ln_f.weight", "ln_f.bias"]
-    assert sorted(order) == sorted(state)
-    parts = [state[name].to(dtype).contiguous().view(torch.uint8).numpy() for name in order]
-    file = tmp_path / "model.bin"
-    file.write_bytes(header.tobytes() + b"".join(part.tobytes() for part in parts))
-    assert same(read_checkpoint(file), theirs)
-
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="model.bin has .* bytes, its header says"):
-        read_checkpoint(file)
-    header[1] = 1
-    file.write_bytes(header.tobytes())
-    with pytest.raises(ValueError, match="version 1; only 3"):
-        read_checkpoint(file)
-
-
 class Unknown:
     pass
 
@@ -107,11 +78,11 @@ class Unknown:
 WTE = "transformer.wte.weight"
 # Changes of a valid state dict and of its arguments.
 REFUSED = {
-    "holds no state dict": ({WTE: "text"}, {}),
+    "is not a checkpoint of": ({WTE: "text"}, {}),
     "does not fit": ({WTE: torch.zeros(60, 16)}, {}),
-    "is torch.int64; only": ({WTE: torch.zeros(65, 16, dtype=torch.int64)}, {}),
+    "torch.int64, expected": ({WTE: torch.zeros(65, 16, dtype=torch.int64)}, {}),
     "not tied": ({"lm_head.weight": torch.zeros(65, 16)}, {}),
-    "lacks 24 tensors": ({}, {"n_layer": 4}),
+    "lacks transformer.h.2": ({}, {"n_layer": 4}),
     "not divisible": ({}, {"n_head": 3}),
     '"bias": false': ({}, {"bias": False}),
 }
@@ -139,22 +110,15 @@ def test_a_file_that_was_cut_is_refused(zipped, tmp_path):
             read_checkpoint(file)
 
 
-@pytest.mark.parametrize("position, value", [(2, -1), (3, 0), (4, 2**31 - 2), (5, 3), (7, 99)])
-def test_a_header_that_does_not_fit_is_refused(tmp_path, position, value):
-    header = np.zeros(256, "<i4")
-    header[:8] = [20240326, 3, 32, 100, 2, 2, 16, 128]
-    header[position] = value
-    (tmp_path / "model.bin").write_bytes(header.tobytes())
-    with pytest.raises(ValueError, match="model.bin (has|describes no model)"):
-        read_checkpoint(tmp_path / "model.bin")
-
-
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     file = tmp_path / "a.pt"
     for content, message in (
         ({"model": {}, "config": Unknown()}, "holds more than tensors"),
         ({"weights": {}}, "is not a checkpoint of nanoGPT"),
-        ({"model": {}, "model_args": {"block_size": 4}}, "does not say its vocab_size"),
+        (
+            {"model": {}, "model_args": {"block_size": 4}},
+            "does not describe its model .'vocab_size'",
+        ),
     ):
         torch.save(content, file)
         with pytest.raises(ValueError, match=message):
