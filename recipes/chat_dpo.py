@@ -13,7 +13,7 @@ from pathlib import Path
 from gpt2_accel import cli, from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.data.sources import reading
+from gpt2_accel.data.rows import reading
 from gpt2_accel.device import best_device
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.files import JsonLines

@@ -77,7 +77,7 @@ def prepare_file(config: ChatSFT) -> None:
     the errors of `prepare_conversations`.
     """
     from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
-    from gpt2_accel.data.conversations import file_rows, prepare_conversations, summary
+    from gpt2_accel.data.conversations import prepare_conversations, summary
     from gpt2_accel.hf.chat_template import chat_tokenizer
     from gpt2_accel.hf.convert import local_directory, read_config
     from gpt2_accel.tokenizer import fingerprint
@@ -104,7 +104,7 @@ def prepare_file(config: ChatSFT) -> None:
             "--output_dir for a new run, or continue it with --ignore_changes"
         )
     manifest = prepare_conversations(
-        file_rows(file),
+        [str(file)],
         tokenizer,
         folder,
         sequence_length=length,

@@ -30,21 +30,21 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpt2_accel import cli
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.data.conversations import (
-    SUFFIXES,
-    file_rows,
+    chat_files,
     plural,
     prepare_conversations,
     summary,
 )
-from gpt2_accel.data.data_sets import hub_parts
-from gpt2_accel.data.prepare import SHARD_TOKENS, TextWriter
-from gpt2_accel.data.rows import columns, drawn_columns, file_parts
+from gpt2_accel.data.data_sets import hub_files
+from gpt2_accel.data.documents import by_number
+from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
 from gpt2_accel.data.shards import (
     TOKEN_ID,
     load_data_tokenizer,
@@ -55,12 +55,15 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import (
     Source,
     Texts,
+    corpus_files,
+    drawn_files,
+    find_files,
+    is_text,
+    row_files,
     split_text,
-    text_files,
     text_source,
     tiny_shakespeare,
 )
-from gpt2_accel.data.workers import plan_of, run_parts, worker_context
 from gpt2_accel.options import Parser
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
@@ -118,7 +121,7 @@ def weighted(text: str) -> tuple[str, float]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "data_dir": {"help": "folder of the shards"},
     "verify": {"action": "store_true", "help": "check all shards' checksums"},
-    "workers": {"type": positive, "help": "processes, all cores if not given"},
+    "workers": {"type": positive, "help": "threads, all cores if not given"},
     "shard_tokens": {
         "type": positive,
         "help": "tokens per shard, about; 100 million if not given",
@@ -144,8 +147,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "cut conversations that are longer than a window; else they are left out",
     },
 }
-WORK = ("workers", "shard_tokens")
-CORPUS = (*WORK, "tokenizer", "vocab_size", "column")
+CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
 HUB = ("config", "split", "revision", "data_files")
 # Command -> its positional arguments, the metavar and how many, and its options.
 COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
@@ -155,7 +157,11 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "hf": ("NAME", None, (*CORPUS, *HUB)),
     "fineweb-edu": ("NAME", "?", (*CORPUS, *HUB)),
     "openwebtext": ("NAME", "?", (*CORPUS, *HUB)),
-    "chat": ("FILE_OR_HUB_ID", None, (*WORK, *HUB, "model", "sequence_length", "chatml", "cut")),
+    "chat": (
+        "FILE_OR_HUB_ID",
+        None,
+        (*HUB, "shard_tokens", "model", "sequence_length", "chatml", "cut"),
+    ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
 }
 
@@ -187,31 +193,30 @@ def hub_options(options: argparse.Namespace) -> dict[str, str]:
     return {name: getattr(options, name) for name in HUB if name in options}
 
 
-def corpus_parts(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
-    """Returns the parts of the corpus, its source for the manifest, and its revision."""
-    tokens, column = options.shard_tokens, options.column
+def corpus_sources(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
+    """Returns the sources of the corpus, its description for the manifest, and its revision."""
+    column = options.column
     if options.command == "text":
-        files, lines = text_files(options.source, options.pattern)
-        for line in lines:
-            print(line, file=sys.stderr)
-        return file_parts(files, column, tokens), ", ".join(options.source), None
-    given = {"shard_tokens": tokens, "column": column, **hub_options(options)}
-    rows, revision = hub_parts(options.source, **given)
+        files: dict[Path, str] = {}
+        for source in options.source:
+            files |= find_files(source, is_text, "UTF-8 text", options.pattern)
+        return corpus_files(files, column), ", ".join(options.source), None
+    paths, revision = hub_files(options.source, **hub_options(options))
     if options.command == "openwebtext":
-        found = drawn_columns(rows, column, *OPENWEBTEXT_VAL)
+        sources = drawn_files(paths, column, *OPENWEBTEXT_VAL)
     elif options.command == "fineweb-edu":  # its first tokens are for validation
-        found = drawn_columns(rows, column, 0, 0)
+        sources = row_files(paths, column, partial(by_number, (), 0))
     else:
-        found = columns(rows, column)
-    return found, options.source, revision
+        sources = row_files(paths, column)
+    return sources, options.source, revision
 
 
-def build_tokenizer(name: str, vocab_size: int | None, parts: Sequence[Source]):
+def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]):
     """Loads, builds or trains the tokenizer of `--tokenizer`."""
     if vocab_size is not None and name != "bpe":
         raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
     if name == "bpe":
-        documents = (document for part in parts for document in part.documents())
+        documents = itertools.chain.from_iterable(source.documents() for source in sources)
         texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)
         return train_bpe(itertools.islice(texts, BPE_DOCUMENTS), vocab_size or BPE_SIZE)
     try:
@@ -226,18 +231,23 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
     validation, revision = 0, None
     if options.command.startswith("shakespeare"):
         text = tiny_shakespeare(options.input)
-        parts, source = [Texts(split_text(text))], text_source(text, options.input)
+        sources, source = [Texts(split_text(text))], text_source(text, options.input)
         tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
     else:
-        worker_context()  # it starts while the corpus is read
-        parts, source, revision = corpus_parts(options)
-        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, parts)
+        sources, source, revision = corpus_sources(options)
+        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, sources)
         validation = options.shard_tokens if options.command == "fineweb-edu" else 0
-    writer = TextWriter(tokenizer, source, validation_tokens=validation)
-    plan = plan_of(parts, tokenizer, validation)
-    about = {"source": source, "revision": revision, "command": command}
-    return run_parts(
-        parts, writer, tokenizer, options.data_dir, plan=plan, workers=options.workers, **about
+    return prepare_sources(
+        sources,
+        tokenizer,
+        options.data_dir,
+        source=source,
+        plan=plan_of(sources, tokenizer, options.command, options.shard_tokens),
+        shard_tokens=options.shard_tokens,
+        validation_tokens=validation,
+        workers=options.workers,
+        revision=revision,
+        command=command,
     )
 
 
@@ -254,19 +264,13 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         raise ValueError(
             f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
         )
-    revision, source, hub = None, Path(options.source), hub_options(options)
-    if source.exists() and not hub:
-        rows = file_rows(source)
-    elif source.is_file():
-        raise ValueError(
-            f"--{next(iter(hub))} is for a data set of several files: leave it out with {source}"
-        )
-    elif source.name.endswith(SUFFIXES):
-        raise FileNotFoundError(f"{source} does not exist: give a file, a folder or a Hub id")
+    revision, hub = None, hub_options(options)
+    if Path(options.source).exists() and not hub:
+        files = chat_files(options.source)
     else:
-        rows, revision = hub_parts(options.source, shard_tokens=options.shard_tokens, **hub)
+        files, revision = hub_files(options.source, **hub)
     return prepare_conversations(
-        rows,
+        files,
         tokenizer,
         options.data_dir,
         sequence_length=length,
@@ -274,7 +278,6 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         model=options.model,
         cut=options.cut,
         shard_tokens=options.shard_tokens,
-        workers=options.workers,
         revision=revision,
         command=command,
     )
@@ -291,15 +294,9 @@ def summarize(manifest: dict) -> None:
         counts = [f"{count:,} {name}" for name, count in known.items()]
         counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
         print(f"{split}: {', '.join(counts)}")
-    labels = {
-        "empty": "documents without text, left out",
-        "not_utf8": "bytes that are not UTF-8, replaced by U+FFFD, the first in "
-        f"{manifest.get('first_not_utf8')}",
-        "literal_separator": "times the text holds <|endoftext|>, encoded as text",
-    }
-    for name, count in manifest.get("counts", {}).items():
-        if count and name in labels:
-            print(f"{count:,} {labels[name]}")
+    if invalid := manifest.get("counts", {}).get("not_utf8"):
+        place = manifest["first_not_utf8"]
+        print(f"{invalid:,} bytes that are not UTF-8, replaced by U+FFFD, the first in {place}")
 
 
 def show(data_dir: str) -> None:

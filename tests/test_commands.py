@@ -76,12 +76,12 @@ LOCAL = {
     "python recipes/chat_sft.py --model runs/quickstart --data my_chats.jsonl": CHAT,
     "python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model "
     "openai-community/gpt2 --sequence_length 1024 --data_dir data/smoltalk": (
-        "--workers 1 --model runs/quickstart --sequence_length 128"
+        "--model runs/quickstart --sequence_length 128"
     ),
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_sft.py --data_dir "
     "data/smoltalk --output_dir runs/smoltalk": f"{CHAT} --total_batch_size 1024",
     "python recipes/prepare_data.py chat my_chats.jsonl --model runs/quickstart --sequence_length 128 "
-    "--data_dir data/chat": "--workers 1",
+    "--data_dir data/chat": "",
     "python recipes/prepare_data.py text my_texts/ --tokenizer data/chat/tokenizer --data_dir "
     "data/my_texts": "--workers 1",
     "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",

@@ -4,24 +4,21 @@ The tokens that the template marks as the assistant's count in the loss. Windows
 lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided.
 """
 
-import functools
 import json
 import os
 import re
-import sys
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2_accel.data.documents import fitting_share, name_digest
 from gpt2_accel.data.messages import EMPTY, Problem, read_messages
-from gpt2_accel.data.prepare import SHARD_TOKENS
-from gpt2_accel.data.rows import Row, Rows, row_parts
+from gpt2_accel.data.prepare import SHARD_TOKENS, clean, make_data, plan_of
+from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
     PACKED_VERSION,
@@ -31,9 +28,8 @@ from gpt2_accel.data.shards import (
     template_digest,
     token_dtype,
 )
-from gpt2_accel.data.sources import ROW_SUFFIXES, clean, counted, visible_files
-from gpt2_accel.data.workers import plan_of, run_parts
-from gpt2_accel.files import atomic_file, first_line
+from gpt2_accel.data.sources import ROW_SUFFIXES, find_files, state_of
+from gpt2_accel.files import first_line
 from gpt2_accel.progress import progress
 from gpt2_accel.tokenizer import conversation_tokens, special_tokens
 
@@ -41,9 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".json", *ROW_SUFFIXES)
+# Why a conversation is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
-# How a conversation is changed that is kept.
+SPECIAL = "with a special token of the tokenizer in a message, which would end a turn"
+TOO_LONG = "of more tokens than a window, whose beginning --cut keeps"
 CHANGES = CUT, REPLACED = (
     "cut to the length of a window",
     "with bytes or characters that are not Unicode, replaced by U+FFFD",
@@ -53,25 +51,14 @@ HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = token_dtype(2**32)
 
 
-def file_rows(source: Path) -> list[Rows]:
-    """Divides a file, or the files below a folder that are not hidden, into parts of rows.
-
-    Prints which files are of another kind. Raises `FileNotFoundError` if none ends in one of `SUFFIXES`.
-    """
-    found = [source] if source.is_file() else visible_files(source)
-    files = [path for path in found if path.name.endswith(SUFFIXES)]
-    if not files:
-        raise FileNotFoundError(
-            f"{source} holds no conversations: give a file that ends in {', '.join(SUFFIXES)}, or a folder of them"
-        )
-    if len(files) < len(found):
-        others = counted([path.name for path in found if path not in files])
-        print(f"{source}: left out {others}, of another kind", file=sys.stderr)
-    return row_parts(list(map(str, files)), SHARD_TOKENS)
+def chat_files(source: str | Path) -> list[str]:
+    """Returns a file of conversations, or those below a folder. Raises the errors of `find_files`."""
+    kind = f"conversations, in files that end in {', '.join(SUFFIXES)}"
+    return list(map(str, find_files(source, lambda path: path.name.endswith(SUFFIXES), kind)))
 
 
 def prepare_conversations(
-    rows: Sequence[Rows],
+    files: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     data_dir: str | Path,
     *,
@@ -81,105 +68,108 @@ def prepare_conversations(
     cut: bool = False,
     shorten: bool = False,
     shard_tokens: int = SHARD_TOKENS,
-    workers: int = 1,
     **about: str | None,
 ) -> dict:
-    """Writes the conversations in `rows` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
+    """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
     `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
     A conversation that is longer than a window is left out; with `cut` its beginning is kept. With `shorten` the windows
     are as long as the longest conversation, in multiples of `SHORTEST`, and at most `sequence_length`. `source`, `model` (a
     directory relative to `data_dir`) and `about` are recorded. Raises `ValueError` for a row in none of the
-    forms and if a split would be empty, and the errors of `run_parts`.
+    forms and if a split would be empty, and the errors of `make_data`.
     """
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
-    writer = ConversationWriter(
-        tokenizer, sequence_length, cut, model, source, shard_tokens, shorten
-    )
+
+    def write(folder: Path) -> dict:
+        stored = folder / "tokens"
+        encoder = Encoder(tokenizer, sequence_length, cut)
+        places, counts, first = encode_files(files, encoder, stored)
+        chosen = held_out(places[:, 2])
+        size, entries = sequence_length, {}
+        if shorten and len(places):
+            size = min(size, -(-int(places[:, 1].max()) // SHORTEST) * SHORTEST)
+        for split, own in (("train", places[~chosen]), ("val", places[chosen])):
+            if not len(own):
+                lines = "".join(f"; {line}" for line in left_out(counts, first))
+                raise ValueError(
+                    f"{source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
+                    "different conversations, or correct those that are left out"
+                )
+            tokens = np.memmap(stored, DTYPE, "r")
+            padding = tokenizer.pad_token_id
+            entries[split] = pack(folder, split, tokens, own, size, padding, shard_tokens)
+        stored.unlink()
+        kind = {"version": PACKED_VERSION, "dtype": DTYPE.name, "sequence_length": size}
+        found = {"counts": counts, "first": first, "splits": entries}
+        return {**kind, "template": template, "model": model, **found}
+
     template = template_digest(tokenizer)
-    plan = plan_of(rows, tokenizer, template, sequence_length, cut, model, shard_tokens, shorten)
-    about |= {"source": source, "plan": plan}
-    return run_parts(rows, writer, tokenizer, data_dir, workers=workers, **about)
+    states = [(file, *state_of(file)) for file in files]
+    options = template, sequence_length, cut, model, shard_tokens, shorten
+    plan = plan_of(states, tokenizer, *options)
+    return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
 
-def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
-    """Sets `counts`, (n,) bool, to False where an answer that does not count is marked; the k-th run of True is the
-    k-th answer. Raises `Problem` if a template marks an answer in several runs, or several answers in one."""
-    runs = np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
-    if len(runs) != len(answers):
-        raise Problem(REFUSED, "the template does not mark each answer by itself")
-    for (start, end), answer in zip(runs.tolist(), answers, strict=True):
-        if not answer:
-            counts[start:end] = False
+# From rows to tokens
 
 
-@dataclass(frozen=True)
-class ConversationWriter:
-    """Tokenizes the conversations of parts, and packs those of all parts into windows: a `prepare.Writer`."""
+def encode_files(
+    files: Sequence[str], encoder: "Encoder", stored: Path
+) -> tuple[np.ndarray, Counter, dict[str, str]]:
+    """Writes the tokens of all conversations, uint32 with `STARTS` and `COUNTS`, into the file `stored`.
 
-    tokenizer: "PreTrainedTokenizerBase"
-    sequence_length: int
-    cut: bool
-    model: str
-    source: str
-    shard_tokens: int
-    shorten: bool = False
-
-    @functools.cached_property
-    def specials(self) -> re.Pattern:
-        return re.compile("|".join(map(re.escape, special_tokens(self.tokenizer))))
-
-    def write(self, folder: Path, number: int, part: Rows) -> dict:
-        """Writes a part's conversations into one file, uint32 with `STARTS` and `COUNTS`; returns their record.
-
-        Its `index` has for each the part, the byte in its file, the number of tokens and the hash of the messages;
-        `counts` and `first` have the number and the first place of each reason to leave out or change a conversation.
-        """
-        counts, first, index = Counter(), {}, []
-        with atomic_file(tokens_path(folder, number)) as file:
-            for row in part.rows():
-                detail = ""
+    Returns their places, (conversations, 3) uint64: the first token in the file, the number of tokens and the hash of the
+    messages; and for each reason to leave out or change a conversation how often it occurs and its first place.
+    """
+    counts, first, places, end = Counter(), {}, [], 0
+    with open(stored, "wb") as file:
+        for path in progress(files, "tokenizing", len(files)):
+            for row, place in read_rows(path):
                 try:
-                    tokens, key, reasons = self.encode(row)
-                    index.append((number, file.tell(), len(tokens), key))
+                    tokens, key, reasons = encoder.encode(row, place)
+                    places.append((end, len(tokens), key))
+                    end += len(tokens)
                     file.write(tokens.tobytes())
                 except Problem as problem:
-                    reasons, detail = problem.args[:1], "".join(f" ({d})" for d in problem.args[1:])
+                    reasons = [str(problem)]
                 for reason in reasons:
                     counts[reason] += 1
-                    if reason not in first:
-                        first[reason] = f"{row.place}{detail}"  # may read the file
-        return {"index": index, "counts": counts, "first": first}
+                    first.setdefault(reason, place)
+    return np.array(places, np.uint64).reshape(-1, 3), counts, first
 
-    def encode(self, row: Row) -> tuple[np.ndarray, int, list[str]]:
+
+class Encoder:
+    """Turns rows into tokens of at most `sequence_length`; longer conversations are cut if `cut` is True."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, cut: bool):
+        self.tokenizer, self.sequence_length, self.cut = tokenizer, sequence_length, cut
+        self.specials = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
+
+    def encode(self, row: Any, place: str) -> tuple[np.ndarray, int, list[str]]:
         """Returns the tokens of a row with their bits, (n,) uint32, the hash of its messages, and which of `CHANGES` it has.
 
         Raises `Problem`, and the errors of `read_messages`.
         """
-        messages, counted = read_messages(row.value, row.place)
+        messages, counted = read_messages(row, place)
         replaced = 0
         for message in messages:
             message["content"], wrong = clean(message["content"])
             replaced += wrong
+            if self.specials.search(message["content"]):
+                raise Problem(SPECIAL)
         answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
-        if not messages:
-            raise Problem(EMPTY)
         if not any(answers):
-            raise Problem(NO_ANSWER)
-        if any(self.specials.search(message["content"]) for message in messages):
-            raise Problem(
-                "with a special token of the tokenizer in a message, which would end a turn"
-            )
+            raise Problem(NO_ANSWER if messages else EMPTY)
         try:
             ids, counts = conversation_tokens(self.tokenizer, messages)
         except Exception as error:  # of the template's author, or of the tokenizer
-            raise Problem(REFUSED, first_line(error)) from error
+            raise Problem(f"{REFUSED} ({first_line(error)})") from error
         if not all(answers):
             mask_answers(counts, answers)
         too_long = len(ids) > self.sequence_length
         if too_long and not self.cut:
-            raise Problem("of more tokens than a window, whose beginning --cut keeps")
+            raise Problem(TOO_LONG)
         tokens = ids[: self.sequence_length].astype(DTYPE)
         tokens[counts[: len(tokens)]] |= COUNTS
         tokens[0] = tokens[0] & TOKEN_ID | STARTS  # nothing comes before it
@@ -188,81 +178,19 @@ class ConversationWriter:
         key = int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
         return tokens, key, [CUT] * too_long + [REPLACED] * bool(replaced)
 
-    def assemble(self, folder: Path, records: list[dict]) -> dict:
-        """Packs the conversations of all parts into shards; returns the manifest's entries.
 
-        Raises `ValueError` if a split would be empty.
-        """
-        counts, first = Counter(), {}
-        for record in records:
-            counts.update(record["counts"])
-            first = record["first"] | first
-        index = [place for record in records for place in record["index"]]
-        places = np.array(index, np.uint64).reshape(-1, 4)
-        is_held_out = held_out(places[:, 3])
-        splits = {"train": places[~is_held_out], "val": places[is_held_out]}
-        for split, chosen in splits.items():
-            if not len(chosen):
-                lines = "".join(f"; {line}" for line in left_out(counts, first))
-                raise ValueError(
-                    f"{self.source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
-                    "different conversations, or correct those that are left out"
-                )
-        size = self.sequence_length
-        if self.shorten:
-            longest = int(places[:, 2].max())
-            size = min(size, -(-longest // SHORTEST) * SHORTEST)
-        return {
-            "version": PACKED_VERSION,
-            "dtype": DTYPE.name,
-            "sequence_length": size,
-            "template": template_digest(self.tokenizer),
-            "model": self.model,
-            "counts": counts,
-            "first": first,
-            "splits": {
-                name: self.pack(folder, name, chosen, size) for name, chosen in splits.items()
-            },
-        }
-
-    def pack(self, folder: Path, split: str, places: np.ndarray, size: int) -> dict:
-        """Writes the shards of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
-        the manifest.
-
-        `places`, (conversations, 4) uint64, are rows of the records' `index`.
-        """
-        windows = best_fit(places[:, 2].astype(np.int64), size)
-        each = max(1, self.shard_tokens // size)
-        shards, targets = [], []
-        for begin in range(0, len(windows), each):
-            name, group = f"{split}_{begin // each:06d}.bin", windows[begin : begin + each]
-            writer = ShardWriter(folder / name, DTYPE, PACKED_VERSION)
-            for window in progress(group, f"packing {name}", len(group)):
-                tokens, end = np.full(size, self.tokenizer.pad_token_id, DTYPE), 0
-                for part, offset, length, _ in places[window].tolist():
-                    stored = np.fromfile(tokens_path(folder, part), DTYPE, length, offset=offset)
-                    tokens[end : end + length] = stored
-                    end += length
-                writer.append(tokens)
-                targets.append(np.count_nonzero(tokens & COUNTS))
-            shards.append({**writer.close(), "documents": sum(map(len, group))})
-        writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-        writer.append(np.array(targets))
-        tokens = len(windows) * size
-        return {
-            "tokens": tokens,
-            "documents": len(places),
-            "bytes": None,
-            "counted": int(sum(targets)),
-            "padding": tokens - int(places[:, 2].sum()),
-            "targets": writer.close(),
-            "shards": shards,
-        }
+def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
+    """Sets `counts`, (n,) bool, to False where an answer that does not count is marked; the k-th run of True is the
+    k-th answer. Raises `Problem` if a template marks an answer in several runs, or several answers in one."""
+    runs = np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
+    if len(runs) != len(answers):
+        raise Problem(f"{REFUSED} (the template does not mark each answer by itself)")
+    for (start, end), answer in zip(runs.tolist(), answers, strict=True):
+        if not answer:
+            counts[start:end] = False
 
 
-def tokens_path(folder: Path, part: int) -> Path:
-    """Returns the path of the tokens of a part."""
-    return folder / f"{part:06d}.tokens"
+# From tokens to windows
 
 
 def held_out(keys: np.ndarray) -> np.ndarray:
@@ -276,6 +204,47 @@ def held_out(keys: np.ndarray) -> np.ndarray:
     if not fitting_share(chosen.sum() / max(1, len(keys))):
         chosen = np.arange(len(keys)) < max(1, round(len(keys) / HELD_OUT))
     return chosen[inverse]
+
+
+def pack(
+    folder: Path,
+    split: str,
+    stored: np.ndarray,
+    places: np.ndarray,
+    size: int,
+    padding: int,
+    shard_tokens: int,
+) -> dict:
+    """Writes the shards of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
+    the manifest.
+
+    `places`, (conversations, 3), are those of `encode_files` in `stored`, all tokens. `padding` is a token id.
+    """
+    starts, lengths = places[:, :2].astype(np.int64).T
+    windows = best_fit(lengths, size)
+    each = max(1, shard_tokens // size)
+    shards, targets = [], []
+    for begin in range(0, len(windows), each):
+        name, group = f"{split}_{begin // each:06d}.bin", windows[begin : begin + each]
+        writer = ShardWriter(folder / name, DTYPE, PACKED_VERSION)
+        for window in progress(group, f"packing {name}", len(group)):
+            pieces = [stored[starts[i] : starts[i] + lengths[i]] for i in window]
+            tokens = np.concatenate(pieces)
+            writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
+            targets.append(np.count_nonzero(tokens & COUNTS))
+        shards.append({**writer.close(), "documents": sum(map(len, group))})
+    writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+    writer.append(np.array(targets))
+    tokens = len(windows) * size
+    return {
+        "tokens": tokens,
+        "documents": len(places),
+        "bytes": None,
+        "counted": int(sum(targets)),
+        "padding": tokens - int(lengths.sum()),
+        "targets": writer.close(),
+        "shards": shards,
+    }
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -297,6 +266,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         if free > length:
             insort(open_windows, (free - length, window))
     return sorted(map(sorted, windows))
+
+
+# What was prepared
 
 
 def summary(manifest: Mapping) -> list[str]:

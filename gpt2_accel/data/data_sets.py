@@ -2,63 +2,46 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gpt2_accel.data.rows import Rows, row_parts
 from gpt2_accel.files import first_line
-
-if TYPE_CHECKING:
-    from datasets import DatasetBuilder
 
 SECONDS_TO_ANSWER = 8
 
 
-def hub_parts(
+def hub_files(
     name: str,
     *,
-    shard_tokens: int,
     config: str | None = None,
     split: str = "train",
     revision: str | None = None,
     data_files: str | None = None,
-    column: str = "",
-) -> tuple[list[Rows], str | None]:
-    """Returns the parts of a data set on the Hub or in a folder, and its revision (a commit).
+) -> tuple[list[str], str | None]:
+    """Returns the files of a data set on the Hub or in a folder, and its revision (a commit).
 
-    A `column` of "" means whole rows.
-
-    Raises `ValueError` if the data set, its configuration, split or column does not exist, or its files are neither Parquet
-    nor JSON, `OSError` if the Hub has no such data set or cannot be reached.
+    Raises `ValueError` if the data set, its configuration or split does not exist, or its files are neither Parquet nor
+    JSON, `OSError` if the Hub has no such data set or cannot be reached.
     """
+    from datasets import load_dataset_builder
+
     revision = pinned_revision(name, revision)
-    splits = open_builder(name, config, revision, data_files).config.data_files or {}
-    if not (files := splits.get(split)):
+    try:
+        builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
+    except Exception as error:  # for an empty name, an IndexError
+        raise ValueError(
+            f"the data set {name} cannot be opened ({first_line(error)}): check its name, --config and --data_files, and "
+            "the network; if it has a script, try --revision refs/convert/parquet"
+        ) from error
+    splits = builder.config.data_files or {}
+    if split not in splits:
         known = ", ".join(map(str, splits)) or "none"
         raise ValueError(f"the data set {name} has no split {split!r}, only {known}: set --split")
-    for file in files:
+    for file in splits[split]:
         if not {".parquet", ".json", ".jsonl"} & set(Path(file).suffixes):
             raise ValueError(
                 f"{file} is neither Parquet nor JSON: give --revision refs/convert/parquet, where the Hub has data sets as "
                 "Parquet, or convert it"
             )
-    return row_parts(files, shard_tokens, column), revision
-
-
-def open_builder(
-    name: str, config: str | None, revision: str | None, data_files: str | None
-) -> "DatasetBuilder":
-    """Returns the `datasets` builder of a data set. Raises `ValueError`, with its `name`, if it cannot be opened."""
-    from datasets import load_dataset_builder
-
-    try:
-        return load_dataset_builder(name, config, data_files=data_files, revision=revision)
-    except Exception as error:  # for an empty name, an IndexError
-        fix = "check its name, --config and --data_files, and the network"
-        if "script" in str(error):
-            fix = "try --revision refs/convert/parquet"
-        raise ValueError(
-            f"the data set {name} cannot be opened ({first_line(error)}): {fix}"
-        ) from error
+    return list(splits[split]), revision
 
 
 def pinned_revision(name: str, revision: str | None) -> str | None:

@@ -2,35 +2,33 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
-LONGEST_WORD = 2**20  # characters without a word boundary after which a text is cut anyway
 UNDIVIDED = 1000  # characters up to which a row is divided at the end of a word only
 WORD_END = r"\w(?=[ \n])"
+LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A text in chunks, which are tokenized separately.
+    """A text in chunks, which are tokenized separately. `place` names it in messages.
 
-    `begins` is False if the text continues a document of the previous part. `place`, as `str`, names it in messages.
     A byte that is not UTF-8 is a lone surrogate (`surrogateescape`).
     """
 
     split: str
     chunks: Iterable[str]
-    begins: bool = True
-    place: object = "a document"
+    place: str = "a document"
 
 
 # Held-out documents
+
+Rule = Callable[[str, int], list[tuple[str, str]]]
+"""Maps the text of a row, and its number in its file, to its parts, each with its split."""
 
 
 def name_digest(key: str) -> str:
@@ -56,81 +54,47 @@ def fitting_share(share: float) -> bool:
     return FEWEST <= share <= MOST
 
 
-Rule = Callable[[str, int], list[tuple[str, str]]]
-"""Maps the text of a row, and its number in its part of the corpus, to its parts, each with its split. The `repr` is part of a plan's digest."""
-
-
-@dataclass(frozen=True)
-class ByHash:
+def by_hash(text: str, row: int) -> list[tuple[str, str]]:
     """Holds out one row in 20 by a hash of its text, so that equal rows share a split."""
-
-    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
-        return [(split_of(held_out(text)), text)]
+    return [(split_of(held_out(text)), text)]
 
 
-@dataclass(frozen=True)
-class LastPart:
+def by_number(drawn: Collection[int], first: int, text: str, row: int) -> list[tuple[str, str]]:
+    """Holds out the rows with the numbers `drawn`, in a corpus where row 0 of the file has the number `first`."""
+    return [(split_of(first + row in drawn), text)]
+
+
+def last_part(text: str, row: int) -> list[tuple[str, str]]:
     """Holds out the last `VAL_SHARE` of each row, from the end of a word on, if there is one, or of a long row anyway."""
-
-    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
-        cut = int(len(text) * (1 - VAL_SHARE))
-        match = re.search(WORD_END, text[cut:])
-        if match is not None:
-            cut += match.end()
-        elif len(text) < UNDIVIDED:
-            cut = len(text)
-        return [("train", text[:cut]), *([("val", text[cut:])] if text[cut:] else [])]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Holds out the rows with the given numbers."""
-
-    numbers: frozenset[int]
-
-    def __call__(self, text: str, row: int) -> list[tuple[str, str]]:
-        return [(split_of(row in self.numbers), text)]
-
-
-def drawn_rows(count: int, share: float, seed: int) -> frozenset[int]:
-    """Returns the `share` of `count` rows that `train_test_split` of `datasets` draws with `seed`."""
-    order = np.random.default_rng(seed).permutation(count)
-    return frozenset(order[: int(np.ceil(share * count))].tolist())
+    cut = int(len(text) * (1 - VAL_SHARE))
+    match = re.search(WORD_END, text[cut:])
+    if match is not None:
+        cut += match.end()
+    elif len(text) < UNDIVIDED:
+        cut = len(text)
+    return [("train", text[:cut]), ("val", text[cut:])]
 
 
 # Cutting a text
 
 
 def chunks(parts: Iterable[str]) -> Iterator[str]:
-    """Joins `parts` and yields the text in chunks of about `CHUNK` characters.
+    """Joins `parts` and yields the text in chunks of about `CHUNK` characters; nothing for an empty text.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
-    there, so the tokens are the same as those of the whole text. A text without such a place in `LONGEST_WORD`
-    characters is cut elsewhere.
+    there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
-            if len(held) < CHUNK:
-                continue
-            cut = last_cut(held)
-            if cut is None and len(held) >= LONGEST_WORD:
-                cut = len(held)
-            if cut is not None:
+            if len(held) >= CHUNK:
+                match = LAST_WORD_END.match(held)
+                cut = match.end() if match else len(held)
                 yield held[:cut]
                 held = held[cut:]
     if held:
         yield held
-
-
-def last_cut(text: str) -> int | None:
-    """Returns the last place at which `text` can be cut (see `chunks`), or None."""
-    for start in (max(0, len(text) - 4096), 0):
-        ends = [match.end() for match in re.finditer(WORD_END, text[start:])]
-        if ends:
-            return start + ends[-1]
-    return None
 
 
 def next_cut(path: Path, offset: int) -> int:

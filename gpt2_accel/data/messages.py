@@ -14,12 +14,6 @@ from typing import Any
 
 ROLES = {name: name for name in ("system", "user", "assistant")}
 ROLES |= {"human": "user", "gpt": "assistant"}
-FORMS = (
-    "messages",
-    "conversations",
-    "prompt and completion",
-    "instruction and output or response",
-)
 # Fields of a row or a message that would change a conversation if they are not empty.
 UNSUPPORTED = (
     *("tools", "functions", "history", "tool_calls", "function_call"),
@@ -30,14 +24,17 @@ UNSUPPORTED = (
 # Why a conversation is left out.
 EMPTY = "without messages, or with one without text"
 NOT_TEXT = "with a message that is no text"
-NOT_SUPPORTED = "with tools, tool calls, reasoning, a history or a weight other than 0 and 1, which are not supported"
+NOT_SUPPORTED = (
+    "with a role other than system, user (human) and assistant (gpt), tools, reasoning, a history or a weight other than "
+    "0 and 1, which are not supported"
+)
 
 
 class Problem(Exception):
     """A conversation cannot be trained on; the first argument says why, the second may be a detail."""
 
 
-def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[bool]]:
+def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool]]:
     """Returns the messages of a row, each with `role` and `content`, and which of them may count in the loss.
 
     Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without text are dropped. Raises
@@ -48,52 +45,55 @@ def read_messages(row: Any, place: object) -> tuple[list[dict[str, str]], list[b
             f"{place}, holds a value of type {type(row).__name__}, not an object: write "
             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
         )
-    fields = {name: value for name, value in row.items() if value is not None}
-    if any(fields.get(name) for name in UNSUPPORTED):
-        raise Problem(NOT_SUPPORTED)
-    if {"messages", "conversations"} & (row.keys() - fields.keys()) and not fields:
-        raise Problem(EMPTY)  # null
-    found, given = raw_messages(fields, place)
-    system = fields.get("system", fields.get("system_prompt"))
-    if not isinstance(system, str | None):
-        raise Problem(NOT_TEXT)
-    if system is not None and not (found and role_of(found[0]) == "system"):
-        found, given = [{"role": "system", "content": system}, *found], given + 1
+    found, prompt = raw_messages(
+        {name: value for name, value in row.items() if value is not None}, place
+    )
     messages, counts = [], []
     for number, message in enumerate(found):
-        if (role := role_of(message)) is None:
-            raise Problem("with a role other than system, user (human) and assistant (gpt)")
-        weight = message.get("weight")
-        if weight not in (None, 0, 1) or any(message.get(name) for name in UNSUPPORTED):
+        role = role_of(message)
+        if role is None or message.get("weight") not in (None, 0, 1) or unsupported(message):
             raise Problem(NOT_SUPPORTED)
         content = text_of(message.get("content") or message.get("value") or "")
         if content.strip():
             messages.append({"role": role, "content": content})
-            counts.append(number >= given and weight != 0)
+            counts.append(number >= prompt and message.get("weight") != 0)
         elif role != "system":
             raise Problem(EMPTY)
     return messages, counts
 
 
-def raw_messages(fields: dict, place: object) -> tuple[list, int]:
+def raw_messages(fields: dict, place: str) -> tuple[list, int]:
     """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
-    answer = fields.get("output", fields.get("response"))
-    if "messages" in fields or "conversations" in fields:
-        found = fields.get("messages", fields.get("conversations"))
-        if not isinstance(found, list):
-            raise Problem(NOT_TEXT)
-        return found, 0
-    if "prompt" in fields and "completion" in fields:
-        given = as_messages(fields["prompt"], "user")
-        return given + as_messages(fields["completion"], "assistant"), len(given)
-    if "instruction" in fields and answer is not None:
+    if unsupported(fields):
+        raise Problem(NOT_SUPPORTED)
+    if not fields:
+        raise Problem(EMPTY)
+    answer, prompt = fields.get("output", fields.get("response")), 0
+    found = fields.get("messages", fields.get("conversations"))
+    if isinstance(found, list):
+        pass
+    elif "prompt" in fields and "completion" in fields:
+        found = as_messages(fields["prompt"], "user")
+        prompt = len(found)
+        found = found + as_messages(fields["completion"], "assistant")
+    elif "instruction" in fields and answer is not None:
         parts = [fields["instruction"], fields.get("input") or fields.get("context") or ""]
         asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
-        return as_messages(asked, "user") + as_messages(answer, "assistant"), 0
-    raise ValueError(
-        f"{place}, has the fields {', '.join(map(str, fields)) or 'none'}, but a conversation has {'; or '.join(FORMS)}: "
-        "rename them"
-    )
+        found = as_messages(asked, "user") + as_messages(answer, "assistant")
+    else:
+        raise ValueError(
+            f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has messages or conversations; or "
+            "prompt and completion; or instruction and output or response: rename them"
+        )
+    system = fields.get("system", fields.get("system_prompt"))
+    if system is not None and not (found and role_of(found[0]) == "system"):
+        found, prompt = as_messages(system, "system") + found, prompt + 1
+    return found, prompt
+
+
+def unsupported(fields: dict) -> bool:
+    """Whether a row or a message has a field of `UNSUPPORTED` that is not empty."""
+    return any(fields.get(name) for name in UNSUPPORTED)
 
 
 def as_messages(value: Any, role: str) -> list:

@@ -1,37 +1,55 @@
-"""Tokenizes text into shards: from Python, or from the parts of a source (`sources.py`) by several processes (`workers.py`)."""
+"""Tokenizes documents into the shards of a data folder, and restarts after a kill.
 
+One pass reads the documents in order. Threads tokenize, since the tokenizers' libraries leave Python's lock, and the main
+thread writes. After about `shard_tokens` tokens, at the end of a document, the open shards are closed and a record says
+how far the work has come. The shards are in `.NAME.partial` beside the data folder until all are there. The same command
+continues after the last record. If the source, the tokenizer or the options have changed in between, it starts anew.
+"""
+
+import json
+import math
+import os
+import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+from filelock import FileLock, Timeout
 
-from gpt2_accel.data.documents import Document
 from gpt2_accel.data.shards import (
     MANIFEST,
+    MANIFEST_FORMAT,
     VERSION,
     ShardWriter,
     read_manifest,
-    read_shard,
     token_dtype,
 )
-from gpt2_accel.data.sources import (
-    Source,
-    Texts,
-    clean,
-    split_text,
-    text_source,
-    tiny_shakespeare,
+from gpt2_accel.data.sources import Source, Texts, split_text, text_source, tiny_shakespeare
+from gpt2_accel.files import remove, remove_leftovers, sync, sync_tree, write_json
+from gpt2_accel.progress import Progress
+from gpt2_accel.tokenizer import (
+    END_OF_TEXT,
+    GPT2_FINGERPRINT,
+    bytes_per_token,
+    fingerprint,
+    save_tokenizer,
+    token_encoder,
 )
-from gpt2_accel.data.workers import run_parts
-from gpt2_accel.tokenizer import END_OF_TEXT, bytes_per_token, token_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD_TOKENS = 100_000_000
+GROUP = 2**18  # characters that a thread tokenizes at once, if chunks are shorter
+RECORD = "record.json"
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def prepare(
@@ -43,12 +61,13 @@ def prepare(
 ) -> dict:
     """Tokenizes the given documents of each split into `data_dir`, one shard per split; returns the manifest.
 
-    `source` is the manifest's description of the text. Raises the errors of `run_parts`. An error or an interrupt
+    `source` is the manifest's description of the text. Raises the errors of `prepare_sources`. An error or an interrupt
     leaves no files.
     """
     print(f"tokenizing {source}", file=sys.stderr)
-    writer = TextWriter(tokenizer, source, tuple(splits))
-    return run_parts([Texts(splits)], writer, tokenizer, data_dir, source=source)
+    return prepare_sources(
+        [Texts(splits)], tokenizer, data_dir, source=source, splits=tuple(splits)
+    )
 
 
 def prepare_text(
@@ -74,133 +93,310 @@ def prepare_text(
         )
 
 
+def prepare_sources(
+    sources: Sequence[Source],
+    tokenizer: "PreTrainedTokenizerBase",
+    data_dir: str | Path,
+    *,
+    source: str,
+    plan: str | None = None,
+    splits: Sequence[str] = ("train", "val"),
+    shard_tokens: float = math.inf,
+    validation_tokens: int = 0,
+    workers: int = 1,
+    **about: str | None,
+) -> dict:
+    """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads; returns the manifest.
+
+    `<|endoftext|>` precedes each document, if the tokenizer has it. Bytes that are not UTF-8 become U+FFFD, and are
+    counted. With `validation_tokens` the first tokens of the corpus are for validation, and all others for training.
+
+    Raises `ValueError` for a character that is not in the vocabulary and if one of `splits` would be empty, and the errors
+    of `make_data`, which has `plan` and `about`.
+    """
+
+    def write(folder: Path) -> dict:
+        writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
+        size = sum(source.size for source in sources)
+        groups = grouped(pieces(sources, tuple(writer.record["next"])))
+        with Progress("tokenizing", size, shown=size > 0, unit="B", unit_scale=True) as bar:
+            for encoded in in_order(writer.encode, groups, workers):
+                for piece, tokens, size, invalid in encoded:
+                    writer.append(piece, tokens, size, invalid)
+                    bar.update(size)
+        found = writer.finish()
+        for split in splits:
+            if not found["splits"][split]["tokens"]:
+                raise ValueError(
+                    f"{source} holds no text for the split {split!r}: add documents, or lower --shard_tokens"
+                )
+        return found
+
+    return make_data(write, tokenizer, data_dir, plan, source=source, **about)
+
+
+# Reading and tokenizing
+
+
+class Piece(NamedTuple):
+    """A chunk of a document. `at` has the numbers of the source and of the document in it."""
+
+    at: tuple[int, int]
+    begins: bool
+    split: str
+    text: str
+    place: str
+
+
+def pieces(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[Piece]:
+    """Yields the chunks of all documents from `start` on, a document's `Piece.at`."""
+    for number in range(start[0], len(sources)):
+        for document, (split, chunks, place) in enumerate(sources[number].documents()):
+            at = number, document
+            if at >= start:
+                for i, text in enumerate(chunks):
+                    yield Piece(at, i == 0, split, text, place)
+
+
+def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yields lists of pieces with about `GROUP` characters or more each."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """Yields the results of `function` for the items, in their order, from `workers` threads."""
+    upcoming: deque[Future] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for item in items:
+            upcoming.append(pool.submit(function, item))
+            if len(upcoming) > 2 * workers:
+                yield upcoming.popleft().result()
+        while upcoming:
+            yield upcoming.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def clean(text: str) -> tuple[str, int]:
+    """Replaces lone surrogates, which stand for invalid bytes, by U+FFFD; returns the text and their number."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        # A pair of surrogates is one character.
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return whole, whole.count("\ufffd") - text.count("\ufffd")
+    return text, 0
+
+
 class TextWriter:
-    """Tokenizes documents: each is preceded by `<|endoftext|>`, if the tokenizer has it.
+    """Tokenizes pieces of documents and appends them to the shards of a folder.
 
-    `source` names the corpus in errors. `splits` must not be empty. With `validation_tokens` the first tokens of the
-    corpus are for validation, and all others for training.
-
-    `counts` in the manifest has the documents without text, which are left out (`empty`), the bytes that are not UTF-8,
-    replaced by U+FFFD (`not_utf8`), and the literals `<|endoftext|>`, encoded as text (`literal_separator`).
+    `record` has what is written: `next`, the `Piece.at` from which to go on, the number of invalid bytes and the place of
+    the first, and `splits` as in the manifest. It continues the record in the folder, if there is one.
     """
 
     def __init__(
         self,
+        folder: Path,
         tokenizer: "PreTrainedTokenizerBase",
-        source: str,
-        splits: tuple[str, ...] = ("train", "val"),
-        validation_tokens: int = 0,
+        plan: str | None,
+        splits: Sequence[str],
+        shard_tokens: float,
+        validation_tokens: int,
     ):
-        self.source, self.splits, self.validation_tokens = source, splits, validation_tokens
-        self.encode, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.validation_tokens = validation_tokens
+        self.tokenize, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
+        self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         self.token_bytes = bytes_per_token(tokenizer)
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+        entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
+        new = {"plan": plan, "next": (0, 0), "not_utf8": 0, "first_not_utf8": None}
+        self.record = read_record(folder) or {**new, "splits": entries}
+        self.shards: dict[str, ShardWriter] = {}  # those that are open
 
-    def write(self, folder: Path, number: int, part: Source) -> dict:
-        """Tokenizes a part into one shard per split; returns its record.
-
-        Raises `ValueError` for a character that is not in the vocabulary.
-        """
-        shards: dict[str, ShardWriter] = {}
-        found: dict[str, Counter] = {}
-        counts, first_not_utf8 = Counter(empty=0, not_utf8=0, literal_separator=0), None
-        for document in part.documents():
-            split, invalid = document.split, counts["not_utf8"]
-            if split not in shards:
-                path = folder / f"{split}_{number:06d}.bin"
-                shards[split], found[split] = ShardWriter(path, self.dtype), Counter()
-            size = self.append(document, shards[split], counts)
-            found[split]["bytes"] += size
-            found[split]["documents"] += document.begins and size > 0
-            if counts["not_utf8"] > invalid:
-                first_not_utf8 = first_not_utf8 or str(document.place)
-        splits = {split: self.close(shards[split], **found[split]) for split in shards}
-        return {"counts": counts, "first_not_utf8": first_not_utf8, "splits": splits}
-
-    def append(self, document: Document, shard: ShardWriter, counts: Counter) -> int:
-        """Appends a document's tokens to a shard and updates `counts`; returns the bytes of its text."""
-        size = 0
-        for chunk in document.chunks:
-            text, invalid = clean(chunk)
+    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
+        """Returns pieces with their tokens, the bytes of their texts and the number of invalid bytes."""
+        found = []
+        for piece in group:
+            text, invalid = clean(piece.text)
             try:
-                tokens = self.encode(text)
+                tokens = self.tokenize(text)
             except ValueError as error:
-                raise ValueError(f"{document.place}: {error}") from error
-            if document.begins and not size and self.separator is not None:
-                shard.append(np.array([self.separator]))
-            shard.append(tokens)
-            size += len(text) if text.isascii() else len(text.encode())
-            counts["not_utf8"] += invalid
-            counts["literal_separator"] += text.count(END_OF_TEXT)
-        counts["empty"] += not size
-        return size
+                raise ValueError(f"{piece.place}: {error}") from error
+            if piece.begins and self.separator is not None:
+                tokens = np.append(self.separator, tokens)
+            found.append((piece, tokens, len(text.encode()), invalid))
+        return found
 
-    def close(self, shard: ShardWriter, documents: int, bytes: int) -> dict:
-        """Closes a shard; returns the manifest's entry of a split with this shard only.
+    def append(self, piece: Piece, tokens: np.ndarray, size: int, invalid: int) -> None:
+        """Appends what `encode` returned to the shards; first closes them if they are long enough."""
+        open_tokens = sum(shard.tokens for shard in self.shards.values())
+        if piece.begins and open_tokens >= self.shard_tokens:
+            self.close_shards()
+            self.record["next"] = piece.at
+            sync(self.folder)
+            write_json(self.folder / RECORD, self.record)
+        if invalid:
+            self.record["not_utf8"] += invalid
+            self.record["first_not_utf8"] = self.record["first_not_utf8"] or piece.place
+        if not self.validation_tokens:
+            self.append_to(piece.split, tokens, size, piece.begins)
+            return
+        left = self.validation_tokens - self.record["splits"]["val"]["tokens"]
+        for split, part in (("val", tokens[:left]), ("train", tokens[left:])):
+            begins = piece.begins and (split == "val" or not left)
+            if len(part):
+                self.append_to(split, part, int(self.token_bytes[part].sum()), begins)
 
-        The shard's own `documents` are its separators.
-        """
-        entry = {**shard.close(), "documents": 0 if self.separator is None else documents}
-        counts = {"tokens": shard.tokens, "documents": documents, "bytes": bytes}
-        return {**counts, "shards": [entry]}
+    def append_to(self, split: str, tokens: np.ndarray, size: int, begins: bool) -> None:
+        """Appends tokens, of `size` bytes of text, to the open shard of a split."""
+        entry = self.record["splits"][split]
+        if split not in self.shards:
+            path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
+            self.shards[split] = ShardWriter(path, self.dtype)
+        self.shards[split].append(tokens)
+        for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
+            entry[name] += count
 
-    def assemble(self, folder: Path, records: list[dict]) -> dict:
-        """Adds up the records. Raises `ValueError` if a split would be empty."""
-        counts = Counter()
-        for record in records:
-            counts.update(record["counts"])
-        entries = [record["splits"] for record in records]
-        names = dict.fromkeys(name for entry in entries for name in entry)
-        splits = {name: total([e[name] for e in entries if name in e]) for name in names}
-        if self.validation_tokens and "train" in splits:
-            splits = self.hold_out_first(folder, splits["train"])
-        for split in self.splits:
-            if not splits.get(split, {}).get("tokens"):
-                shorter = ", or lower --shard_tokens" if self.validation_tokens else ""
-                raise ValueError(
-                    f"{self.source} holds no text for the split {split!r}: add documents{shorter}"
-                )
+    def close_shards(self) -> None:
+        """Closes the open shards. A shard's own `documents` are its separators."""
+        for split, shard in self.shards.items():
+            entry = self.record["splits"][split]
+            documents = entry["documents"] - sum(s["documents"] for s in entry["shards"])
+            own = documents if self.separator is not None else 0
+            entry["shards"].append({**shard.close(), "documents": own})
+        self.shards = {}
+
+    def finish(self) -> dict:
+        """Closes the open shards; returns the manifest's entries."""
+        self.close_shards()
         return {
             "version": VERSION,
             "dtype": self.dtype.name,
-            "counts": counts,
-            "first_not_utf8": next(filter(None, (r["first_not_utf8"] for r in records)), None),
-            "splits": splits,
+            "counts": {"not_utf8": self.record["not_utf8"]},
+            "first_not_utf8": self.record["first_not_utf8"],
+            "splits": self.record["splits"],
         }
 
-    def hold_out_first(self, folder: Path, train: dict) -> dict[str, dict]:
-        """Moves the first `validation_tokens` of the training split into a shard for validation; returns both splits.
 
-        Their shards stay until the manifest is written, so this can be done again after a kill.
-        """
-        shards, tokens = list(train["shards"]), np.empty(0, self.dtype)
-        while shards and len(tokens) < self.validation_tokens:
-            shard = shards.pop(0)
-            own = read_shard(folder, self.dtype, shard, 0, shard["tokens"])
-            tokens = np.concatenate((tokens, own))
-        first, rest = np.split(tokens, [self.validation_tokens])
-        val = self.store(folder / "val_000000.bin", first)
-        if len(rest):
-            shards[:0] = self.store(folder / "train_rest.bin", rest)["shards"]
-        others = {
-            "tokens": sum(shard["tokens"] for shard in shards),
-            "documents": sum(shard["documents"] for shard in shards),
-            "bytes": train["bytes"] - val["bytes"],
-            "shards": shards,
-        }
-        return {"val": val, "train": others}
-
-    def store(self, path: Path, tokens: np.ndarray) -> dict:
-        """Writes a shard; returns as `close`."""
-        shard = ShardWriter(path, self.dtype)
-        shard.append(tokens)
-        documents = int(np.count_nonzero(tokens == self.separator))
-        return self.close(shard, documents, int(self.token_bytes[tokens].sum()))
+# The data folder
 
 
-def total(entries: list[dict]) -> dict:
-    """Adds up the manifest's entries of one split; their shards are joined in order."""
-    found = {
-        name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")
+def make_data(
+    write: Callable[[Path], dict],
+    tokenizer: "PreTrainedTokenizerBase",
+    data_dir: str | Path,
+    plan: str | None,
+    **about: str | None,
+) -> dict:
+    """Makes a data folder in the format of `shards.py`; returns the manifest. Nothing is done if that of `plan` is complete.
+
+    `write` writes the shards into the folder that it gets, and returns the manifest's version, dtype, splits and other
+    entries. The folder holds the work of an earlier call if that left a record with the same `plan`. `about` is recorded in
+    the manifest: `source`, `revision`, `command`.
+
+    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the errors of
+    `write`.
+    """
+    data_dir = Path(data_dir)
+    work = data_dir.with_name(f".{data_dir.name}.partial")
+    with locked(data_dir):
+        if os.path.lexists(data_dir):
+            check_plan(data_dir, plan)
+        else:
+            begin(work, plan)
+            try:
+                entries = write(work)
+                save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
+                head = {**head_of(tokenizer), "plan": plan, **about}
+                write_json(work / MANIFEST, {**head, **entries})
+            except BaseException:
+                if not (work / RECORD).exists():
+                    shutil.rmtree(work, ignore_errors=True)
+                raise
+            sync_tree(work)
+            work.rename(data_dir)
+            sync(data_dir.parent)
+        (data_dir / RECORD).unlink(missing_ok=True)
+        return read_manifest(data_dir)
+
+
+@contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """Keeps other processes from preparing the same folder. Raises `OSError` if one does."""
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    path = data_dir.with_name(f".{data_dir.name}.lock")
+    try:
+        with FileLock(path, timeout=0):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # a process that has opened it tries again
+    except Timeout as error:
+        raise OSError(
+            f"another process is preparing {data_dir}: wait for it to end, or choose another --data_dir"
+        ) from error
+
+
+def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:
+    """Returns the SHA-256 (hex) of everything that a preparation depends on."""
+    content = [*map(repr, sources), fingerprint(tokenizer), *map(repr, options)]
+    return sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()
+
+
+def read_record(work: Path) -> dict | None:
+    """Returns the record in a folder, None if there is none."""
+    path = work / RECORD
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def check_plan(data_dir: Path, plan: str | None) -> None:
+    """Raises `FileExistsError` if an existing folder is not of this plan."""
+    finished = (data_dir / MANIFEST).exists()
+    if not (finished and plan and read_manifest(data_dir).get("plan") == plan):
+        raise FileExistsError(
+            f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
+            "another folder"
+        )
+
+
+def begin(work: Path, plan: str | None) -> None:
+    """Makes the work folder, unless it holds the work of the same plan."""
+    record = read_record(work)
+    if record and record["plan"] == plan:
+        remove_leftovers(work)
+        return
+    if record:
+        print(
+            f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
+            file=sys.stderr,
+        )
+    remove(work)
+    work.mkdir()
+
+
+def head_of(tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Returns the entries of a manifest that depend on the tokenizer only."""
+    mark = fingerprint(tokenizer)
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    return {
+        "format": MANIFEST_FORMAT,
+        "tokenizer": {
+            "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+            "vocab_size": len(tokenizer),
+            "fingerprint": mark,
+            "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        },
     }
-    return {**found, "shards": [shard for entry in entries for shard in entry["shards"]]}

@@ -1,50 +1,48 @@
-"""Sources of text: parts of a corpus that worker processes read, and the files of a corpus.
-
-A part of a source becomes one shard of tokens per split. Its size is about `4 * shard_tokens` bytes, less for a corpus of
-fewer than `PARTS` such parts, so that several processes share it. Small files are joined in order. The parts depend only
-on the source and `shard_tokens`. Plain text is divided by byte ranges: every byte of a text counts. `rows.py` has the
-files with one document per row.
-"""
+"""Sources of text: files of plain text, files of rows, and texts in memory."""
 
 import codecs
 import hashlib
 import http.client
 import itertools
 import re
+import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from gpt2_accel.data.documents import (
     CHUNK,
     VAL_SHARE,
     Document,
+    Rule,
+    by_hash,
+    by_number,
     chunks,
     fitting_share,
     held_out,
+    last_part,
     next_cut,
     split_of,
 )
+from gpt2_accel.data.rows import column_of, count_rows, read_rows, reading
 from gpt2_accel.files import first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
-PARTS, SMALLEST_PART = 32, 2**20  # of a corpus; bytes
-BYTES_PER_TOKEN = 4  # about, of English in GPT-2's BPE
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3}  # about
+SAMPLED_ROWS = 2000  # that decide how rows are held out
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 
 
 class Source(Protocol):
-    """A part of a corpus that has documents. `size` is an estimate of its text in bytes.
-
-    Its `repr` changes with everything that its documents depend on.
-    """
+    """A part of a corpus. `size` is an estimate of its text in bytes; the `repr` changes with the text."""
 
     size: int
 
@@ -52,146 +50,182 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Consecutive sources, small ones, that make one shard per split."""
+class Texts:
+    """Documents of each split from memory or iterators."""
 
-    parts: tuple[Source, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
+    splits: Mapping[str, Iterable[str]]
+    size: int = 0
 
     def documents(self) -> Iterator[Document]:
-        for part in self.parts:
-            yield from part.documents()
+        for split, texts in self.splits.items():
+            for text in texts:
+                yield Document(split, chunks([text]))
 
 
-def join(parts: Iterable[Source], part_bytes: int) -> list[Source]:
-    """Joins consecutive sources of up to `part_bytes` together."""
-    groups: list[list[Source]] = []
-    room = 0
-    for part in parts:
-        if part.size > room or not groups:
-            groups.append([])
-            room = part_bytes
-        groups[-1].append(part)
-        room -= part.size
-    return [Joined(tuple(group)) for group in groups]
+@dataclass(frozen=True)
+class TextFile:
+    """A file of plain text, one document. Without a `split` its last `VAL_SHARE` is for validation."""
+
+    path: Path
+    size: int
+    modified: float
+    split: str | None
+
+    def documents(self) -> Iterator[Document]:
+        cut = self.size
+        if self.split is None:
+            cut = next_cut(self.path, int(self.size * (1 - VAL_SHARE)))
+        yield Document(self.split or "train", chunks(self.read(0, cut)), str(self.path))
+        yield Document("val", chunks(self.read(cut, self.size)), str(self.path))
+
+    def read(self, start: int, end: int) -> Iterator[str]:
+        """Yields the text in bytes [start, end), without a byte-order mark."""
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            encoding = "utf-8" if start else "utf-8-sig"
+            decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+            while data := file.read(min(end - file.tell(), CHUNK)):
+                yield decoder.decode(data, final=file.tell() == end)
 
 
-def part_size(size: int, shard_tokens: int) -> int:
-    """Returns the size in bytes of the parts of a corpus of `size` bytes."""
-    return min(max(size // PARTS, SMALLEST_PART), BYTES_PER_TOKEN * shard_tokens)
+@dataclass(frozen=True)
+class RowFile:
+    """A local or remote file with a document in the `column` of each row, held out by `rule`.
 
-
-def text_size(path: str | Path, size: int) -> int:
-    """Returns an estimate of the text, in bytes, in a file of `size` bytes."""
-    return size * COMPRESSION.get(Path(path).suffix, 1)
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another format, replace it or leave it "
-            "out; if the network failed, start again, finished work is kept"
-        ) from error
-
-
-def clean(text: str) -> tuple[str, int]:
-    """Replaces lone surrogates, which stand for invalid bytes, by U+FFFD; returns the text and their number."""
-    try:
-        text.isascii() or text.encode()
-    except UnicodeEncodeError:
-        # A pair of surrogates is one character.
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return whole, whole.count("\ufffd") - text.count("\ufffd")
-    return text, 0
-
-
-# Files
-
-
-def text_files(
-    sources: Sequence[str], pattern: str | None = None
-) -> tuple[dict[Path, str], list[str]]:
-    """Finds the files of text and rows among files and folders.
-
-    A folder gives its sorted files that match `pattern`, and are not hidden and not in a hidden folder. Returns their paths
-    with the names by which documents are held out, and for each folder a line that says what was taken and left out.
-
-    Raises `FileNotFoundError` if a source does not exist or holds no text, `ValueError` for a file that is not text or for
-    an absolute pattern.
+    `modified` is None for a remote file: its path names the commit.
     """
-    files, lines = {}, []
-    for source in map(Path, sources):
-        if source.is_file():
-            if problem := not_text(source):
-                raise ValueError(
-                    f"{source} is {problem}: convert it to UTF-8 text, or leave it out"
-                )
-            files[source] = source.name
-            continue
-        if not source.is_dir():
-            raise FileNotFoundError(
-                f"{source} does not exist: give a text file or a folder of them"
-            )
-        groups: dict[str | None, list[str]] = {None: []}  # names by what is wrong with the files
-        for path in visible_files(source, pattern or "*"):
-            name = path.relative_to(source).as_posix()
-            groups.setdefault(not_text(path), []).append(name)
-        taken = groups.pop(None)
-        line = f"{source}: took {counted(taken) or 'no file'}"
-        for problem, names in groups.items():
-            line += f"; left out {counted(names)}, {problem}, the first: {names[0]}"
-        if not taken:
-            raise FileNotFoundError(f"{line}: give a folder with text, or another --pattern")
-        lines.append(line)
-        files |= {source / name: name for name in taken}
-    return files, lines
+
+    path: str
+    size: int
+    modified: float | None
+    column: str
+    rule: Rule = field(default=by_hash, repr=False)
+
+    def documents(self) -> Iterator[Document]:
+        for number, (row, place) in enumerate(read_rows(self.path, self.column)):
+            for split, text in self.rule(column_of(row, self.column, place), number):
+                yield Document(split, chunks([text]), place)
 
 
-def visible_files(folder: Path, pattern: str = "*") -> list[Path]:
-    """Returns the sorted files, and links to folders or to nothing, below a folder that match `pattern` and are not hidden.
+# Files of a corpus
 
-    Raises `ValueError` for an absolute pattern.
+
+def corpus_files(paths: Mapping[Path, str], column: str) -> list[Source]:
+    """Returns the sources of files, given with the names that hold them out: first plain text, then rows.
+
+    Raises `ValueError` if the first rows are not documents with a text in `column`.
     """
-    if Path(pattern).is_absolute():
-        raise ValueError(f"the pattern {pattern!r} must match names below a folder, as '*.py'")
+    texts = [path for path in paths if not path.name.endswith(ROW_SUFFIXES)]
+    rows = row_files([str(path) for path in paths if path not in texts], column)
+    return [*text_files({path: paths[path] for path in texts}), *rows]
+
+
+def text_files(names: Mapping[Path, str]) -> list[TextFile]:
+    """Returns the sources of files of plain text, held out by a hash of their names.
+
+    If they are then too little or too much of the text, the last `VAL_SHARE` of each is held out instead.
+    """
+    states = {path: path.stat() for path in names}
+    share = sum(states[path].st_size for path, name in names.items() if held_out(name))
+    whole = fitting_share(share / (sum(state.st_size for state in states.values()) or 1))
     return [
-        path
-        for path in sorted(folder.rglob(pattern))
-        if (path.is_file() or path.is_symlink())
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        TextFile(
+            path, state.st_size, state.st_mtime, split_of(held_out(names[path])) if whole else None
+        )
+        for path, state in states.items()
     ]
 
 
-def counted(names: list[str]) -> str:
-    """Returns how many files have which suffix, as in `2 .md, 3 .py`."""
-    found = Counter(Path(name).suffix or "without a suffix" for name in names)
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.items()))
+def row_files(paths: Sequence[str], column: str, rule: Rule | None = None) -> list[RowFile]:
+    """Returns the sources of files of rows.
 
-
-def not_text(path: Path) -> str | None:
-    """Says what a path is instead of UTF-8 text, by its beginning; None for text and for rows that are not plain text.
-
-    A few invalid bytes are allowed.
+    Without a `rule`, rows are held out `by_hash` if that is a fitting share of the text in the first `SAMPLED_ROWS`
+    rows, else by `last_part`. Raises `ValueError` if one of these rows has no text in `column`.
     """
-    if not path.is_file():
-        return "a link to a folder or to nothing"
-    if path.name.endswith(ROW_SUFFIXES[1:]):
-        return None
+    files = [RowFile(path, *state_of(path), column, rule or by_hash) for path in paths]
+    if rule is not None:
+        return files
+    sizes = {"train": 0, "val": 0}
+    documents = itertools.chain.from_iterable(file.documents() for file in files)
+    for document in itertools.islice(documents, SAMPLED_ROWS):
+        sizes[document.split] += sum(map(len, document.chunks))
+    if fitting_share(sizes["val"] / (sum(sizes.values()) or 1)):
+        return files
+    return [replace(file, rule=last_part) for file in files]
+
+
+def drawn_files(paths: Sequence[str], column: str, share: float, seed: int) -> list[RowFile]:
+    """Returns the sources of Parquet files, of whose rows the `share` is held out that `train_test_split` of `datasets`
+    draws with `seed`."""
+    counts = [count_rows(path) for path in paths]
+    order = np.random.default_rng(seed).permutation(sum(counts))
+    drawn = frozenset(order[: int(np.ceil(share * len(order)))].tolist())
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        RowFile(path, *state_of(path), column, partial(by_number, drawn, first))
+        for path, first in zip(paths, starts, strict=False)
+    ]
+
+
+def state_of(path: str) -> tuple[int, float | None]:
+    """Returns an estimate of the text in a local or remote file, in bytes, and the modification time of a local one."""
+    import fsspec
+
+    file_system, name = fsspec.core.url_to_fs(path)
+    with reading(path):
+        info = file_system.info(name)
+    return info["size"] * COMPRESSION.get(Path(path).suffix, 1), info.get("mtime")
+
+
+def find_files(
+    source: str | Path, accepts: Callable[[Path], bool], kind: str, pattern: str | None = None
+) -> dict[Path, str]:
+    """Finds a file, or the sorted files below a folder that match `pattern` and are not hidden; returns those that
+    `accepts` takes, with their names below the folder. Prints for a folder how many files are taken and left out.
+
+    Raises `FileNotFoundError` if the source does not exist, `ValueError` if no file is of the `kind`.
+    """
+    source = Path(source)
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
+    if source.is_file():
+        found = {source: source.name}
+    else:
+        paths = [path for path in sorted(source.rglob("*")) if path.match(pattern or "*")]
+        names = {
+            path: path.relative_to(source) for path in paths if path.is_file() or path.is_symlink()
+        }
+        found = {
+            p: n.as_posix() for p, n in names.items() if not any(x.startswith(".") for x in n.parts)
+        }
+    taken = {path: name for path, name in found.items() if accepts(path)}
+    others = [path for path in found if path not in taken]
+    line = f"{source}: took {counted(taken)}"
+    if others:
+        line += f"; left out {counted(others)}, not {kind}, the first: {others[0].name}"
+    if not taken:
+        raise ValueError(f"{line}: give {kind}, or another --pattern of a folder's files")
+    if source.is_dir():
+        print(line, file=sys.stderr)
+    return taken
+
+
+def counted(paths: Iterable[Path]) -> str:
+    """Returns how many files have which suffix, as in `2 .md, 3 .py`."""
+    found = Counter(path.suffix or "without a suffix" for path in paths)
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.items())) or "no file"
+
+
+def is_text(path: Path) -> bool:
+    """Whether a path is a file of rows, or of UTF-8 text by its beginning; a few invalid bytes are allowed."""
+    if path.name.endswith(ROW_SUFFIXES[1:]) or not path.is_file():
+        return path.is_file()
     with open(path, "rb") as file:
         start = file.read(CHUNK)
-    if b"\0" in start:
-        return "binary"
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
     wrong = len(re.findall("[\udc80-\udcff]", text))
     not_ascii = len(text) - len(text.encode("ascii", "ignore"))
-    return "not UTF-8" if 2 * wrong > not_ascii and 1000 * wrong > len(text) else None
+    return b"\0" not in start and (2 * wrong <= not_ascii or 1000 * wrong <= len(text))
 
 
 def read_text(path: str | Path) -> str:
@@ -210,82 +244,7 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class TextSpan:
-    """Bytes [start, end) of a text file; `begins` is True if a document begins at `start`."""
-
-    path: str
-    start: int
-    end: int
-    split: str
-    begins: bool
-    modified: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-    def documents(self) -> Iterator[Document]:
-        yield Document(self.split, chunks(self.read()), self.begins, self.path)
-
-    def read(self) -> Iterator[str]:
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            encoding = "utf-8" if self.start else "utf-8-sig"  # skips a byte-order mark
-            decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-            left = self.size
-            while left and (data := file.read(min(left, CHUNK))):
-                left -= len(data)
-                yield decoder.decode(data, final=not left)
-
-
-def text_spans(files: Mapping[Path, str], part_bytes: int) -> list[TextSpan]:
-    """Divides text files into spans of up to `part_bytes`, at the ends of words.
-
-    The files are held out by a hash of their names. If they are then too little or too much of the text, the last
-    `VAL_SHARE` of each is held out instead.
-    """
-    sizes = {path: path.stat().st_size for path in files}
-    share = sum(sizes[path] for path, name in files.items() if held_out(name))
-    whole = fitting_share(share / (sum(sizes.values()) or 1))
-    spans: list[TextSpan] = []
-    for path, name in files.items():
-        if whole:
-            spans += spans_of(path, 0, sizes[path], split_of(held_out(name)), part_bytes)
-            continue
-        cut = next_cut(path, int(sizes[path] * (1 - VAL_SHARE)))
-        spans += spans_of(path, 0, cut, "train", part_bytes)
-        if cut < sizes[path]:
-            spans += spans_of(path, cut, sizes[path], "val", part_bytes)
-    return spans
-
-
-def spans_of(path: Path, start: int, end: int, split: str, part_bytes: int) -> list[TextSpan]:
-    """Divides bytes [start, end) of a text file, which is one document, into spans."""
-    modified = path.stat().st_mtime_ns
-    cuts = (next_cut(path, place) for place in range(start + part_bytes, end, part_bytes))
-    borders = [start, *(cut for cut in cuts if cut < end), end]
-    return [
-        TextSpan(str(path), left, right, split, left == start, modified)
-        for left, right in itertools.pairwise(borders)
-        if left < right or end == 0
-    ]
-
-
-# Texts in memory
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Documents of each split from memory or iterators."""
-
-    splits: Mapping[str, Iterable[str]]
-    size: int = 0
-
-    def documents(self) -> Iterator[Document]:
-        for split, texts in self.splits.items():
-            for text in texts:
-                yield Document(split, chunks([text]))
+# One text
 
 
 def tiny_shakespeare(path: str | Path | None = None) -> str:

@@ -3,14 +3,13 @@
 import itertools
 import json
 import random
-import shutil
 import struct
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chat_rows, contents, make_text, run, tiny_config, write_lines
+from conftest import chat_rows, make_text, run, tiny_config, write_lines
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -19,7 +18,7 @@ from gpt2_accel.data.conversations import (
     REFUSED,
     REPLACED,
     best_fit,
-    file_rows,
+    chat_files,
     held_out,
     left_out,
     prepare_conversations,
@@ -27,7 +26,7 @@ from gpt2_accel.data.conversations import (
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.rows import row_parts
+from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
     HEADER,
@@ -81,7 +80,7 @@ def test_other_parts_of_the_forms():
         row = {name: "Be kind.", "conversations": ASKED}
         assert read_messages(row, "here")[0] == [{"role": "system", "content": "Be kind."}, *ASKED]
     with pytest.raises(
-        ValueError, match="here, has the fields question, answer, but a conv.* messages; or"
+        ValueError, match="here, has the fields question, answer, but a conv.* messages or"
     ):
         read_messages({"question": "Why?", "answer": "So."}, "here")
     with pytest.raises(ValueError, match="here, holds a value of type list, not an object"):
@@ -106,7 +105,7 @@ def answered(**changes):
         ({"prompt": "Why?", "completion": " \n"}, "without text"),
         (answered(content=[PART, {"type": "image"}]), "no text"),
         (answered(content={"text": "So."}), "no text"),
-        ({"messages": "Why?"}, "no text"),
+        ({"messages": None}, "without messages"),
     ],
 )
 def test_problems_of_a_row(row, problem):
@@ -114,7 +113,7 @@ def test_problems_of_a_row(row, problem):
         read_messages(row, "here")
 
 
-def prepared(chat_base, folder, rows=None, template=None, part_tokens=2**20, **options):
+def prepared(chat_base, folder, rows=None, template=None, **options):
     """Prepares conversations in a folder; returns the manifest."""
     folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
@@ -123,8 +122,7 @@ def prepared(chat_base, folder, rows=None, template=None, part_tokens=2**20, **o
     settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
     tokenizer = chat_tokenizer(chat_base)
     tokenizer.chat_template = template or tokenizer.chat_template
-    parts = row_parts([str(file)], part_tokens)
-    return prepare_conversations(parts, tokenizer, folder / "chat", **settings)
+    return prepare_conversations([str(file)], tokenizer, folder / "chat", **settings)
 
 
 def stored(folder, split):
@@ -150,7 +148,6 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
         "role": answered(role=["user"]),
         "empty": {"messages": []},
         "not_text": answered(content=[1]),
-        "unsupported": answered(thinking="Hm."),
         "special_token": answered(content="a<|im_end|>b"),
         "too_long": answered(content="a" * 80),
     }
@@ -162,7 +159,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     assert sum(documents(manifest).values()) == 20
     assert left_out(manifest["counts"], manifest["first"])[-1] == (
         "left out: 2 conversations of more tokens than a window, whose beginning --cut keeps, the first: "
-        f"{file}, line 27"
+        f"{file}, line 26"
     )
 
 
@@ -262,9 +259,8 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
             expected.append((ids, counts))
     found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
     assert sorted(found) == sorted(expected) and len(expected) > 100
-    assert manifest["counts"].get(REFUSED, 0) == refused and bool(refused) == bool(template)
-    reason = "(the template does not mark each answer by itself)"
-    assert not template or manifest["first"][REFUSED].endswith(reason)
+    reason = f"{REFUSED} (the template does not mark each answer by itself)"
+    assert manifest["counts"].get(reason, 0) == refused and bool(refused) == bool(template)
 
 
 def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
@@ -273,8 +269,7 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
     )
     template = check + chat_tokenizer(chat_base).chat_template
     manifest = prepared(chat_base, tmp_path, chat_rows(20), template, model="u/n")
-    assert 0 < manifest["counts"][REFUSED] < 20 and manifest["model"] == "u/n"
-    assert manifest["first"][REFUSED].endswith(" (too short)")
+    assert 0 < manifest["counts"][f"{REFUSED} (too short)"] < 20 and manifest["model"] == "u/n"
 
 
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
@@ -322,17 +317,6 @@ def test_best_fit_equals_a_search_through_all_windows(seed):
     assert [window[0] for window in packed] == sorted(window[0] for window in packed)
 
 
-def test_workers_and_the_size_of_parts_do_not_change_a_byte(chat_base, tmp_path):
-    rows, found = chat_rows(300), []
-    for workers, part_tokens in ((1, 2**20), (1, 2**10), (3, 2**10)):
-        options = {"workers": workers, "part_tokens": part_tokens, "shard_tokens": 640}
-        prepared(chat_base, tmp_path, rows, **options)
-        files = contents(tmp_path / "chat").items()
-        found.append({path.name: data for path, data in files if path.suffix == ".bin"})
-        shutil.rmtree(tmp_path / "chat")
-    assert len(found[0]) > 4 and found[0] == found[1] == found[2]
-
-
 @pytest.mark.parametrize("suffix", [".json", ".parquet"])
 def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, tmp_path):
     rows = [*chat_rows(30), answered(content="é")]
@@ -346,8 +330,7 @@ def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, t
     else:
         path.write_text("\n  " + json.dumps(rows, indent=1))
     options = {"sequence_length": 64, "source": "made up", "model": "base"}
-    parts, tokenizer = file_rows(path), chat_tokenizer(chat_base)
-    prepare_conversations(parts, tokenizer, tmp_path / "other", **options)
+    prepare_conversations([str(path)], chat_tokenizer(chat_base), tmp_path / "other", **options)
     for split in ("train", "val"):
         assert stored(tmp_path / "other", split) == stored(tmp_path / "chat", split)
 
@@ -355,17 +338,16 @@ def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, t
 def test_files_of_a_folder(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     for source in (tmp_path, tmp_path / "a.txt"):
-        with pytest.raises(
-            FileNotFoundError, match="conversations: give a file that ends in .json"
-        ):
-            file_rows(source)
+        with pytest.raises(ValueError, match="not conversations, in files that end in .json"):
+            chat_files(source)
     for name in (".hidden.jsonl", "b.json", "c.jsonl"):
         (tmp_path / name).write_text('[{"messages": ')
-    parts = file_rows(tmp_path)
-    assert "left out 1 .txt, of another kind" in capsys.readouterr().err
-    for part, message in zip(parts, ["b.json is not", "c.jsonl, line 1, is not"], strict=True):
-        with pytest.raises(ValueError, match=f"{message} valid JSON"):
-            next(part.rows())
+    files = chat_files(tmp_path)
+    assert files == [str(tmp_path / name) for name in ("b.json", "c.jsonl")]
+    assert "left out 1 .txt, not conversations" in capsys.readouterr().err
+    for file in files:
+        with pytest.raises(ValueError, match=f"{file}, line 1, is not valid JSON"):
+            next(read_rows(file))
 
 
 # Windows

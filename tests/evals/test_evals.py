@@ -169,7 +169,7 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
 def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat_base, tmp_path):
     write_lines(tmp_path / "rows.jsonl", chat_rows(60))
     run_recipe(
-        *("prepare_data", "chat", tmp_path / "rows.jsonl", "--model", chat_base, "--workers", 1),
+        *("prepare_data", "chat", tmp_path / "rows.jsonl", "--model", chat_base),
         *("--sequence_length", 64, "--data_dir", tmp_path / "data"),
     )
     reset_accelerate()

@@ -187,7 +187,7 @@ def chat() -> Iterator[Row]:
         (good, "--model {model} --sequence_length 999", "exceeds the 32 positions"),
         (good, "--model {data} --sequence_length 32", "is not a Hugging Face model"),
         (good, "--model {chars_model} --sequence_length 32", "cannot be trained with, since"),
-        (good, usual + " --split test", "--split is for a data set of several files"),
+        (good, usual + " --split test", "the data set r.jsonl cannot be opened"),
         (good, "--sequence_length 32", "required: --model"),
     ):
         command = f"prepare_data chat r.jsonl {options} --data_dir d"

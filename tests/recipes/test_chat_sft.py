@@ -24,7 +24,7 @@ def chat_data(chat_base, tmp_path_factory):
     write_lines(folder / "rows.jsonl", rows)
     done = python(
         *("recipes/prepare_data.py", "chat", folder / "rows.jsonl", "--model", chat_base),
-        *("--sequence_length", 128, "--data_dir", folder / "shards", "--workers", 1),
+        *("--sequence_length", 128, "--data_dir", folder / "shards"),
     )
     assert done.returncode == 0, done.stderr
     assert "train: 20 conversations" in done.stdout and "val: 1 conversation," in done.stdout

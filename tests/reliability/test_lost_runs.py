@@ -30,10 +30,9 @@ import gpt2_accel.runtime.context as context_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption, read_state
-from gpt2_accel.data.prepare import TextWriter
+from gpt2_accel.data.prepare import prepare_sources
 from gpt2_accel.data.shards import HEADER, UnreadableData
 from gpt2_accel.data.sources import Texts
-from gpt2_accel.data.workers import run_parts
 from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.signals import lasting_output
@@ -469,8 +468,7 @@ def test_a_replaced_shard_is_refused(data_dir, tmp_path, monkeypatch):
     text = [f"the cat {i} sat on the mat. " * 40 for i in range(6)]
     for name, texts in (("data", text), ("other", text[::-1])):
         parts = [*(Texts({"train": [text]}) for text in texts), Texts({"val": texts[:1]})]
-        writer = TextWriter(byte_tokenizer(), "x")
-        run_parts(parts, writer, byte_tokenizer(), tmp_path / name, source="x")
+        prepare_sources(parts, byte_tokenizer(), tmp_path / name, source="x", shard_tokens=9)
     honest = train_module.accumulate_gradients
 
     def replace(accelerator, model, loader, first, sequences, interrupted):
