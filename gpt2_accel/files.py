@@ -252,18 +252,22 @@ class JsonLines:
     """An append-only log with one JSON object, with a `step`, per line; each line is written immediately.
 
     Opening it drops the lines of steps after `last_step`, which a resumed run rewrites, and an incomplete last line.
+    `entries` are those that stay.
     """
 
     def __init__(self, path: str | Path, last_step: int):
-        entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
-        write_file(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+        self.entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
+        write_file(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
         self._file, self._unwritten = open(path, "ab", buffering=0), b""
 
     def write(self, entry: dict) -> None:
         """Appends one entry, with null for numbers that are not finite. On a full disk it stays in memory until the
         next call."""
-        finite = {name: None if not_finite(value) else value for name, value in entry.items()}
-        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
+        }
+        self._unwritten += json.dumps(finite).encode() + b"\n"
         with suppress(OSError):
             self._flush()
 
@@ -282,11 +286,6 @@ class JsonLines:
         while self._unwritten:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written:]
-
-
-def not_finite(value: object) -> bool:
-    """Whether a value is an infinite or NaN float, which JSON lacks."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_json_lines(path: str | Path) -> list[dict]:
@@ -314,9 +313,5 @@ def sentence(error: BaseException) -> str:
     names none."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
-        text = f"{place}{error.strerror}"
-    else:
-        text = " ".join(str(error).split()) or type(error).__name__
-    # Errors of safetensors and tokenizers have no number.
-    full = "No space left" in text
-    return text + ": free disk space" * full
+        return f"{place}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

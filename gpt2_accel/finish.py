@@ -3,50 +3,45 @@
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.checkpoint.state_dict import full_model
-from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import sentence
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.hub import PICTURE
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.report.figures import draw_loss
-from gpt2_accel.runtime.context import RunContext
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.metadata import describe_training, end_summary
 from gpt2_accel.runtime.processes import on_main_process
-from gpt2_accel.runtime.setup import TrainInputs, TrainState
+from gpt2_accel.runtime.run import Run
 
 
-def finish(run: RunContext) -> bool:
+def finish(run: Run) -> bool:
     """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
 
     Raises `Diverged` if the run has diverged, `UnreadableData` if the data could not be read.
     """
-    config, state = run.config, run.state
-    bad = state.guard.bad_in_a_row
-    if (
-        run.diverged
-    ):  # the bad updates did not change the weights: the checkpoint is of the step before
-        state.step -= bad
+    config = run.config
+    bad = run.guard.bad_in_a_row
+    if run.diverged:
+        run.step -= bad  # the bad updates did not change the weights
     else:
         run.check_data()
     run.save()
-    run.wait_for_checkpoint()
+    on_main_process(lambda: wait_for_checkpoint(run))
     if run.diverged:
         raise Diverged(
             f"{bad} updates in a row were skipped, the last because {run.problem}: resume from checkpoint-"
-            f"{state.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
+            f"{run.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
             f"{config.output_dir}/metrics.jsonl"
         )
-    run.log.print_line(end_summary(run.log, run.metadata.prediction))
-    if state.early_stopping.ended:
+    run.log.print_line(end_summary(run))
+    if run.early_stopping.ended:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
-    elif state.step < run.inputs.updates or (run.stopping and run.inputs.evaluations):
+    elif run.step < run.updates or (run.stopping and run.evaluations):
         reason = run.stop.reason or "a signal to another process"
         if run.status is not None:
             run.status.end("stopped", reason, requeue=reason != "SIGINT")
@@ -56,19 +51,26 @@ def finish(run: RunContext) -> bool:
     return True
 
 
-def export_model(run: RunContext) -> None:
+def wait_for_checkpoint(run: Run) -> None:
+    """Waits until the last checkpoint is on disk. Raises `OSError` if it could not be written."""
+    if error := run.writer.join():
+        message = f"the last checkpoint could not be written: {sentence(error)}"
+        raise OSError(message) from error
+
+
+def export_model(run: Run) -> None:
     """Writes the final model into the run's folder, marks the run as finished, and pushes it if `push_to_hub` is set.
 
     Raises `OSError` if the model cannot be written, `Diverged` if its logits are not finite.
     """
     config = run.config
-    plain = full_model(run.accelerator, run.state.model)
+    plain = full_model(run.accelerator, run.model)
     if plain is None:  # not the main process
         return
     check_weights(plain)
-    training = describe_training(config, run.metadata, run.log)
+    training = describe_training(run)
     try:
-        save_pretrained(plain, config.output_dir, run.inputs.tokenizer, training=training)
+        save_pretrained(plain, config.output_dir, run.tokenizer, training=training)
     except Exception as error:
         if not (isinstance(error, OSError) or "os error" in str(error)):  # raised by tokenizers
             raise
@@ -77,7 +79,7 @@ def export_model(run: RunContext) -> None:
             "space or make it writable, then continue from the last checkpoint with --resume_from latest"
         ) from error
     # Before the status: a complete run that is started again removes nothing.
-    run.writer.rotate(run.state.step)
+    run.writer.rotate(run.step)
     run.status.end("finished")
     if config.push_to_hub:
         try:
@@ -100,30 +102,21 @@ def check_weights(model: LanguageModel) -> None:
         )
 
 
-def is_complete(
-    config: TrainConfig, accelerator: Accelerator, state: TrainState, inputs: TrainInputs
-) -> bool:
-    """Whether the run in `config.output_dir` is finished at this step and its final model is written. Says why there is
-    no update left to do."""
-    if state.step < inputs.updates and not state.early_stopping.ended:
+def is_complete(run: Run) -> bool:
+    """Whether the run is finished at this step and its final model is written. Says that there is no update left to do."""
+    if run.goes_on():
         return False
+    run_dir = Path(run.config.output_dir)
 
     def is_finished() -> bool:
-        run_dir = Path(config.output_dir)
         status = read_status(run_dir)
         found = (status.get("state"), status.get("step"))
         has_model = any(run_dir.glob("model*.safetensors"))
-        return inputs.resumes_here and found == ("finished", state.step) and has_model
+        return run.resumes_here and found == ("finished", run.step) and has_model
 
-    complete = on_main_process(accelerator, is_finished)
-    why = "early stopping has ended it"
-    if not state.early_stopping.ended:
-        seen = state.schedule.first(state.step) * config.tokens_per_sequence
-        planned = config.max_steps * config.total_batch_size
-        why = (
-            f"{state.step:,} updates have read {seen:,} tokens, and max_steps x total_batch_size = "
-            f"{config.max_steps:,} x {config.total_batch_size:,} = {planned:,}; raise --max_steps to go on"
-        )
-    prefix = f"{config.output_dir} is complete: " if complete else ""
-    accelerator.print(f"{prefix}nothing left to train: {why}")
+    complete = on_main_process(is_finished)
+    prefix = f"{run_dir} is complete: " if complete else ""
+    run.accelerator.print(
+        f"{prefix}nothing left to train after {run.step:,} updates: raise --max_steps or --patience to go on"
+    )
     return complete

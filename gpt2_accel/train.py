@@ -1,6 +1,6 @@
 """The training loop: `train` builds a run, `run_updates` trains it, `finish` ends it.
 
-`runtime/setup.py` builds model, optimizer and data; `runtime/context.py` holds what the loop calls on `run`;
+`runtime/setup.py` builds model, optimizer and data; `runtime/run.py` holds what the loop calls on `run`;
 `runtime/guard.py` decides which updates are skipped and when there is nothing left to learn.
 """
 
@@ -19,9 +19,9 @@ from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.estimate.law import follow_law
 from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.optim import set_learning_rate
-from gpt2_accel.runtime.accelerator import close
-from gpt2_accel.runtime.context import RunContext, lock_run_dir
-from gpt2_accel.runtime.setup import setup, start_accelerator
+from gpt2_accel.runtime.accelerator import build_accelerator, close
+from gpt2_accel.runtime.run import Run, lock_run_dir
+from gpt2_accel.runtime.setup import setup
 from gpt2_accel.runtime.signals import lasting_output
 
 
@@ -42,29 +42,29 @@ def train(config: TrainConfig) -> bool:
             print(dry_run(config))
         return False
     with lasting_output():
-        accelerator = start_accelerator(config)
-        with lock_run_dir(config, accelerator):
-            state, inputs = setup(config, accelerator)
-            finished = is_complete(config, accelerator, state, inputs)
+        accelerator = build_accelerator(config.deterministic)
+        with lock_run_dir(config):
+            run = setup(config, accelerator)
+            finished = is_complete(run)
             if not finished:
-                with RunContext(config, accelerator, state, inputs) as run:
+                with run.opened():
                     run_updates(run)
                     finished = finish(run)
         close(accelerator)
     return finished
 
 
-def run_updates(run: RunContext) -> None:
+def run_updates(run: Run) -> None:
     """Trains until the last update, until early stopping or divergence ends the run, or until it has to stop."""
-    config, accelerator, state = run.config, run.accelerator, run.state
-    model, optimizer, schedule = state.model, state.optimizer, state.schedule  # of the data
+    config, accelerator, schedule = run.config, run.accelerator, run.schedule  # of the data
+    model, optimizer = run.model, run.optimizer
     model.train()
     while run.goes_on():
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-        first = schedule.first(state.step)  # sequence in the order of the data
+        first = schedule.first(run.step)  # sequence in the order of the data
         lr = config.learning_rate_at(first / schedule.sequences)
         set_learning_rate(optimizer, lr)
-        torch.manual_seed(int(hash64(config.seed, state.step, accelerator.process_index)[0]))
+        torch.manual_seed(int(hash64(config.seed, run.step, accelerator.process_index)[0]))
         loss = accumulate_gradients(
             accelerator, model, run.loader, first, schedule.sequences, run.interrupted
         )
@@ -74,13 +74,13 @@ def run_updates(run: RunContext) -> None:
             model.parameters(), config.max_grad_norm or math.inf
         )
         loss, grad_norm = run.reduce(loss, grad_norm)
-        problem = state.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+        problem = run.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
         if problem is None:
             optimizer.step()
         elif accelerator.scaler is not None:  # fp16
             accelerator.scaler.update()
         optimizer.zero_grad()
-        state.step += 1
+        run.step += 1
         run.log_update({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}, problem)
         run.evaluate()
         run.sample()

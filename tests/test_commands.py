@@ -4,7 +4,6 @@ import inspect
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -321,16 +320,3 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
         if inspect.isclass(kind) and kind.__module__ == recipe.__name__
     ]
     assert parse_config(kinds[0], args)
-
-
-def test_every_target_of_the_makefile_runs_a_command():
-    targets = re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split()
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    for page in pages:
-        assert {*re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(), re.M)} <= {*targets}, page
-    for target in targets:
-        command = ["make", "--always-make", "--dry-run", target, "PART=bench"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and "Nothing to be done" not in done.stdout, done
-        if target == "gpu":
-            assert " benchmarks/gpu.py bench\n" in done.stdout

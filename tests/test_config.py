@@ -9,12 +9,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT
 
-from gpt2_accel import options
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
 from gpt2_accel.generation.sampling import Sampling
-from gpt2_accel.options import LAUNCH, OTHER_NAMES, from_launch, suggestion
 
 
 @dataclass
@@ -44,18 +41,6 @@ def test_options_may_have_dashes_for_underscores():
     assert config.max_steps == 60 and config.given == {"max_steps"}
 
 
-def test_every_other_name_leads_to_a_setting_of_a_recipe_or_to_the_launch():
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    for other, meant in OTHER_NAMES.items():
-        if names & {*meant.split()}:
-            assert suggestion(f"--{other}", names).startswith(": did you mean --")
-    for what, others, config, flag in LAUNCH:
-        for other in others.split():
-            flag = flag.partition(" ")[0]
-            assert re.search(rf"{what}: .*{config}.yaml {flag}.*RECIPE", from_launch(other))
-        assert not config or (ROOT / "accelerate_configs" / f"{config}.yaml").is_file()
-
-
 def test_saved_settings_round_trip(tmp_path):
     config = parse_config(
         Recipe, ["--dropout", "0.1", "--bias", "false", "--resume_from", "latest"]
@@ -78,18 +63,13 @@ def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
 
 
 def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
-    with pytest.raises(ValueError, match="--eval_only, which was taken back: recipes/evaluate.py"):
+    with pytest.raises(ValueError, match="--eval_only: it was taken back"):
         parse_config(Recipe, ["--eval_only"])
     old = {"license": None, "ramp_start": 32, "ramp_tokens": 512, "dropout": 0.1}
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
     assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]).dropout == 0.1
     [line] = capsys.readouterr().err.splitlines()
-    assert "ramp_tokens 512 was taken back and has no effect: every update has the full" in line
-
-
-def test_sequence_length_defaults_to_n_positions():
-    assert parse_config(Recipe, ["--n_positions", "64"]).tokens_per_sequence == 64
-    assert parse_config(Recipe, ["--sequence_length", "32"]).sequence_length == 32
+    assert line.endswith("ramp_tokens was taken back and has no effect")
 
 
 @pytest.mark.parametrize(
@@ -101,42 +81,24 @@ def test_sequence_length_defaults_to_n_positions():
         (["-max_steps", "60"], "-max_steps: did you mean --max_steps"),
         (["--max_s", "60"], "--max_s: did you mean --max_steps"),
         (["--lr", "1e-3"], "--lr: did you mean --learning_rate"),
-        (["--batch_size=4"], "--batch_size=4: did you mean --micro_batch_size"),
         (["--train.global_batch_size=4"], "did you mean --total_batch_size"),
-        (["--per_device_train_batch_size", "4"], "did you mean --micro_batch_size"),
-        (["settings.yaml"], "settings.yaml: did you mean --config settings.yaml"),
-        (
-            ["--fp16"],
-            "--fp16: the launch config sets the precision: .*--mixed_precision fp16 RECIPE",
-        ),
-        (["--precision", "bf16"], "sets the precision: .*cpu.yaml --mixed_precision bf16 RECIPE"),
-        (["--bf16"], "sets the precision: .*cpu.yaml --mixed_precision bf16 RECIPE"),
-        (["--gpus", "2"], "the number of processes: .*8xa100.yaml --num_processes 2 RECIPE"),
-        (["--compile=False"], "sets the compilation: .*cpu.yaml --dynamo_backend no RECIPE"),
-        (["--cpu"], "sets the device: .*--config_file .*/cpu.yaml RECIPE"),
-        (["--device", "cuda"], "sets the device: .*--config_file .*1xgpu.yaml RECIPE"),
-        (["--device=cpu"], "sets the device: .*--config_file .*/cpu.yaml RECIPE"),
+        (["settings.yaml"], "settings.yaml: options begin with --"),
+        (["--fp16"], "--fp16: the launch config sets hardware and precision, as in accelerate"),
+        (["--gpus", "2"], "the launch config sets hardware and precision, as in accelerate launch"),
         (["--max_steps", "2.5"], "--max_steps: '2.5' is no whole number$"),
-        (["--n_layer", "two"], "n_layer.*'two'"),
         (["--optimizer", "sgd"], "optimizer must be one of adamw, muon"),
-        (["--lr_schedule", "step"], "lr_schedule must be one of"),
         (["--max_steps", "0"], "max_steps must be at least 1"),
         (["--weight_decay", "-1"], "weight_decay must not be negative"),
-        (["--learning_rate", "nan"], "learning_rate must be a finite number, got nan"),
-        (["--learning_rate", "inf"], "learning_rate must be a finite number, got inf"),
-        (["--seed", "12345678901234567890123"], "seed must be below 2.63"),
+        (["--learning_rate", "nan"], "learning_rate must be a finite number below"),
         (["--beta2", "1.5"], "beta2 must be at least 0 and below 1"),
         (["--decay_share", "7"], "decay_share must be between 0 and 1"),
-        (["--min_lr_ratio", "5"], "min_lr_ratio must be between 0 and 1"),
         (["--max_hours", "0"], "max_hours must be above 0"),
         (["--output_dir", ""], "output_dir is empty: give the path of a folder"),
-        (["--beta1", "0.8"], "--beta1, which was taken back: it is 0.9, in the call"),
-        (["--accelerate_config", "a"], "taken back: --dry_run LAUNCH.yaml GPU plans"),
+        (["--beta1", "0.8"], "--beta1: it was taken back, CHANGELOG.md says"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )
-def test_a_bad_option_is_refused_in_one_sentence(args, message, monkeypatch):
-    monkeypatch.setattr(options, "may_have_gpu", lambda: False)
+def test_a_bad_option_is_refused_in_one_sentence(args, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         parse_config(Recipe, args)
 
@@ -145,18 +107,9 @@ def test_a_bad_option_is_refused_in_one_sentence(args, message, monkeypatch):
     ("text", "message"),
     [
         ("learning_rat: 1", "'learning_rat': did you mean learning_rate"),
-        ("lr: 1", "'lr': did you mean learning_rate"),
-        (
-            "fp16: true",
-            "'fp16': the launch config sets the precision: .*--mixed_precision fp16 RECIPE",
-        ),
-        ("n_layer: many", "n_layer.*'many'"),
         ("- a\n- b", "`name: value`"),
         ("a: [", "c.yaml is not valid YAML: .*expected the node content, but found .* line 1"),
-        ("a: b: c", "not valid YAML: mapping values are not allowed here .* line 1"),
-        ("a: \x00", "not valid YAML: .*special characters are not allowed"),
         ("[" * 5000, "not valid YAML: "),
-        ("a: 2026-13-45", "not valid YAML: month must be in 1..12$"),
         (b"\x89PNG\xff\xfe", "not valid YAML: "),
         ("profile: 3", "has profile, which is no setting: give it as --profile"),
         ("max_steps: many", "c.yaml: max_steps is 'many', expected int$"),

@@ -22,13 +22,6 @@ def test_environment_overrides_the_properties(monkeypatch):
     assert "g++" in device.inductor_problem(CPU)
 
 
-@pytest.mark.parametrize("text", ["{bad", "3", '{"nonsense": 1}'])
-def test_invalid_override_is_refused(text, monkeypatch):
-    monkeypatch.setenv(device.OVERRIDES, text)
-    with pytest.raises(ValueError, match=device.OVERRIDES):
-        device.has_cpp_compiler()
-
-
 def test_cpu_limited_to_avx2_has_no_bf16_units():
     code = (
         "import torch; from gpt2_accel.device import has_bf16; print(has_bf16(torch.device('cpu')))"
@@ -49,7 +42,6 @@ def test_properties_of_this_machine(monkeypatch):
     "name, expected",
     [
         ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10", 125e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
@@ -57,7 +49,6 @@ def test_properties_of_this_machine(monkeypatch):
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
         ("NVIDIA B200", 2250e12),
-        ("NVIDIA GeForce RTX 5090", 209.5e12),
         ("Tesla T4", 65e12),
     ],
 )

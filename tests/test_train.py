@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import losses, make_text, run, status, tiny_config
+from conftest import losses, make_text, run, tiny_config
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -19,10 +19,9 @@ import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.estimate.dry_run import model_shape
-from gpt2_accel.files import JsonLines, read_json_lines
+from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
@@ -132,15 +131,6 @@ def test_dropout_differs_between_updates(tmp_path):
     assert len(set(history)) == 4
 
 
-def test_keep_last_checkpoints_stay_and_open_in_transformers(tiny, tmp_path):
-    run(tiny(save_every=2, keep_last=2))
-    assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-6", "checkpoint-8"]
-    for folder in (tmp_path, tmp_path / "checkpoint-6"):
-        _, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
-        assert not any(info.values())
-    assert status(tmp_path)["state"] == "finished"
-
-
 def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):
     settings = {"eval_every": 4, "sample_every": 4, "sample_tokens": 40, "save_every": 4}
     eager = run(tiny("eager", **settings))
@@ -218,26 +208,6 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tiny, tmp_path):
     save_pretrained(model, tmp_path / "other", characters)
     with pytest.raises(ValueError, match="another tokenizer than .* has"):
         run(tiny("run", init_from=str(tmp_path / "other")))
-
-
-def test_status_has_the_reason_of_a_failed_run(data_dir, tmp_path):
-    data = shutil.copytree(data_dir, tmp_path / "data")
-    path = data / "train_000000.bin"
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:64].ljust(size, b"\xff"))  # ids beyond the vocabulary
-    with pytest.raises(UnreadableData, match="train_000000.bin holds the token id 65535"):
-        run(tiny_config(data, tmp_path / "run"))
-    found = status(tmp_path / "run")
-    assert found["state"] == "failed" and "train_000000.bin" in found["reason"]
-
-
-def test_a_resumed_log_drops_later_steps(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    log = JsonLines(path, last_step=2)
-    log.write({"step": 3, "again": True})
-    assert read_json_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
-    log.close()
 
 
 def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(tiny, monkeypatch):

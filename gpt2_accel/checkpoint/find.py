@@ -30,7 +30,7 @@ def find_checkpoint(
 
     Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of release 0.1 or if
     `latest` finds only damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a
-    model, or if `latest` or `best` is a folder.
+    model.
     """
     run_dir = Path(run_dir)
     checkpoints = list_checkpoints(run_dir)
@@ -40,11 +40,6 @@ def find_checkpoint(
             f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the model: "
             "choose another --output_dir"
         )
-    for link in (run_dir / "latest", run_dir / "best"):
-        if link.is_dir() and not link.is_symlink():
-            raise FileExistsError(
-                f"{link} is a folder, not a link to a checkpoint, and would become out of date: remove it"
-            )
     if resume_from is None:
         if newest is not None:
             raise FileExistsError(
@@ -57,17 +52,13 @@ def find_checkpoint(
         if path is None:
             return None
     else:
-        path = named_checkpoint(resume_from, newest)
+        path = named_checkpoint(resume_from)
         if newest is not None and newest.resolve() != path.resolve():
             raise FileExistsError(
                 f"{run_dir} holds {newest.name}, which a resume from {path} would overwrite: "
                 "choose another --output_dir"
             )
-    if read_state(path).get("position") is None:
-        raise ValueError(
-            f"{path} was written by release 0.1, which only releases up to 0.3 can resume: continue it with release 0.3 "
-            "until its next checkpoint, or start a new run from its weights with --init_from"
-        )
+    read_state(path)  # raises for release 0.1
     return path
 
 
@@ -84,8 +75,8 @@ def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) ->
     return None
 
 
-def named_checkpoint(name: str, newest: Path | None) -> Path:
-    """Returns the checkpoint that a path or a Hub id names. `newest` is the run's own, for the message.
+def named_checkpoint(name: str) -> Path:
+    """Returns the checkpoint that a path or a Hub id names.
 
     Raises `FileNotFoundError` if it is not a checkpoint, `ValueError` if it is damaged.
     """
@@ -93,10 +84,9 @@ def named_checkpoint(name: str, newest: Path | None) -> Path:
     if not path.exists() and hub.is_repo_id(name):
         path = hub.download(name, ("*",), hub.LAST_CHECKPOINT)
     if not (path / STATE / "state.json").is_file():
-        example = next(reversed(list_checkpoints(path)), newest)
         raise FileNotFoundError(
             f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that a run with "
-            f"--hub_strategy checkpoint pushed to, or a folder such as {example or 'RUN/checkpoint-1000'}"
+            "--hub_strategy checkpoint pushed to, or a folder such as RUN/checkpoint-1000"
         )
     if problem := find_corruption(path):
         raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")

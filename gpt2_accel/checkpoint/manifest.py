@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_accel.files import digest, parse_json, plain_name
+from gpt2_accel.files import digest, parse_json
 
 STATE = "training_state"
 MANIFEST = f"{STATE}/manifest.json"
@@ -18,7 +18,7 @@ def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
         files = parse_json(text)["files"]
-        intact = text == manifest_text(files) and all(map(plain_name, files.keys()))
+        intact = text == manifest_text(files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
@@ -55,6 +55,6 @@ def read_state(checkpoint: Path) -> dict:
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
         state = parse_json(path.read_text(encoding="utf-8"))
-        if isinstance(state, dict) and state.keys() >= {"step", "optimizer", "data", "val_loss"}:
+        if isinstance(state, dict) and state.keys() >= {"step", "optimizer", "data", "position"}:
             return state
-    raise ValueError(f"{path} is damaged: resume from another checkpoint")
+    raise ValueError(f"{path} is damaged or of release 0.1: resume from another checkpoint")

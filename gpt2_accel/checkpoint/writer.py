@@ -101,22 +101,11 @@ class CheckpointWriter:
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             self.join()
 
-    def wait(self) -> None:
-        """Waits until the last checkpoint is on disk. Raises `OSError` if it could not be written."""
-        self.join()
-        if self._error is not None:
-            message = f"the last checkpoint could not be written: {sentence(self._error)}"
-            raise OSError(message) from self._error
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last write failed."""
-        return self._error is not None
-
-    def join(self) -> None:
-        """Waits for a running write."""
+    def join(self) -> Exception | None:
+        """Waits until the last checkpoint is on disk. Returns the error if it could not be written."""
         if self._thread is not None:
             self._thread.join()
+        return self._error
 
     def _write(
         self,

@@ -1,16 +1,12 @@
 """The command line: runs a recipe's `main` with one-sentence errors, the console command, `doctor`."""
 
-import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
-from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.files import sentence
 from gpt2_accel.runtime.signals import die_with_launcher
 
@@ -28,35 +24,20 @@ def run(main: Callable[[], object]) -> None:
     Ctrl-C ends with exit code 130.
     """
     try:
-        check_gpus()
         main()
     except Exception as error:
         if not fails_first():
             sys.stdout.flush()
             os._exit(0)  # the launcher has the exit code of the first, and ends the rest
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)  # the launcher's report ends with it
         if not is_mistake(error):
             raise
-        name = script().name.replace("__main__.py", "gpt2-accel")  # of `python -m gpt2_accel`
-        end(f"{name}: {sentence(error)}")
+        sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def check_gpus() -> None:
-    """Raises `ValueError` in each process of a launch of several for GPUs on a machine without any, where Accelerate would
-    run them as if each were alone. `--dry_run` needs no GPUs."""
-    if any(word.startswith("--dry_run") for word in sys.argv):
-        return
-    several = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    for_gpus = os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("false", "0", "no")
-    if several and for_gpus and not may_have_gpu():
-        from gpt2_accel.device import accelerator_count
-
-        if not accelerator_count():
-            raise ValueError(
-                "the launch config is for several GPUs, and this machine has none: take cpu.yaml, or for several processes "
-                "on a CPU put ACCELERATE_USE_CPU=true before the command"
-            )
 
 
 def is_mistake(error: Exception) -> bool:
@@ -81,18 +62,6 @@ def fails_first() -> bool:
         return store.add(f"gpt2_accel/failed/{launcher}", 1) == 1
     except RuntimeError:  # the launcher that held the store has ended
         return True
-
-
-def end(message: str) -> NoReturn:
-    """Exits with code 1 and prints the message to stderr.
-
-    torchrun and Accelerate's multi-process launcher print a long report after it, which ends with the content of
-    torchrun's error file: the message once more.
-    """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        failure = {"message": f"\n{message}", "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(failure), encoding="utf-8")
-    sys.exit(message)
 
 
 def script() -> Path:

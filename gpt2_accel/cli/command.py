@@ -6,7 +6,6 @@ The process is replaced by the recipe's, or by that of Accelerate's launcher: si
 import os
 import sys
 from collections.abc import Collection
-from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,9 +19,6 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings]
   doctor                  say whether training works here, and which launch config fits
   launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
-  estimate RECIPE [CONFIG] [GPU]
-                          print memory, FLOPs and time of a run, as in
-                          gpt2-accel estimate pretrain-124m 8xa100 H100
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
@@ -42,8 +38,7 @@ def run(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
     command, *args = words or ["--help"]
     stem = COMMANDS.get(command, command.replace("-", "_"))
-    asks = command in ("launch", "estimate", "config") and args[:1] == ["--help"]
-    if command in ("-h", "--help") or asks:
+    if command in ("-h", "--help"):
         print(help_text(), end="")
     elif stem in COMMANDS.values():
         start(folder("recipes") / f"{stem}.py", *args)
@@ -51,16 +46,12 @@ def run(words: list[str]) -> None:
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
-    elif command == "estimate":
-        estimate(args)
-    elif command == "run" and args:
-        run(args)
     elif command == "config":
         print_config(*args)
     elif is_recipe(command, trained()):
         launch(command, *args)
     else:
-        names = [*trained(), *COMMANDS, "doctor", "launch", "estimate", "config"]
+        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -104,38 +95,14 @@ def launch(*args: str) -> None:
         print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
     config, *flags = chosen
     path = find("launch config", config, launch_configs())
-    check_launch_config(path)
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
     start(*launcher, *flags, recipe, *options)
 
 
-def estimate(words: list[str]) -> None:
-    """Starts a recipe with `--dry_run`. `words`: recipe, launch config, GPU, settings of the recipe."""
-    name, *rest = words or [""]
-    plan = list(takewhile(lambda word: not word.startswith("-"), rest))
-    configs = launch_configs()
-    known = [configs.get(word.replace("_", "-"), word) for word in plan]
-    start(find("recipe", name, recipes()), "--dry_run", *known, *rest[len(plan) :])
-
-
 def is_recipe(word: str, names: Collection[str]) -> bool:
     """Whether a word of a command line names one of the recipes, or a file of Python."""
     return word.endswith(".py") or word.replace("_", "-") in names
-
-
-def check_launch_config(path: Path) -> None:
-    """Raises `ValueError` if a file cannot be a config of Accelerate's launcher, which would print a traceback."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError):
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{path} is no launch config: give a YAML file that accelerate config wrote"
-        )
 
 
 def print_config(*args: str) -> None:

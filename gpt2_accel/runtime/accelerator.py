@@ -26,6 +26,7 @@ from gpt2_accel.device import (
     total_memory,
 )
 from gpt2_accel.kernels.cpu import tune_memory
+from gpt2_accel.runtime.processes import processes
 
 
 def build_accelerator(deterministic: bool = False) -> Accelerator:
@@ -33,8 +34,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
 
     `deterministic` turns on torch's deterministic algorithms.
 
-    Raises `ValueError` if Accelerate does not see all started processes, if the precision is not possible, or if the
-    config sets gradient accumulation, which follows from the batch size here.
+    Raises `ValueError` if Accelerate does not see all started processes, or if the config is not possible.
     """
     # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
@@ -43,6 +43,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    processes()  # all of the launch
     try:
         # DDP's buckets are the gradients, instead of a copy of them.
         views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
@@ -51,30 +52,13 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     except ValueError as error:  # for example an unknown precision or compile backend
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
-            f"Accelerate has no fp16 for the device {accelerator.device.type!r}, and would train in fp32 instead: "
-            "use the launch config cpu.yaml"
+            "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
         )
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != str(accelerator.num_processes):
-        raise ValueError(
-            f"WORLD_SIZE is {started}, but Accelerate has num_processes {accelerator.num_processes}: without GPUs take "
-            "the launch config cpu.yaml, or for several processes on a CPU put ACCELERATE_USE_CPU=true before the command"
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            "gradient_accumulation_steps is set in the Accelerate config: remove it, gradient accumulation "
-            "follows from --total_batch_size"
-        )
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not accelerator.is_fsdp2:
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(
-                "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
-            )
-        only = "GPUs" if accelerator.device.type == "cpu" else "several processes"
-        accelerator.print(
-            f"Accelerate has FSDP2 for {only} only: each process holds the whole model, as in DDP"
-        )
+    # It follows from the batch size. Accelerate would divide the loss by the number in its config.
+    accelerator.gradient_accumulation_steps = 1
     if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
         accelerator.print(problem)
     dynamo = accelerator.state.dynamo_plugin

@@ -41,12 +41,10 @@ class AnomalyGuard:
                 return None
         else:
             self.overflows_in_a_row = 0
-        problem = next(
-            (p for name, value in values.items() if (p := self._problem(name, value))), None
-        )
-        if problem is not None:
-            self.bad_in_a_row += 1
-            return problem
+        for name, value in values.items():
+            if problem := self._problem(name, value):
+                self.bad_in_a_row += 1
+                return problem
         self.bad_in_a_row = 0
         if self.spike_z:
             for name, value in values.items():

@@ -1,12 +1,10 @@
-"""The log of a run: measures the training, and hands the metrics of each update to sinks: files, terminal, `status.json`.
-
-The trackers are one more sink, in `trackers.py`.
-"""
+"""The log of a run: measures the training, and writes metrics and samples to files, terminal and trackers; `status.json`."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,62 +18,54 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
-# The figures that every run logs; the terminal shows any other one by its name.
-FIGURES = {
-    f"train/{name}"
-    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "memory_gb")
-} | {"train/mfu"}
+SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
 
 
-class Sink:
-    """A place where the log goes. A subclass overrides the methods that it needs; `RunContext` opens it.
+class RunLog(AbstractContextManager):
+    """Logs a run, and measures the training time, without evaluations, samples and checkpoints. A context manager around
+    the run's loop.
 
-    Only the main process has sinks. An exception in a sink ends the run. A sink that keeps what it gets drops what is
-    later than the step from which the run resumes.
-    """
+    Writes `metrics.jsonl` and `samples.jsonl` into `run_dir`, and shows the progress; with `run_dir` None, on all processes
+    but the main one, it only measures. Opening the files drops the lines after `step`, the updates done before, which a
+    resumed run rewrites. An evaluation of `step` itself that a resumed run makes has a line of its own.
 
-    def advance(self, step: int) -> None:
-        """Notes that `step` updates are done."""
-
-    def write(self, line: dict) -> None:
-        """Takes the metrics of an update, with its `step` and `tokens`; `skipped` and `samples` are no numbers."""
-
-    def sample(self, sample: dict) -> None:
-        """Takes a sample: `step`, `prompt` and `text`."""
-
-    def print_line(self, text: str) -> None:
-        """Takes a line for the user, also from a thread that writes or uploads a checkpoint."""
-
-
-class RunLog:
-    """Logs a run to `sinks`, and measures the training time, without evaluations, samples and checkpoints.
-
-    `step` updates are done before, and `earlier` are the lines of `metrics.jsonl` before a resume; `tokens_at(step)` is
-    the number of tokens in the first `step` updates. `flops_per_second` is the peak of all devices together, None if
-    unknown; `device_type` is that whose memory is measured.
+    `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
+    `flops_per_second` is the peak of all devices together, None if unknown; `device_type` is that whose memory is measured.
 
     `seconds` is the training time, including that before a resume. `results` has the newest evaluations and `evaluated`
-    the update of each.
+    the update of each. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
+    `skipped` and `samples` are no numbers.
     """
 
     def __init__(
         self,
-        sinks: Sequence[Sink],
+        run_dir: Path | None,
         step: int,
+        updates: int,
         tokens_at: Callable[[int], int],
         *,
         flops_per_token: float,
         flops_per_second: float | None,
         device_type: str = "cpu",
-        earlier: Iterable[dict] = (),
     ):
-        self._sinks, self.step, self._tokens_at = sinks, step, tokens_at
+        self.step, self._first, self._tokens_at = step, step, tokens_at
         self.flops_per_token, self.flops_per_second = flops_per_token, flops_per_second
         self.device_type = device_type
         self.seconds = 0.0
         self.results: dict[str, float] = {}
         self.evaluated: dict[str, int] = {}
-        for line in earlier:
+        self.outputs: list[Callable[[dict], None]] = []
+        self.earlier: list[dict] = []  # lines of metrics.jsonl before a resume
+        self._files: list[JsonLines] = []
+        # An average over all updates: recent ones alone may lie around an evaluation.
+        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
+        self._bar = Progress("training", updates, initial=step, shown=run_dir is not None, **shape)
+        if run_dir is not None:
+            names = ("metrics.jsonl", "samples.jsonl")
+            self._files = [JsonLines(run_dir / name, step) for name in names]
+            self.outputs = [self._show, self._files[0].write]
+            self.earlier = self._files[0].entries
+        for line in self.earlier:
             self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
             for name, value in line.items():
                 if "/" in name and not name.startswith("train/") and value is not None:
@@ -83,6 +73,11 @@ class RunLog:
         self._line: dict[str, object] = {}
         self._measured = (step, self.seconds)  # at the last line of figures
         self.resume()
+
+    def __exit__(self, *_) -> None:
+        self._bar.close()  # it stays on the terminal
+        for file in self._files:
+            file.close()
 
     @property
     def tokens(self) -> int:
@@ -98,8 +93,9 @@ class RunLog:
         now = time.perf_counter()
         self.seconds += now - self._now
         self.step, self._now = step, now
-        for sink in self._sinks:
-            sink.advance(step)
+        if self._bar.n == self._first:  # the first update may compile: its time says nothing
+            self._bar.unpause()
+        self._bar.update(step - self._bar.n)
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, with the speed since the last call, the training time in
@@ -119,8 +115,7 @@ class RunLog:
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and the samples that it read."""
         self._line |= {"skipped": problem, "samples": samples}
-        shown = f"{samples[:8]}" + (" and more, see metrics.jsonl" if len(samples) > 8 else "")
-        self.print_line(f"skipped because {problem}; samples {shown}")
+        self.print_line(f"skipped because {problem}; metrics.jsonl has its samples")
 
     def evaluation(self, results: dict[str, float]) -> None:
         """Logs and prints the results of an evaluation, none if it was interrupted."""
@@ -135,22 +130,29 @@ class RunLog:
         return self.results[name] if self.evaluated.get(name) == self.step else None
 
     def sample(self, prompt: str, text: str) -> None:
-        """Logs and prints a sample."""
-        for sink in self._sinks:
-            sink.sample({"step": self.step, "prompt": prompt, "text": text})
+        """Logs and prints a sample; only the main process calls it."""
+        self._files[1].write({"step": self.step, "prompt": prompt, "text": text})
+        self.print_line(f"sample\n{text}\n")
 
     def print_line(self, text: str) -> None:
-        """Prints a line."""
-        for sink in self._sinks:
-            sink.print_line(f"step {self.step}: {text}")
+        """Prints a line above the bar, also from a thread that writes or uploads a checkpoint."""
+        if self._files:
+            tqdm.write(f"step {self.step}: {text}")
+            sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
 
     def write(self) -> None:
-        """Hands the metrics of this update to the sinks, if any were logged."""
+        """Hands the metrics of this update to `outputs`, if any were logged."""
         if self._line:
-            line = {"step": self.step, "tokens": self.tokens, **self._line}
-            for sink in self._sinks:
-                sink.write(line)
+            for output in self.outputs:
+                output({"step": self.step, "tokens": self.tokens, **self._line})
         self._line = {}
+
+    def _show(self, line: dict) -> None:
+        """Shows the figures of a training update beside the bar."""
+        names = [name for name in SHOWN if f"train/{name}" in line]
+        if names:
+            shown = {name: f"{line[f'train/{name}']:.4g}" for name in names}
+            self._bar.set_postfix({"at": line["step"], **shown}, refresh=False)
 
 
 def in_words(results: dict[str, float]) -> str:
@@ -163,77 +165,7 @@ def in_words(results: dict[str, float]) -> str:
     )
 
 
-class RunFiles(Sink):
-    """`metrics.jsonl` and `samples.jsonl` in the run's folder; a context manager around the run's loop.
-
-    Opening them drops the lines after `last_step`, which a resumed run rewrites. An evaluation of `last_step` itself that
-    a resumed run makes has a line of its own.
-    """
-
-    def __init__(self, run_dir: str | Path, last_step: int):
-        self._metrics = JsonLines(Path(run_dir) / "metrics.jsonl", last_step)
-        self._samples = JsonLines(Path(run_dir) / "samples.jsonl", last_step)
-
-    def __enter__(self) -> "RunFiles":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._metrics.close()
-        self._samples.close()
-
-    def write(self, line: dict) -> None:
-        self._metrics.write(line)
-
-    def sample(self, sample: dict) -> None:
-        self._samples.write(sample)
-
-
-class Terminal(Sink):
-    """The progress of updates, `done` of `total`, and lines for the user; a context manager around the run's loop."""
-
-    def __init__(self, done: int, total: int):
-        # An average over all updates: recent ones alone may lie around an evaluation.
-        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
-        self._bar = Progress("training", total, initial=done, **shape)
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Ends the bar, which stays on the terminal."""
-        self._bar.close()
-
-    def advance(self, step: int) -> None:
-        if self._bar.n == self._bar.initial:  # the first update may compile: its time says nothing
-            self._bar.unpause()
-        self._bar.update(step - self._bar.n)
-
-    def write(self, line: dict) -> None:
-        """Shows the figures of a training update beside the bar."""
-        if "train/loss" not in line:
-            return
-        shown = {
-            "loss": f"{line['train/loss']:.3f}",
-            "lr": f"{line['train/learning_rate']:.1e}",
-            "tok/s": f"{line['train/tokens_per_second']:,.0f}",
-        }
-        if "train/mfu" in line:
-            shown["mfu"] = f"{line['train/mfu']:.1%}"
-        for name, value in line.items():
-            if name.startswith("train/") and name not in FIGURES:
-                shown[name.removeprefix("train/")] = f"{value:.4g}"
-        self._bar.set_postfix({"at": line["step"], **shown}, refresh=False)
-
-    def sample(self, sample: dict) -> None:
-        self.print_line(f"step {sample['step']}: sample\n{sample['text']}\n")
-
-    def print_line(self, text: str) -> None:
-        """Prints a line above the bar."""
-        tqdm.write(text)
-        sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
-
-
-class Status(Sink):
+class Status:
     """Writes `status.json` of a run; a context manager around its loop. `step` updates are done before.
 
     It has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `step`, the `time` of the last
@@ -244,7 +176,7 @@ class Status(Sink):
 
     def __init__(self, run_dir: str | Path, step: int, stop: StopRequest):
         self._path, self._stop = Path(run_dir) / "status.json", stop
-        self._step = self._first_step = step
+        self.step = self._first_step = step
         self._state = {"state": "running", "reason": "", "requeue": True}
         self._writing, self._ended = threading.Lock(), threading.Event()
 
@@ -256,15 +188,12 @@ class Status(Sink):
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         if kind is not None and not self._ended.is_set():  # an error after the end does not count
             if issubclass(kind, KeyboardInterrupt):
-                self.end("stopped", "SIGINT, twice", requeue=False)
+                self.end("stopped", "SIGINT, twice")
             else:
-                progress = self._step > self._first_step
+                progress = self.step > self._first_step
                 requeue = progress if peer_failed(error) else self._stop.reason is not None
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
-
-    def advance(self, step: int) -> None:
-        self._step = step
 
     def end(self, state: str, reason: str = "", *, requeue: bool = False) -> None:
         """Writes the final status immediately: the process may have little time left."""
@@ -280,6 +209,6 @@ class Status(Sink):
         with self._writing:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             try:
-                write_json(self._path, {**self._state, "step": self._step, "time": now})
+                write_json(self._path, {**self._state, "step": self.step, "time": now})
             except OSError as failure:  # for example a full disk; must not hide why the run ended
                 print(f"could not write {self._path}: {failure}", file=sys.stderr)

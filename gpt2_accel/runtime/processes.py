@@ -1,6 +1,7 @@
 """Coordinates the processes of a run: the main process acts first, and its result or error reaches all ranks."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,17 +29,25 @@ _numbers = itertools.count()
 def processes() -> PartialState:
     """Returns Accelerate's `PartialState`, for a recipe's work before training.
 
-    `PartialState()` without arguments does not see the processes of a CPU launch.
+    `PartialState()` without arguments does not see the processes of a CPU launch. Raises `ValueError` if Accelerate does not
+    see all started processes: each would train as if it were alone.
     """
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != str(state.num_processes):
+        raise ValueError(
+            f"WORLD_SIZE is {started}, but Accelerate has num_processes {state.num_processes}: without GPUs take "
+            "the launch config cpu.yaml, or for several processes on a CPU put ACCELERATE_USE_CPU=true before the command"
+        )
+    return state
 
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """Runs the block on the main process first, then on the others. All ranks call it equally often.
 
-    The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. Raises
-    `OSError` on the others if the block fails on the main process.
+    The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. If the block fails
+    on the main process, they wait until the launcher ends them.
     """
     state = processes()
     if state.num_processes == 1:
@@ -48,54 +57,43 @@ def main_process_first() -> Iterator[None]:
     key = f"main_process_first/{next(_numbers)}"
     if not state.is_main_process:
         store.wait([key], LONGEST_WAIT)
-        if problem := store.get(key).decode():
-            raise OSError(f"the main process failed: {problem}")
-        yield
-        return
-    problem = ""
-    try:
-        yield
-    except BaseException as error:
-        problem = str(error) or type(error).__name__
-        raise
-    finally:
-        store.set(key, problem)
+    yield
+    if state.is_main_process:
+        store.set(key, "done")
 
 
-def on_main_process(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
+def on_main_process(function: Callable[[], Result]) -> Result:
     """Calls `function` on the main process only and broadcasts its result.
 
     The others wait without a time limit. A `ValueError` or `OSError` of `function` is raised on all processes.
     """
-    outcome: list = [None, None]
-    own: Exception | None = None
+    result: list = [None]
+    failure: Exception | None = None
     with main_process_first():
-        if accelerator.is_main_process:
+        if processes().is_main_process:
             try:
-                outcome[0] = function()
+                result[0] = function()
             except (ValueError, OSError) as error:
-                own, outcome[1] = error, picklable(error)
-    result, error = broadcast_object_list(outcome)
-    if error is not None:
-        raise own or error
-    return result
+                failure = error
+    with all_or_none():
+        if failure is not None:
+            raise failure
+    return broadcast_object_list(result)[0]
 
 
 @contextmanager
-def all_or_none(accelerator: Accelerator) -> Iterator[None]:
+def all_or_none() -> Iterator[None]:
     """Runs a block without collectives on all processes; if it fails on one, raises that error on all.
 
     Otherwise the others would wait for the failed process in their next collective.
     """
-    mine: BaseException | None = None
+    mine: Exception | None = None
     try:
         yield
     except (ValueError, OSError) as error:
         mine = error
     found = gather_object([mine and picklable(mine)])
-    if mine is not None:
-        raise mine
-    if error := next(filter(None, found), None):
+    if error := mine or next(filter(None, found), None):
         raise error
 
 

@@ -13,7 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU", "SIGQUIT")
+SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+    *(signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT),
+)
 GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
 # own signal on.
@@ -49,13 +52,9 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for name in SIGNALS:
-                number = getattr(signal, name, None)
-                if number is None:  # the system has no such signal
-                    continue
-                if name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:  # by `nohup`
-                    continue
-                self._handlers[number] = signal.signal(number, self._note)
+            for number in SIGNALS:
+                if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or number != signal.SIGHUP:
+                    self._handlers[number] = signal.signal(number, self._note)
         die_with_launcher()
         return self
 

@@ -7,12 +7,9 @@ first step that it lacks. wandb's offline mode does not know earlier steps: each
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from textwrap import indent
 
-import yaml
 from accelerate import Accelerator
 from accelerate.tracking import (
     GeneralTracker,
@@ -23,8 +20,8 @@ from accelerate.tracking import (
 )
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import first_line, read_json_lines
-from gpt2_accel.runtime.log import Sink
+from gpt2_accel.files import first_line
+from gpt2_accel.runtime.log import RunLog
 
 TRACKERS = {  # name -> what to install
     "wandb": "wandb>=0.20",
@@ -48,25 +45,18 @@ def check_trackers(names: list[str]) -> None:
             )
 
 
-class Trackers(Sink):
+class Trackers:
     """The trackers of `config.report_to`; a context manager around the run's loop. `step` updates are done before;
     `metadata` is the content of `run.json`.
 
     Entering starts them and sends them the lines of `metrics.jsonl` that they lack. Raises `OSError` if one cannot be
-    started. A tracker that fails later is passed to `report` and dropped, and the run continues.
+    started. A tracker that fails later is reported in `log` and dropped, and the run continues.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        metadata: dict,
-        accelerator: Accelerator,
-        step: int,
-        report: Callable[[str], None],
-    ):
-        self._folder, self._names = Path(config.output_dir), config.report_to
+    def __init__(self, config: TrainConfig, metadata: dict, accelerator: Accelerator, log: RunLog):
+        self._folder, self._names, self._log = Path(config.output_dir), config.report_to, log
         self._run_id, self._about = metadata["run_id"], {**config.settings(), **metadata}
-        self._trackers, self._step, self._report = accelerator.trackers, step, report
+        self._trackers = accelerator.trackers
         self._newest: dict[GeneralTracker, int] = {}  # the last step that each tracker has
 
     def __enter__(self) -> "Trackers":
@@ -75,15 +65,14 @@ class Trackers(Sink):
                 tracker, newest = self._start(name)
             except Exception as error:  # each library has its own types
                 self.__exit__(type(error))
-                hint = (
-                    "; or set WANDB_MODE=offline, which needs no account" if name == "wandb" else ""
+                message = (
+                    f"{name} cannot be started ({first_line(error)}): leave it out of --report_to"
                 )
-                raise OSError(f"{name} cannot be started ({first_line(error)}){hint}") from error
+                raise OSError(message) from error
             self._trackers.append(tracker)
             self._newest[tracker] = newest
-        if self._trackers:
-            for line in read_json_lines(self._folder / "metrics.jsonl"):
-                self.write(line)
+        for line in self._log.earlier:
+            self.write(line)
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -112,12 +101,10 @@ class Trackers(Sink):
             tracker.start()
             return tracker, tracker.tracker._next_step - 1
         # The folder has release 0.3's name: its runs resume as one curve.
-        newest = self._step if (self._folder / "tensorboard").exists() else -1
-        folder = self._folder / "tensorboard"
-        tracker = TensorBoardTracker("updates", folder, purge_step=self._step + 1)
+        folder, step = self._folder / "tensorboard", self._log.step
+        newest = step if folder.exists() else -1
+        tracker = TensorBoardTracker("updates", folder, purge_step=step + 1)
         tracker.start()
-        about = indent(yaml.safe_dump(self._about), "    ")  # Markdown's code
-        tracker.log({"about": about}, step=self._step)
         return tracker, newest
 
     def write(self, line: dict) -> None:
@@ -133,6 +120,5 @@ class Trackers(Sink):
                 tracker.log(values, step=step, **options)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._report(
-                    f"{tracker.name} failed and gets no further steps: {first_line(error)}"
-                )
+                reason = first_line(error)
+                self._log.print_line(f"{tracker.name} failed and gets no further steps: {reason}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import gpt2_accel
 from gpt2_accel.checkpoint.find import model_directory, read_status
-from gpt2_accel.config import TrainConfig, plain_text
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.estimate.flops import flops_per_token
@@ -149,10 +149,9 @@ def read_trial(
 def as_words(name: str, value: Any) -> list[str]:
     """Returns the value of a setting as words of a command line. Raises `ValueError` for what is no scalar or list of scalars."""
     values = value if isinstance(value, list) else [value]
-    try:
-        return [plain_text(item) for item in values]
-    except TypeError as error:
-        raise ValueError(f"{name} cannot be {value!r}") from error
+    if not all(isinstance(item, (str, bool, int, float)) for item in values):
+        raise ValueError(f"{name} cannot be {value!r}")
+    return [str(item) for item in values]
 
 
 @dataclass(frozen=True)

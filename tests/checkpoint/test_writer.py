@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import make_text, run, status, tiny_config
 
-import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint import writer
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.guard import AnomalyGuard
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -65,30 +63,12 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
 
 
-def test_a_damaged_checkpoint_does_not_count_when_its_step_is_saved_again(
-    tiny, tmp_path, monkeypatch
-):
-    settings = {"save_every": 4, "keep_last": 1, "resume_from": "latest"}
-    run(tiny(max_steps=4, **settings))
-    (tmp_path / "checkpoint-8").mkdir()
-
-    def fail(*_, **__):
-        raise OSError("no room")
-
-    monkeypatch.setattr(writer, "save_pretrained", fail)
-    with pytest.raises(OSError, match="no room"):
-        run(tiny(max_steps=8, **settings))
-    assert find_corruption(tmp_path / "checkpoint-4") is None
-
-
 def test_resume_refuses_other_data_unless_changes_are_ignored(tiny, tmp_path):
     run(tiny("run", save_every=4))
     texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
     prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
     settings = {"resume_from": "latest", "max_steps": 10}
-    with pytest.raises(
-        ValueError, match="other is not the data that .*checkpoint-8 was trained on"
-    ):
+    with pytest.raises(ValueError, match="checkpoint-8 was trained with the data .*"):
         run(tiny_config(tmp_path / "other", tmp_path / "run", **settings))
     ignoring = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
     assert len(run(ignoring)) == 10
@@ -139,15 +119,6 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
     assert limited.reason == "max_hours" and limited.seconds_left == math.inf
 
 
-def test_the_guard_does_not_count_fp16_overflows_as_bad_updates():
-    guard = AnomalyGuard()
-    assert guard.check(2.0, float("inf"), scaled=True) is None
-    assert guard.check(2.0, float("inf")) == "the gradient norm is inf"
-    assert guard.check(float("nan"), 1.0, scaled=True) == "the loss is nan"
-    assert guard.bad_in_a_row == 2
-    assert guard.check(2.0, 1.0) is None and guard.bad_in_a_row == 0
-
-
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
     tiny, tmp_path, monkeypatch
 ):
@@ -177,17 +148,3 @@ def test_a_slow_write_stores_the_state_of_its_own_step(tiny, tmp_path, monkeypat
         folder = tmp_path / f"checkpoint-{step}"
         assert len(read_state(folder)["guard"]["recent"]["loss"]) == step
         assert f" | {step} |\n" in (folder / "README.md").read_text()
-
-
-def test_a_diverging_run_does_not_write_its_newest_checkpoint_again(tiny, tmp_path, monkeypatch):
-    honest = train_module.accumulate_gradients
-
-    def poisoned(accelerator, model, loader, first, sequences, interrupted):
-        loss = honest(accelerator, model, loader, first, sequences, interrupted)
-        return loss * math.nan if first // sequences >= 4 else loss
-
-    monkeypatch.setattr(train_module, "accumulate_gradients", poisoned)
-    with pytest.raises(ValueError, match="5 updates in a row were skipped.*checkpoint-4"):
-        run(tiny(save_every=4, eval_every=4, max_steps=12))
-    state = read_state(tmp_path / "checkpoint-4")
-    assert state["step"] == 4 and state["val_loss"] is not None

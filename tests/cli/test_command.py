@@ -34,7 +34,6 @@ def started(monkeypatch):
 
 def test_every_recipe_is_a_command_or_launched(started):
     for name, recipe in recipe_command.COMMANDS.items():
-        assert started(recipe, "--x", "1") == started("run", name, "--x", "1")
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
     launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
     assert launched == {name.replace("-", "_") for name in command.trained()}
@@ -58,13 +57,6 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
             *train,
         ]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
-    planned = [str(RECIPES / "pretrain_124m.py"), "--dry_run", str(CONFIGS / "8xa100.yaml")]
-    flags = ["--n_layer", "24"]
-    assert started("estimate", "pretrain-124m", "8xa100", "H100", *flags) == [
-        *planned,
-        "H100",
-        *flags,
-    ]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py", "cpu"):
         Path(file).write_text("num_processes: 1\n")
@@ -75,7 +67,7 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
 def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monkeypatch, capsys):
     monkeypatch.setattr(shipped, "may_have_gpu", lambda: False)
     expected = [*LAUNCHER, str(CONFIGS / "cpu.yaml"), *QUICKSTART, "--seed", "2"]
-    for words in (["quickstart"], ["run", "quickstart"], ["launch", "quickstart"]):
+    for words in (["quickstart"], ["launch", "quickstart"]):
         assert started(*words, "--seed", "2") == expected
     assert capsys.readouterr().err.startswith("gpt2-accel launch cpu quickstart: the launch config")
     monkeypatch.setattr(shipped, "may_have_gpu", lambda: True)
@@ -94,10 +86,8 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
         ("mps", 1, True, "mps"),
         ("cuda", 1, True, "1xgpu"),
         ("cuda", 1, False, "1xt4-fp16"),
-        ("cuda", 2, False, "2xt4-fp16"),
         ("cuda", 4, False, "2xt4-fp16 --num_processes 4"),
         ("cuda", 4, True, "4xa100"),
-        ("cuda", 8, True, "8xa100"),
         ("cuda", 3, True, "8xa100 --num_processes 3"),
     ],
 )
@@ -116,11 +106,8 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
             "no recipe in 'cpu pretrian_124m': did you mean pretrain-124m",
         ),
         ("launch cpu", "no recipe in 'cpu': choose one of .*quickstart"),
-        ("launch cpu missing.py --x", "no recipe 'missing.py': choose one of .*quickstart"),
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
-        ("launch README.md quickstart", "README.md is no launch config: give a YAML file"),
-        ("estimate", "no recipe '': choose one of .*quickstart"),
         ("config", "config needs one name"),
         ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],
@@ -131,18 +118,10 @@ def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, star
     assert "\n" not in str(error.value)
 
 
-def test_an_error_of_python_m_begins_with_the_commands_name():
-    words = [sys.executable, "-m", "gpt2_accel", "config"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "gpt2-accel: config needs one name: gpt2-accel config cpu\n"
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [
         ("8xa100", CONFIGS / "8xa100.yaml"),
-        ("cpu_bf16", CONFIGS / "cpu_bf16.yaml"),
         ("nanogpt-openwebtext", RECIPES / "nanogpt_openwebtext.yaml"),
         ("notebook", RECIPES / "notebook.ipynb"),
     ],

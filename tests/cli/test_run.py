@@ -3,11 +3,9 @@
 import os
 
 import pytest
-from conftest import long
 from launching import forked, free_port, launch, launched, python
 
 from gpt2_accel.cores import usable_cpus
-from gpt2_accel.device import OVERRIDES
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
@@ -18,13 +16,11 @@ def test_the_launcher_prints_only_the_error_message():
     assert done.stderr == f"{MISTAKE}\n"
 
 
-def test_the_launcher_of_several_processes_prints_the_message_first_and_last():
+def test_the_launcher_of_several_processes_prints_the_message_first_and_in_its_report():
     done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True)
     assert done.returncode == 1 and done.stdout == ""
     ours, report = done.stderr.split("Traceback", 1)
-    assert ours.count(MISTAKE) == report.count(MISTAKE) == 1
-    *_, root_cause, last, border = report.splitlines()
-    assert root_cause.strip() == "traceback :" and last == MISTAKE and set(border) == {"="}
+    assert ours.count(MISTAKE) == 1 and MISTAKE.partition(": ")[2] in report
 
 
 @pytest.mark.parametrize("config", ["cpu", "cpu_bf16"])
@@ -51,7 +47,7 @@ def test_torch_threads_are_limited_to_the_cores(tmp_path):
     [
         ("open('/no/such')", "x.py: /no/such: No such file or directory\n"),
         ("Path('/dev/null/x').mkdir()", "x.py: /dev/null/x: Not a directory\n"),
-        ("raise OSError(28, 'No space left')", "x.py: No space left: free disk space\n"),
+        ("raise OSError(28, 'No space left')", "x.py: No space left\n"),
         ("raise ValueError('two\\n  lines')", "x.py: two lines\n"),
         ("int('a bug of ours')", "x.py: invalid literal for int() with base 10: 'a bug of ours'\n"),
         ("json.loads('another library')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"),
@@ -81,25 +77,11 @@ def test_only_the_failing_process_prints_its_message(tmp_path):
     assert done.returncode != 0 and done.stderr == "x.py: a mistake\n"
 
 
-@long
-def test_a_slow_process_does_not_repeat_the_message(tmp_path):
-    """On a busy machine a process may fail while the first that failed is still ending."""
-    script = tmp_path / "x.py"
-    script.write_text(
-        "import atexit, os, time; from gpt2_accel import cli\n"
-        "del os.environ['TORCHELASTIC_ERROR_FILE']  # the message is printed at once\n"
-        "atexit.register(time.sleep, 6)\n"
-        "def main():\n    if os.environ['RANK'] == '0': time.sleep(5.5)\n"
-        "    raise ValueError('a mistake')\n"
-        "cli.run(main)\n"
-    )
-    done = launch(script, processes=2, launcher=True)
-    assert done.returncode == 1 and done.stderr.count("a mistake") == 1
-
-
 def test_a_launch_of_several_processes_for_gpus_without_any_says_so():
     several = ["--num_processes", "2", "--main_process_port", free_port()]
     command = ["--config_file", "accelerate_configs/8xa100.yaml", *several, "recipes/quickstart.py"]
-    argv, environments = launched(command, {**os.environ, OVERRIDES: '{"accelerator_count": 0}'})
-    done = forked(argv, environments)
-    assert done.returncode == 1 and "the launch config is for several GPUs" in done.stderr
+    done = forked(*launched(command, dict(os.environ)))
+    assert (
+        done.returncode == 1
+        and "WORLD_SIZE is 2, but Accelerate has num_processes 1" in done.stderr
+    )

