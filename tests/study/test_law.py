@@ -158,7 +158,6 @@ def test_a_run_follows_a_law_and_says_its_prediction(tiny, data_dir, tmp_path, l
     assert metadata["prediction"] == asdict(predicted)
     printed = capsys.readouterr().out
     assert f"the law predicts {predicted}" in printed
-    assert f"the law predicted {predicted}" in printed
     assert str(predicted) in dry_run(follow_law(config))
 
 
