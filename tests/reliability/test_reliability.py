@@ -206,29 +206,6 @@ def test_a_preparation_killed_before_any_file_operation_resumes(
     assert number > 1
 
 
-def test_an_export_is_whole_after_a_kill_before_any_file_operation(tmp_path, times, report):
-    model = GPT(GPTConfig(270, n_positions=32, n_layer=1, n_head=2, n_embd=32))
-    save_pretrained(model, tmp_path / "model", tokenizer_of("bpe", make_text(300, 0)))
-
-    def made(kill_at, folder=None):
-        folder = folder or tmp_path / f"killed-{kill_at}"
-        script = (KILLING_SCRIPT, kill_at, f"{folder.name}/", ROOT / "recipes/export.py")
-        output = folder / "result.gguf"
-        return python(*script, "--model", tmp_path / "model", "--output", output)
-
-    assert made(0, tmp_path / "whole").returncode == 0
-    expected = (tmp_path / "whole/result.gguf").read_bytes()
-    for number in killed_before_each("export.py", made, times(2, 1), report):
-        folder = tmp_path / f"killed-{number}"
-        again = made(0, folder)
-        if again.returncode:  # killed after the result appeared
-            assert "exists already" in again.stderr
-        else:
-            assert [path.name for path in folder.iterdir()] == ["result.gguf"], number
-        assert (folder / "result.gguf").read_bytes() == expected, number
-    assert number > 4
-
-
 def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
     tiny, tmp_path, small_disk, capsys, report
 ):
