@@ -6,7 +6,7 @@
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
-Prints a table with conventions, and GPT-2's published results for the same items. `--data TASK=FILE` gives local items:
+Prints a table with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
 for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for `chat` with `prompt` and `answer`, for `text` a text file.
 Other tasks, and those that begin with `lm_eval:`, are lm-evaluation-harness's (`pip install 'lm-eval>=0.4.9'`).
 """
@@ -179,9 +179,7 @@ def main() -> None:
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)
     if accelerator.is_main_process:
-        # Published results are those of all items.
-        comparable = [] if config.limit else [name for name in config.tasks if name not in files]
-        print("", markdown_table(table, comparable), sep="\n")
+        print("", markdown_table(table), sep="\n")
         if output is not None:
             write_json(output, record)
             print(f"\nThe results are in {output}.")

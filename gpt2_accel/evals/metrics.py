@@ -3,7 +3,7 @@
     loss = TokenLoss()
     for batch in batches:
         loss.add_batch(nats=summed_losses, tokens=token_counts)  # one of each per sample
-    loss.compute()  # {"loss": …, "loss_stderr": …}
+    loss.compute()  # {"loss": …, "loss_stderr": …, "perplexity": …}
 
 With several processes, give each `num_process`, its `process_id` and a shared `experiment_id`, as for every metric of
 that library. Process 0 gets the result over all samples, the others None. Each process adds at least one sample.
@@ -37,17 +37,12 @@ class Metric(evaluate.Metric):
 
 
 class TokenLoss(Metric):
-    """The mean loss per token. Every token has the same weight: this is not the mean of the batches' means."""
+    """The mean loss per token and its exponential. Every token has the same weight: this is not the mean of the batches'
+    means."""
 
     def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-        return mean_loss(nats, tokens)
-
-
-class Perplexity(Metric):
-    """The exponential of the mean loss per token."""
-
-    def _compute(self, nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-        return {"perplexity": perplexity(mean_loss(nats, tokens)["loss"])}
+        found = mean_loss(nats, tokens)
+        return {**found, "perplexity": perplexity(found["loss"])}
 
 
 class BitsPerByte(Metric):

@@ -1,6 +1,6 @@
-"""The results of evaluations: a table, with GPT-2's published results, and the file `evaluation.json`."""
+"""The results of evaluations: a table, and the file `evaluation.json`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2_accel.files import parse_json
@@ -9,31 +9,14 @@ from gpt2_accel.files import parse_json
 BASELINES = tuple(
     f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 )
-# Metric -> the published results of gpt2, gpt2-medium, gpt2-large, gpt2-xl, or of the first, and the publisher.
-PUBLISHED = {
-    "hellaswag/acc_norm_per_token": "0.2945 / 0.3752 / 0.4320 / 0.4889, llm.c",
-    "lm_eval:hellaswag/acc": "0.2892",
-    "lm_eval:hellaswag/acc_norm": "0.3114",
-    "lm_eval:lambada_openai/acc": "0.3256",
-    "lm_eval:lambada_openai/perplexity": "40.06",
-    "lm_eval:wikitext/word_perplexity": "37.37",
-}
 
 
-def markdown_table(
-    results: Mapping[str, Mapping[str, float]], comparable: Collection[str] = ()
-) -> str:
-    """Formats results, model -> metric -> value, as a Markdown table: one row per metric, standard errors after "±".
-
-    `comparable` are the tasks that ran on the data of the published results; only theirs are shown.
-    """
-    rows = [["metric", *results, "published: gpt2 / medium / large / xl"]]
+def markdown_table(results: Mapping[str, Mapping[str, float]]) -> str:
+    """Formats results, model -> metric -> value, as a Markdown table: one row per metric, standard errors after "±"."""
+    rows = [["metric", *results]]
     for metric in dict.fromkeys(name for found in results.values() for name in found):
         if not metric.endswith("_stderr"):
-            known = PUBLISHED.get(metric, "") if metric.partition("/")[0] in comparable else ""
-            rows.append([metric, *(cell(metric, found) for found in results.values()), known])
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]
+            rows.append([metric, *(cell(metric, found) for found in results.values())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     # Aligned, to be readable as plain text.

@@ -6,12 +6,14 @@ conversion in `hf/` and `config.ARCHITECTURES` know an architecture by name.
 Shape letters: B batch, T sequence, C width, S cached positions, H heads of keys and values, D channels of a head.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.kernels import block_attention
 from gpt2_accel.models.parts import (
@@ -98,10 +100,47 @@ class LanguageModel(nn.Module):
 
     separator: int | None = None
     checkpoint_activations = False
+    residual: ClassVar[
+        tuple[str, ...]
+    ]  # the ends of the names of projections onto the residual stream
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises the weights, unless they are on the meta device.
+
+        Matrices and embeddings are N(0, 0.02), those of `residual` N(0, 0.02 / sqrt(2·n_layer)), biases 0 and gains of
+        norms 1. Sources: the GPT-2 paper, section 2.3, OpenAI's released code for the 0.02, and `initializer_range` of
+        transformers' `LlamaConfig` and of Qwen3's.
+        """
+        if self.device.type == "meta":
+            return
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                is_residual = name.endswith(self.residual)
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        self.head_weight[self.config.vocab_size :] = 0
+
+    def run_blocks(
+        self,
+        blocks: nn.ModuleList,
+        x: torch.Tensor,
+        *inputs: object,
+        cache: Sequence[LayerCache] | None = None,
+    ) -> torch.Tensor:
+        """Returns the output of the last block. x: (B, T, C) -> (B, T, C); the other `inputs` are those of each block."""
+        for i, block in enumerate(blocks):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, *inputs, use_reentrant=False)
+            else:
+                x = block(x, *inputs, None if cache is None else cache[i])
+        return x
 
     def hidden(
         self,

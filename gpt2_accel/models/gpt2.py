@@ -10,14 +10,12 @@ embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded), S cached positions.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, gelu
@@ -199,30 +197,15 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """A GPT-2 language model. The head is tied to the token embedding `wte`."""
 
+    residual = ("c_proj",)
+
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
-        if self.device.type != "meta":
-            self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises weights to N(0, 0.02), scaled by 1/sqrt(2·n_layer) for projections onto the residual stream, and
-        biases to zero.
-
-        Source: the GPT-2 paper, section 2.3, and OpenAI's released code for the 0.02.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                is_residual = name.endswith("c_proj")
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
-                nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        self.wte.weight[self.config.vocab_size :] = 0
+        self.init_weights()
 
     def hidden(
         self,
@@ -237,12 +220,7 @@ class GPT(LanguageModel):
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        for i, block in enumerate(self.h):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, attention_mask, use_reentrant=False)
-            else:
-                x = block(x, attention_mask, None if cache is None else cache[i])
-        return x
+        return self.run_blocks(self.h, x, attention_mask, cache=cache)
 
     @property
     def final_norm(self) -> LayerNorm:

@@ -9,13 +9,11 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim,
 positions.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels.linear import Linear
@@ -216,6 +214,7 @@ class Llama(LanguageModel):
     """A Llama language model. A subclass may have another `attention`."""
 
     attention = Attention
+    residual = ("o_proj", "down_proj")
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
@@ -224,28 +223,9 @@ class Llama(LanguageModel):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if self.device.type != "meta":
-            self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises the weights.
-
-        | tensor | distribution | source |
-        |---|---|---|
-        | embedding, matrices, head | N(0, 0.02) | `initializer_range` of transformers' `LlamaConfig` and of Qwen3's |
-        | o_proj, down_proj | N(0, 0.02 / sqrt(2·n_layer)) | GPT-2 paper, section 2.3, for the residual stream |
-        | RMSNorm gains | 1 | arXiv:1910.07467 |
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                is_residual = name.endswith(("o_proj", "down_proj"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
-                nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-        self.embed_tokens.weight[self.config.vocab_size :] = 0
-        self.head_weight[self.config.vocab_size :] = 0
+        self.init_weights()
+        with torch.no_grad():
+            self.embed_tokens.weight[config.vocab_size :] = 0
 
     def hidden(
         self,
@@ -264,12 +244,7 @@ class Llama(LanguageModel):
             position_ids, config.head_dim, config.rope_theta, config.rope_scaling
         )
         angles = tuple(part.to(x.dtype) for part in angles)
-        for i, block in enumerate(self.layers):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, attention_mask, use_reentrant=False)
-            else:
-                x = block(x, angles, attention_mask, None if cache is None else cache[i])
-        return x
+        return self.run_blocks(self.layers, x, angles, attention_mask, cache=cache)
 
     @property
     def final_norm(self) -> RMSNorm:
