@@ -8,8 +8,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -234,35 +233,19 @@ def _probe_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
         return None
 
 
-@contextmanager
-def clear_panics() -> Iterator[None]:
-    """Raises `ValueError` for a panic of the `tokenizers` library in the block. Its own `PanicException` is no
-    `Exception`, so it would not be reported."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(
-            f"the tokenizer fails on a text ({first_line(error)}): a regular expression in its tokenizer.json is too "
-            "slow, use another tokenizer"
-        ) from error
-
-
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
 
-    Raises `ValueError` for a character that is not in the vocabulary, and for a regular expression that takes too long.
+    Raises `ValueError` for a character that is not in the vocabulary.
     """
-    with clear_panics():
-        try:
-            return tokenizer(list(texts), split_special_tokens=True, verbose=False)["input_ids"]
-        except Exception as error:  # the library raises nothing narrower
-            unknown = sorted(set("".join(texts)) - tokenizer.get_vocab().keys())
-            raise ValueError(
-                f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, or use a BPE or "
-                "byte tokenizer, which know every character"
-            ) from error
+    try:
+        return tokenizer(list(texts), split_special_tokens=True, verbose=False)["input_ids"]
+    except Exception as error:  # the library raises nothing narrower
+        unknown = sorted(set("".join(texts)) - tokenizer.get_vocab().keys())
+        raise ValueError(
+            f"the tokenizer does not know the characters {unknown[:10]}: take them out of the text, or use a BPE or "
+            "byte tokenizer, which know every character"
+        ) from error
 
 
 def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
@@ -350,13 +333,12 @@ def _render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: bool
 ) -> Mapping[str, list[int]]:
     """Returns what the chat template and the tokenizer make of a conversation."""
-    with clear_panics():
-        return tokenizer.apply_chat_template(
-            list(messages),
-            return_dict=True,
-            tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
-            **options,
-        )
+    return tokenizer.apply_chat_template(
+        list(messages),
+        return_dict=True,
+        tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
+        **options,
+    )
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:

@@ -18,13 +18,12 @@ from transformers import (
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
+from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_tokenizer,
     bytes_per_token,
     char_tokenizer,
-    conversation_tokens,
     encode,
     fingerprint,
     load_tokenizer,
@@ -193,27 +192,6 @@ def test_the_token_ids_are_those_of_tokenizer_json(parts, name, tmp_path):
     save_model(tokenizer, tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert encode(again, [PROBE]) == [ids]
-
-
-@pytest.mark.parametrize("bomb", ["(a+)+b", r"(\w+\s?)+$"], ids=["on some text", "on any text"])
-def test_a_slow_regular_expression_is_named(bomb, tmp_path):
-    """The library panics, and its `PanicException` is no `Exception`."""
-    text = "a" * 60 + "!"
-    split = pre_tokenizers.Split(Regex(bomb), "isolated")
-    write_files(changed(**splitting(split, byte_level(use_regex=False))), tmp_path / "model")
-    tokenizer = load_tokenizer(tmp_path / "model")
-    tokenizer.chat_template = CHATML
-    said = [{"role": "user", "content": text}]
-    for encodes in (
-        lambda: encode(tokenizer, [text]),
-        lambda: token_encoder(tokenizer)(text),
-        lambda: conversation_tokens(tokenizer, said),
-        lambda: prompt_tokens(tokenizer, said),
-    ):
-        with pytest.raises(
-            ValueError, match="a regular expression in its tokenizer.json is too slow"
-        ):
-            encodes()
 
 
 @pytest.mark.parametrize(

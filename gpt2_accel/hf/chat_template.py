@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gpt2_accel.hf.convert import build, conversion, model_tokenizer, padded
@@ -50,10 +51,7 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     if chatml or tokenizer.chat_template is None:
         tokenizer.chat_template = CHATML
         tokenizer.add_tokens([BEGIN_TURN, END_TURN], special_tokens=True)
-    if problem := template_problem(tokenizer):
-        raise ValueError(
-            f"the chat template of {name} cannot be trained with, {problem}: give --chatml, which replaces it by ChatML"
-        )
+    check_template(tokenizer, name)
     end = end_of_turn(tokenizer)
     others = (tokenizer.pad_token, tokenizer.eos_token, PADDING)
     padding = next(token for token in others if token not in (None, end))
@@ -64,25 +62,26 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     return tokenizer
 
 
-def template_problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Returns why a model cannot be trained with the tokenizer's chat template, None if it can be.
+def check_template(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
+    """Raises `ValueError` if the model `name` cannot be trained with the tokenizer's chat template.
 
     The conditions are those that TRL checks before it trains on the assistant's tokens, and that it marks all answers.
     """
     try:
         once, counts = conversation_tokens(tokenizer, TURN)
         twice, both = conversation_tokens(tokenizer, TURN + TURN)
+        same = np.array_equal(twice[: len(once)], once) and np.array_equal(
+            both[: len(once)], counts
+        )
+        if counts.any() and same and end_of_turn(tokenizer) is not None:
+            return
+        problem = ""
     except Exception as error:  # of the template's author
-        return f"since it fails on a question and an answer ({error})"
-    if not counts.any():
-        return "since it does not mark the assistant's tokens by {% generation %}"
-    if twice[: len(once)].tolist() != once.tolist():
-        return "since it renders a turn otherwise if another follows"
-    if both[: len(once)].tolist() != counts.tolist():
-        return "since it does not mark an answer if another follows"
-    if end_of_turn(tokenizer) is None:
-        return "since the token that ends the assistant's turn is not among those that it marks"
-    return None
+        problem = f" ({error})"
+    raise ValueError(
+        f"the chat template of {name} cannot be trained with{problem}: it has to mark each answer, with the token that "
+        "ends it, by {% generation %}, and to render a turn alike if another follows; --chatml replaces it by ChatML"
+    )
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> str | None:

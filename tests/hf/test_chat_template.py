@@ -77,37 +77,19 @@ def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "template, reason",
+    "template",
     [
-        (
-            OWN.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
-            "it does not mark",
-        ),
-        (
-            OWN.replace("Q: ", "Q of {{ messages | length }}: "),
-            "renders a turn otherwise if another",
-        ),
-        (
-            OWN.replace("<|stop|>{% endgeneration %}", "{% endgeneration %}<|stop|>"),
-            "not among those",
-        ),
-        (
-            OWN.replace("== 'assistant'", "== 'assistant' and loop.last")
-            .replace("Q: ", "{{ 'A: ' if m.role == 'assistant' else 'Q: ' }}")
-            .replace(
-                "}}\n{% endif", "}}{{ '<|stop|>' if m.role == 'assistant' else '\n' }}{% endif"
-            ),
-            "it does not mark an answer if another follows",
-        ),
-        ("{{ raise_exception('no users') }}", "fails on a question and an answer .no users"),
-        ("{% for %}", "fails on a question and an answer"),
+        OWN.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+        OWN.replace("Q: ", "Q of {{ messages | length }}: "),
+        OWN.replace("<|stop|>{% endgeneration %}", "{% endgeneration %}<|stop|>"),
+        "{{ raise_exception('no users') }}",
+        "{% for %}",
     ],
+    ids=["no marks", "another turn", "end not marked", "refuses", "no template"],
 )
-def test_a_template_that_cannot_be_trained_with(chat_base, template, reason, tmp_path):
+def test_a_template_that_cannot_be_trained_with(chat_base, template, tmp_path):
     folder = with_template(chat_base, tmp_path / "own", template)
-    with pytest.raises(
-        ValueError, match=rf"own cannot be trained with, since .*{reason}.*--chatml"
-    ):
+    with pytest.raises(ValueError, match="own cannot be trained with.*--chatml"):
         chat_tokenizer(folder)
     assert chat_tokenizer(folder, chatml=True).chat_template == CHATML
 

@@ -181,7 +181,7 @@ def chat() -> Iterator[Row]:
         (good, "--model {model} --sequence_length 9", "3 conversations of more tokens than"),
         (good, "--model {model} --sequence_length 999", "exceeds the 32 positions"),
         (good, "--model {data} --sequence_length 32", "is not a Hugging Face model"),
-        (good, "--model {chars_model} --sequence_length 32", "cannot be trained with, since"),
+        (good, "--model {chars_model} --sequence_length 32", "cannot be trained with"),
         (good, usual + " --split test", "the data set r.jsonl cannot be opened"),
         (good, "--sequence_length 32", "required: --model"),
     ):
