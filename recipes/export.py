@@ -1,6 +1,6 @@
 """Export a model as a GGUF file, for llama.cpp and Ollama.
 
-    python recipes/export.py --model runs/quickstart --dtype q8_0 --output quickstart.gguf
+    python recipes/export.py --model runs/quickstart --output quickstart.gguf
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id. The file holds the tokenizer, which has to
 be a byte-level BPE. For ONNX see docs/hub.md.
@@ -14,7 +14,7 @@ from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.files import atomic_files
 from gpt2_accel.hf.convert import from_pretrained
-from gpt2_accel.hf.gguf import DTYPES, write_gguf
+from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.tokenizer import load_tokenizer
 
 
@@ -22,21 +22,14 @@ from gpt2_accel.tokenizer import load_tokenizer
 class Export:
     model: str = required("run's folder, HF model directory or Hub id")
     output: str = required("file to write")
-    dtype: str = setting("f32", f"dtype of the weights: {', '.join(DTYPES)}")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         output = Path(self.output)
         if output.suffix == ".onnx":
             raise ValueError(
                 f"{output} is no GGUF file: write ONNX by optimum-cli export onnx --model {self.model} --task "
                 "text-generation FOLDER (docs/hub.md)"
-            )
-        if output.suffix == ".safetensors":
-            raise ValueError(
-                f"{output} would hold GGUF, not safetensors, which the model's folder has: choose another --output"
             )
         if not output.name or self.output.endswith("/"):
             raise ValueError(f"output is the path of a file to write, got {self.output!r}")
@@ -54,7 +47,7 @@ def main() -> None:
     model = from_pretrained(directory)
     with atomic_files(output.parent) as folder:
         tokenizer, name = load_tokenizer(directory), Path(config.model).name
-        write_gguf(model, tokenizer, folder / output.name, config.dtype, name)
+        write_gguf(model, tokenizer, folder / output.name, name)
         size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"The model is in {output}, {size / 1e6:,.1f} MB.")
 

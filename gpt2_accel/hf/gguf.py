@@ -1,6 +1,6 @@
 """Exports a model and its tokenizer as one GGUF file, for llama.cpp and programs built on it.
 
-Names, dtypes and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`, which does not know a tokenizer that
+Names and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`, which does not know a tokenizer that
 was trained here. llama.cpp uses the token embedding as the head where none is stored.
 """
 
@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -18,11 +17,9 @@ from gpt2_accel.models.rotary import rotary_frequencies
 from gpt2_accel.tokenizer import PROBE, check_vocabulary
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGUFWriter
     from transformers import PreTrainedTokenizerBase
 
-# dtype -> the file type in the metadata.
-DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 # llama.cpp's name of a word splitting -> GPT-2's, and SmolLM2's, which also takes digits apart.
 WORD_SPLITTINGS = {
@@ -32,18 +29,13 @@ WORD_SPLITTINGS = {
 
 
 def write_gguf(
-    model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
-    path: Path,
-    dtype: str = "f32",
-    name: str = "",
+    model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", path: Path, name: str = ""
 ) -> None:
-    """Writes the model in `dtype`, one of `DTYPES`, with its tokenizer. `name` is the model's name in the file.
+    """Writes the model in fp32 with its tokenizer. `name` is the model's name in the file.
 
-    Vectors and position embeddings stay fp32. In q8_0 a matrix whose rows are not a multiple of 32 numbers long is fp16.
-    Raises `ValueError` if the package gguf is missing, `dtype` is unknown, llama.cpp lacks some part of the model (the
-    exact GELU, a Qwen3's scaled rotary positions), a weight is NaN, infinite or too large for fp16, or llama.cpp would encode some text differently than
-    the tokenizer.
+    Raises `ValueError` if the package gguf is missing, llama.cpp lacks some part of the model (the exact GELU, a Qwen3's
+    scaled rotary positions), a weight is NaN or infinite, or llama.cpp would encode some text differently than the
+    tokenizer.
     """
     try:
         import gguf
@@ -51,12 +43,9 @@ def write_gguf(
         raise ValueError("GGUF files need gguf: pip install 'gguf>=0.17'") from error
 
     config = model.config
-    if dtype not in DTYPES:
-        raise ValueError(f"GGUF's dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     check_finite(model)
     check_vocabulary(tokenizer, config.vocab_size, name or "the model")
     splitting = word_splitting(tokenizer)
-    tensors = gguf_tensors(model, dtype)
     writer = gguf.GGUFWriter(path, config.architecture)
     values = {
         "type": "model",
@@ -66,33 +55,26 @@ def write_gguf(
         "embedding_length": config.n_embd,
         "head_count": config.n_head,
         **conversion(config.architecture).gguf(config),
-        "file_type": gguf.LlamaFileType[DTYPES[dtype]],
+        "file_type": gguf.LlamaFileType.ALL_F32,
         "quantization_version": gguf.GGML_QUANT_VERSION,
     }
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
     add_tokenizer(writer, tokenizer, splitting, config.vocab_size)
-    for key, (tensor, kind) in tensors.items():
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        bytes_needed = tensor.numel() // block * size
-        writer.add_tensor_info(key, tensor.shape, np.dtype(np.float32), bytes_needed, kind)
+    for key, tensor in gguf_tensors(model).items():
+        writer.add_tensor(key, tensor.detach().to("cpu", torch.float32).contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for key, (tensor, kind) in tensors.items():  # one at a time: no second copy of the weights
-        writer.write_tensor_data(quantized(tensor, kind, key))
+    writer.write_tensors_to_file()
     writer.close()
 
 
-def gguf_tensors(
-    model: LanguageModel, dtype: str
-) -> "dict[str, tuple[torch.Tensor, GGMLQuantizationType]]":
-    """Returns the weights by their GGUF name, as Linear weights, each with its type of numbers."""
+def gguf_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
+    """Returns the weights by their GGUF name, as Linear weights."""
     import gguf
 
     config, table = model.config, conversion(model.config.architecture)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.architecture.upper()], config.n_layer)
-    kinds = gguf.GGMLQuantizationType
     tensors = {}
     for key, tensor in to_hf(model).items():
         if key.endswith(table.transposed):
@@ -100,32 +82,14 @@ def gguf_tensors(
         if key.endswith(table.gguf_interleaved):
             halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D/2, C)
             tensor = halves.transpose(1, 2).flatten(0, 2)
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        kind = kinds[dtype.upper()]
-        if tensor.ndim == 1 or name.startswith("position_embd"):
-            kind = kinds.F32
-        elif tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = kinds.F16
-        tensors[name] = (tensor, kind)
+        tensors[names.get_name(key, try_suffixes=(".weight", ".bias"))] = tensor
     if getattr(config, "rope_scaling", None):
         plain, scaled = (
             rotary_frequencies(config.head_dim, config.rope_theta, scaling)
             for scaling in (None, config.rope_scaling)
         )
-        tensors["rope_freqs.weight"] = (plain / scaled, kinds.F32)
+        tensors["rope_freqs.weight"] = plain / scaled
     return tensors
-
-
-def quantized(tensor: torch.Tensor, kind: "GGMLQuantizationType", key: str) -> np.ndarray:
-    """Converts a weight to the bytes of a GGUF tensor. Raises `ValueError` if it is too large for fp16."""
-    import gguf
-
-    array = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
-    with np.errstate(over="ignore"):
-        found = gguf.quantize(array, kind)
-    if found.dtype == np.float16 and not np.isfinite(found).all():
-        raise ValueError(f"{key} has numbers that fp16 cannot hold: export it as bf16 or f32")
-    return found
 
 
 # The tokenizer

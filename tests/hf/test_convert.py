@@ -22,14 +22,6 @@ def hf_model(**changes) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def test_logits_of_an_hf_model_equal_ours(tmp_path):
-    hf = hf_model(activation_function="gelu_pytorch_tanh")
-    hf.save_pretrained(tmp_path)
-    ours = from_pretrained(tmp_path).eval()
-    assert torch.equal(ours(INPUT_IDS), hf(INPUT_IDS).logits)
-
-
-@torch.no_grad()
 def test_logits_of_openais_activation_agree_to_rounding(tmp_path):
     hf = hf_model(activation_function="gelu_new")
     hf.save_pretrained(tmp_path)

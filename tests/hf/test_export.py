@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.hf.gguf import DTYPES, write_gguf
+from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.models.rotary import RotaryScaling
@@ -25,8 +25,7 @@ NASTY = (
     "I'll he'LL don't\n\n\t x=1234567;  日本語 ☃️🦙👩‍👧 café naïve \u00a0\u3000\u200b ½²٣ …—"
     "  the cat   \r\n  #include <a.h> \x00\x7f <|endoftext|>  <|end "
 )
-# The largest difference of a logit, as a share of the largest logit; measured: 4e-7, 7e-4, 5e-3, 2e-2.
-TOLERANCES = {"f32": 2e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 4e-2}
+TOLERANCE = 2e-6  # largest difference of a logit, as a share of the largest logit; measured: 4e-7
 
 
 def random_model(vocab_size, **options):
@@ -35,7 +34,7 @@ def random_model(vocab_size, **options):
 
 
 def random_llama(kind, vocab_size, **changes):
-    """A Llama or Qwen3 whose rows are too short for q8_0 blocks in some matrices only."""
+    """A Llama or Qwen3 with random weights."""
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
     return randomized(kind(vocab_size, 48, **sizes | changes).build())
 
@@ -60,17 +59,15 @@ def test_transformers_reads_the_same_tokens_and_logits_from_gguf(bias, tmp_path)
     tokenizer = own_bpe()
     model = random_model(len(tokenizer), bias=bias)
     ids = torch.randint(0, len(tokenizer), (2, 40))
-    for dtype in DTYPES:
-        path = tmp_path / f"{dtype}.gguf"
-        write_gguf(model, tokenizer, path, dtype)
-        # transformers does not read the number of positions from a GPT-2's GGUF file.
-        found = AutoModelForCausalLM.from_pretrained(
-            tmp_path, gguf_file=path.name, dtype=torch.float32, n_positions=SHAPE["n_positions"]
-        )
-        with torch.no_grad():
-            expected, logits = model(ids), found.eval()(ids).logits
-        error = (logits - expected).abs().max() / expected.abs().max()
-        assert error < TOLERANCES[dtype], dtype
+    path = tmp_path / "a.gguf"
+    write_gguf(model, tokenizer, path)
+    # transformers does not read the number of positions from a GPT-2's GGUF file.
+    found = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32, n_positions=SHAPE["n_positions"]
+    )
+    with torch.no_grad():
+        expected, logits = model(ids), found.eval()(ids).logits
+    assert (logits - expected).abs().max() < TOLERANCE * expected.abs().max()
     assert_same_tokens(read_tokenizer(path), tokenizer)
 
 
@@ -87,16 +84,15 @@ def test_transformers_reads_a_llama_from_gguf(tied, kind, tmp_path):
     tokenizer, name = own_bpe(), kind.architecture
     model = random_llama(kind, 280, tied=tied)
     ids = torch.randint(0, 280, (2, 40))
-    for dtype, tolerance in TOLERANCES.items():
-        write_gguf(model, tokenizer, tmp_path / "a.gguf", dtype)
-        # transformers does not read the channels of a head from a Qwen3's GGUF file.
-        read = AutoModelForCausalLM.from_pretrained(
-            tmp_path, gguf_file="a.gguf", dtype=torch.float32, head_dim=16
-        ).eval()
-        assert read.config.model_type == name and read.config.tie_word_embeddings == tied
-        with torch.no_grad():
-            expected, found = model(ids), read(ids).logits
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max(), dtype
+    write_gguf(model, tokenizer, tmp_path / "a.gguf")
+    # transformers does not read the channels of a head from a Qwen3's GGUF file.
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", dtype=torch.float32, head_dim=16
+    ).eval()
+    assert read.config.model_type == name and read.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        expected, found = model(ids), read(ids).logits
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
     assert_same_tokens(read_tokenizer(tmp_path / "a.gguf"), tokenizer)
     found = metadata(tmp_path / "a.gguf")
     assert found[f"{name}.attention.head_count_kv"] == 2
@@ -127,13 +123,13 @@ def metadata(path):
 
 
 def test_metadata_and_tensors_follow_llama_cpps_converter(tmp_path):
-    """llama.cpp reads a GPT-2 with these keys, with these dtypes; rows without a token are unused tokens."""
+    """llama.cpp reads a GPT-2 with these keys; rows without a token are unused tokens."""
     tokenizer = own_bpe()
     tokenizer.chat_template = "{{ messages }}"
-    write_gguf(random_model(300, n_embd=40), tokenizer, tmp_path / "a.gguf", "q8_0", "mine")
+    write_gguf(random_model(300, n_embd=40), tokenizer, tmp_path / "a.gguf", "mine")
     found = metadata(tmp_path / "a.gguf")
     assert found["general.architecture"] == "gpt2" and found["general.name"] == "mine"
-    assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    assert found["general.file_type"] == gguf.LlamaFileType.ALL_F32
     assert found["gpt2.context_length"] == 48 and found["gpt2.feed_forward_length"] == 160
     assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
     assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == "gpt-2"
@@ -149,10 +145,7 @@ def test_metadata_and_tensors_follow_llama_cpps_converter(tmp_path):
     ]
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert "output.weight" not in tensors  # tied
-    dtypes = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
-    assert dtypes["token_embd.weight"] == dtypes["blk.0.ffn_up.weight"] == "F16"  # rows of 40
-    assert dtypes["blk.1.ffn_down.weight"] == "Q8_0"  # rows of 160
-    assert dtypes["position_embd.weight"] == dtypes["blk.0.attn_qkv.bias"] == "F32"
+    assert {tensor.tensor_type.name for tensor in tensors.values()} == {"F32"}
     assert list(tensors["blk.0.attn_qkv.weight"].shape) == [40, 120]  # in, out
 
 
@@ -201,10 +194,6 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
     exact = random_model(280, gelu="none")
     with pytest.raises(ValueError, match="exact GELU, but GGUF's GPT-2 has the tanh"):
         write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
-    large = random_model(280)
-    large.h[0].mlp.c_fc.weight.data[0, 0] = 1e5
-    with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight has numbers that fp16 cannot"):
-        write_gguf(large, own_bpe(), tmp_path / "a.gguf", "f16")
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):
@@ -231,7 +220,7 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path):
     output = tmp_path / "new/tiny.gguf"
     killed = output.with_name(f".files.{socket.gethostname()}.4194304.0.partial")
     killed.mkdir(parents=True)
-    flags = ("--model", saved, "--dtype", "bf16", "--output", output)
+    flags = ("--model", saved, "--output", output)
     done = export(*flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"The model is in {output}, 0.") and done.stderr == ""
