@@ -32,7 +32,7 @@ def main() -> None:
     engine = config.engine(Path("runs") / path.stem)
     from gpt2_accel.study.compare import compare, dry_run
     from gpt2_accel.study.engine import require_study
-    from gpt2_accel.study.outcome import as_text, write_page
+    from gpt2_accel.study.outcome import comparison_page
     from gpt2_accel.study.study_file import read_study
 
     study = read_study(path, Path(__file__).parent)
@@ -43,8 +43,9 @@ def main() -> None:
         return
     require_study()
     outcome = compare(study, engine)
-    print(as_text(outcome))
-    print(f"\n{write_page(outcome, engine, path.stem)}\n{engine.table}")
+    page = comparison_page(outcome, engine, path.stem)
+    print("\n\n".join(page.text))
+    print(f"\n{page.save(engine.folder, 'study.html')}\n{engine.table}")
     if outcome.failed:
         sys.exit(1)
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.estimate.flops import duration
 from gpt2_accel.estimate.law import LEARNING_RATE, MAX_EPOCHS
 from gpt2_accel.files import write_json
 from gpt2_accel.report.page import markdown
 from gpt2_accel.study.engine import require_study
 from gpt2_accel.study.options import EngineOptions
+from gpt2_accel.study.outcome import RUNS, run_rows, scaling_page
 from gpt2_accel.study.scaling import SIDE, Grid, needed, train_grid
-from gpt2_accel.study.scaling_outcome import RUNS, as_text, run_rows, write_page
 from gpt2_accel.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
@@ -71,18 +70,15 @@ def main() -> None:
     grid, target = config.grid(engine.precision), config.target_flops
     if config.dry_run:
         runs = needed(grid, engine)
-        trial = grid.runs(grid.budgets[-1], engine)[SIDE].trial
-        speed = engine.tokens_per_second(trial) * trial.flops_per_token * len(engine.slots)
-        seconds = sum(run.budget for run in runs if not engine.knows(run.trial)) / speed
-        print(markdown(RUNS, run_rows(runs)))
-        print(
-            f"\n{duration(seconds)} for the missing ones at {speed:.3g} FLOP/s, without evaluations. A budget may need more sizes."
-        )
+        left = [run.trial for run in runs if not engine.knows(run.trial)]
+        largest = grid.runs(grid.budgets[-1], engine)[SIDE].trial
+        print(f"{markdown(RUNS, run_rows(runs))}\n\n{engine.forecast(left, largest)}")
         return
     require_study()
     outcome = train_grid(grid, engine)
-    print(as_text(outcome, target))
-    files = [engine.table, write_page(outcome, engine.folder, target)]
+    page = scaling_page(outcome, target)
+    print("\n\n".join(page.text))
+    files = [engine.table, page.save(engine.folder, "scaling.html")]
     if outcome.law is not None:
         write_json(path := engine.folder / "law.json", asdict(outcome.law))
         files.append(path)

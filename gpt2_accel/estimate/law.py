@@ -117,13 +117,19 @@ class FittedLaw:
     flops: float
     learning_rate: float
 
+    @property
+    def has_best(self) -> bool:
+        """Whether a number of FLOPs has a best size: no term is missing."""
+        _, A, _, B, _ = self.law
+        return A > 0 and B > 0
+
     def tokens(self, N: float) -> float:
         """Returns the D at which N is the best size, with FLOPs in proportion to N·D (Hoffmann et al., 2022, eq. 4).
 
         Raises `ValueError` if the law has no such D, because a term is missing.
         """
         _, A, alpha, B, beta = self.law
-        if not (A > 0 and B > 0):
+        if not self.has_best:
             raise ValueError("the law has no best size, since a term is 0: fit it to more runs")
         return math.exp(min(math.log(beta * B * N**alpha / (alpha * A)) / beta, 700))
 

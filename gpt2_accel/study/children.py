@@ -24,7 +24,6 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.files import digest, first_line
 from gpt2_accel.runtime.signals import end_with_parent
 
-LOST = 255  # the exit code of a child whose fork server was killed
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
 PACKAGE = Path(gpt2_accel.__file__).parent
 FORKS = multiprocessing.get_context("forkserver")

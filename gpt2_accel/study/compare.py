@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpt2_accel.estimate.flops import duration
 from gpt2_accel.report.figures import short_number
 from gpt2_accel.report.page import markdown
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import Verdict, interval, judge
-from gpt2_accel.study.study_file import StudyFile, share
+from gpt2_accel.study.study_file import StudyFile
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 from gpt2_accel.study.tune import Tuning, pruner_of
 
@@ -43,38 +42,41 @@ class Comparison:
         """Returns the difference of a variant to the baseline for each seed with which neither diverged."""
         return [a - b for a, b in self.pairs(variant, budget) if math.isfinite(a - b)]
 
-    def verdict(self, variant: str, budget: float | None) -> Verdict | None:
-        """Returns the verdict on a variant; None for the baseline, or if no pair of runs is there.
+    def verdict(self, variant: str, budget: float | None) -> Verdict:
+        """Returns the verdict on a variant, or that it is the baseline.
 
         If more or fewer of its runs diverged than of the baseline's, the verdict says that, not better or worse.
         """
         if variant == self.study.baseline:
-            return None
+            return Verdict(math.nan, math.nan, "baseline")
         more = sum(math.isinf(a) - math.isinf(b) for a, b in self.pairs(variant, budget))
         if more:
-            return Verdict(math.inf, math.inf, f"diverged {'more' if more > 0 else 'less'} often")
-        differences = self.differences(variant, budget)
-        return judge(differences) if differences else None
+            return Verdict(math.nan, math.nan, f"diverged {'more' if more > 0 else 'less'} often")
+        return judge(self.differences(variant, budget))
 
     def token_share(self, variant: str) -> str | None:
         """Returns the share of the baseline's tokens, in the largest budget, with which a variant reaches the baseline's
         metric, as text: mean over the seeds and half the width of the 95% interval, or a bound if a seed reaches it outside
         of the budgets. Interpolates over the logarithm of the tokens. None with one budget, or if a run is missing."""
-        budgets, name = self.study.budgets, self.study.metric
-        goals = self.results[self.study.baseline, budgets[-1]]
-        rows = [*zip(*(self.results[variant, budget] for budget in budgets), strict=True)]
-        if variant == self.study.baseline or len(budgets) < 2 or None in {*goals, *sum(rows, ())}:
+        budgets = self.study.budgets
+        losses = np.array([self.values(variant, budget) for budget in budgets])
+        goals = np.array(self.values(self.study.baseline, budgets[-1]))
+        if (
+            variant == self.study.baseline
+            or len(budgets) < 2
+            or np.isnan(losses.sum() + goals.sum())
+        ):
             return None
-        shares, bound = [], ""
-        for goal, row in zip(goals, rows, strict=True):
-            losses = np.minimum.accumulate([result.metric(name) for result in row])
-            tokens = [math.log(result.tokens / goal.tokens) for result in row]
-            if goal.metric(name) < losses[-1]:
-                return f"> {math.exp(tokens[-1]):.0%}"
-            bound = "< " if goal.metric(name) > losses[0] else bound
-            shares.append(math.exp(np.interp(-goal.metric(name), -losses, tokens)))
-        mean, half = interval(shares)
-        return f"{bound}{mean:.0%}" if bound else f"{mean:.1%} ± {half:.1%}"
+        lowest, last = np.minimum.accumulate(losses), self.results[self.study.baseline, budgets[-1]]
+        tokens = [self.results[variant, budget][0].tokens / last[0].tokens for budget in budgets]
+        if (goals < lowest[-1]).any():
+            return f"> {tokens[-1]:.0%}"
+        logs = [
+            np.interp(-goal, -own, np.log(tokens))
+            for goal, own in zip(goals, lowest.T, strict=True)
+        ]
+        mean, half = interval(np.exp(logs).tolist())
+        return f"< {mean:.0%}" if (goals > lowest[0]).any() else f"{mean:.1%} ± {half:.1%}"
 
 
 def compare(study: StudyFile, engine: Engine) -> Comparison:
@@ -83,9 +85,8 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
 
     def loss(trial: Trial) -> float | None:
         id = with_budget(study, trial, study.budgets[-1]).id
-        found = engine.results.get(id)
-        if found is not None:
-            return found.metric(study.metric)
+        if id in engine.results:
+            return engine.results[id].metric(study.metric)
         return math.inf if id in engine.failed else engine.pruned.get(id)
 
     for name in trials if study.axes else []:
@@ -126,13 +127,11 @@ def first_trials(study: StudyFile, engine: Engine) -> dict[str, Trial]:
     found = {}
     for name, own in study.variants.items():
         changes = {**study.settings, **own}
-        if "warmup_steps" in own:
-            changes.pop(WARMUP, None)
         warmup = changes.pop(WARMUP, None)
         try:
-            found[name] = trial = read_trial(study.recipe, changes, engine.precision)
-            if warmup is not None:
-                found[name] = trial.changed(**{WARMUP: share(warmup)})
+            trial = read_trial(study.recipe, changes, engine.precision)
+            if warmup is not None and "warmup_steps" not in own:
+                trial = trial.changed(**{WARMUP: float(warmup)})
             assert trial.flops_per_token  # raises for a model that is not possible
             if not trial.config.eval_every:
                 raise ValueError("eval_every is 0, so a run has no val/loss: set it above 0")
@@ -140,6 +139,7 @@ def first_trials(study: StudyFile, engine: Engine) -> dict[str, Trial]:
                 raise ValueError(f"{ending} ends a run before its budget: set it to 0")
         except ValueError as error:
             raise ValueError(f"variant {name}: {error}") from error
+        found[name] = trial
     return found
 
 
@@ -152,23 +152,14 @@ def with_budget(study: StudyFile, trial: Trial, budget: float | None) -> Trial:
 
 
 def dry_run(study: StudyFile, engine: Engine) -> str:
-    """Returns the runs of a study as a table, and the time of those that are not recorded by the measured speed of the
-    baseline. Trains nothing else."""
-    runs, rows, left = runs_of(study, first_trials(study, engine)), {}, []
-    for (name, budget), own in runs.items():
-        tuning = [own[0]] * study.trials if budget == study.budgets[-1] else []
-        left += tuning + [trial for trial in own if not engine.knows(trial)]
-        rows[f"{name}, {short_number(own[0].tokens)} tokens"] = [
-            f"{len(own)}" + f" and {len(tuning)} to tune" * bool(tuning),
-            f"{own[0].config.max_steps:,}",
-            f"{own[0].flops:.3g}",
-        ]
-    table = markdown(["variant", "runs", "updates of each", "FLOPs of each"], rows)
-    if not left:
-        return f"{table}\n\nall runs are recorded"
-    first, total = runs[study.baseline, study.budgets[-1]][0], sum(trial.flops for trial in left)
-    speed = engine.tokens_per_second(first) * first.flops_per_token * len(engine.slots)
-    return (
-        f"{table}\n\n{len(left)} runs are not recorded: {total:.3g} FLOPs, {duration(total / speed)} with {len(engine.slots)} at a "
-        "time, by the measured speed of a run alone, without evaluations"
-    )
+    """Returns the runs of a study as a table, and the time of those that are not recorded. Trains nothing else."""
+    runs, rows = runs_of(study, first_trials(study, engine)), {}
+    left = [trial for own in runs.values() for trial in own if not engine.knows(trial)]
+    for (name, budget), (first, *more) in runs.items():
+        if budget == study.budgets[-1]:
+            left += [first] * study.trials  # of the tuning
+        title = f"{name}, {short_number(first.tokens)} tokens"
+        rows[title] = [f"{len(more) + 1}", f"{first.config.max_steps:,}", f"{first.flops:.3g}"]
+    heads = ["variant", "runs", "updates of each", "FLOPs of each"]
+    first = runs[study.baseline, study.budgets[-1]][0]
+    return f"{markdown(heads, rows)}\n\n{engine.forecast(left, first)}"

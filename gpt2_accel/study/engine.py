@@ -22,6 +22,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from gpt2_accel.checkpoint.find import read_status
+from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import first_line, lock_folder, read_json_lines, remove
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
@@ -49,7 +50,6 @@ HEARTBEAT = 10  # seconds between Optuna's signs of life of a run in the databas
 STALE = 120  # seconds without one after which other drivers take a run
 PARTS = 10  # of a run, after which the pruner judges it
 PROBE = 40  # updates that measure the speed of training
-SHARED = "start each with --storage postgresql://USER@HOST/DATABASE, to share it (docs/studies.md)"
 LOG = "log.txt"  # in a run's folder: its terminal output
 
 
@@ -135,7 +135,7 @@ class Engine:
         try:
             with ExitStack() as stack:
                 if self.storage is None:
-                    self._lock(stack)
+                    stack.enter_context(lock_folder(self.folder))
                 stop = stack.enter_context(StopRequest())
                 self._train(trials, self._open(name, pruner), stop)
         except StorageInternalError as error:
@@ -143,12 +143,6 @@ class Engine:
             raise ValueError(
                 f"the database does not answer ({problem}): the same command continues"
             ) from error
-
-    def _lock(self, stack: ExitStack) -> None:
-        try:
-            stack.enter_context(lock_folder(self.folder))
-        except OSError as error:
-            raise error if error.errno else OSError(f"{error}, or {SHARED}") from error
 
     def _open(self, name: str, pruner: "BasePruner | None") -> "Study":
         """Returns the Optuna study `name`."""
@@ -265,18 +259,25 @@ class Engine:
         recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
         return children.start(children.train_recipe, *recipe, slot, self.processes, folder / LOG)
 
-    def tokens_per_second(self, trial: Trial) -> float:
-        """Returns the tokens per second of a run that trains alone, over the second half of `PROBE` updates. Raises
-        `ValueError` if it fails."""
+    def forecast(self, left: Sequence[Trial], sample: Trial) -> str:
+        """Returns the time that the trials that are `left` take, by the speed of `sample`, which trains alone: over the second
+        half of `PROBE` updates. Raises `ValueError` if it fails."""
+        if not left:
+            return "all runs are recorded"
         off = {"eval_every": 0, "sample_every": 0, "save_every": 0, "log_every": PROBE // 2}
-        probe = trial.lasting(PROBE).changed(**off)
+        probe = sample.lasting(PROBE).changed(**off)
         with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as name:
             process, folder = self.child(probe, Path(name), self.slots[0]), Path(name)
             process.join()
             lines = read_json_lines(folder / "metrics.jsonl")
             if process.exitcode or not lines:
                 raise ValueError(f"the speed was not measured: {last_line(folder / LOG)}")
-        return lines[-1]["train/tokens_per_second"]
+        total, count = sum(trial.flops for trial in left), len(self.slots)
+        speed = lines[-1]["train/tokens_per_second"] * sample.flops_per_token * count
+        return (
+            f"{len(left)} runs are not recorded: {total:.3g} FLOPs, {duration(total / speed)} with {count} at a time, by the "
+            "measured speed of a run alone, without evaluations"
+        )
 
 
 def is_twin(entry: "OptunaTrial") -> bool:
@@ -313,8 +314,7 @@ def ending(trial: Trial, folder: Path, code: int) -> tuple[Result | None, str]:
         return None, ""
     if code < 0:
         return None, f"killed by {signal.Signals(-code).name}"
-    lost = code == children.LOST and "it was lost with the fork server"
-    return None, lost or last or f"exit code {code}"
+    return None, last or f"exit code {code}"
 
 
 def last_line(path: Path) -> str:

@@ -29,8 +29,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 class Verdict:
     """What the paired differences of a variant's metric to the baseline's say; lower is better.
 
-    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal, "diverged more often"
-    or "diverged less often", both without an interval, or "not distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
+    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal; "baseline", "no pair of
+    runs", "diverged more often" or "diverged less often", all with NaN for an interval; or "not distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
     None if it is above `MOST_SEEDS` or there is one pair only.
     """
 
@@ -50,7 +50,9 @@ class Verdict:
 
 
 def judge(differences: Sequence[float]) -> Verdict:
-    """Returns the verdict on the differences of at least one pair of runs with the same seed."""
+    """Returns the verdict on the differences of pairs of runs with the same seed."""
+    if not differences:
+        return Verdict(math.nan, math.nan, "no pair of runs")
     mean, half = interval(differences)
     if len(differences) > 1 and not any(differences):
         return Verdict(0.0, 0.0, "equal")

@@ -1,31 +1,59 @@
-"""The outcome of a comparison: as text and as a page."""
+"""The pages of a comparison and of a scaling study, which are also printed."""
 
 import math
-from functools import partial
-from pathlib import Path
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, bootstrap_interval, holds, loss_of
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.report.figures import (
     COLOURS,
     INK,
     WIDE,
+    add_legend,
     finish_axes,
     new_figure,
-    set_title,
     short_number,
 )
-from gpt2_accel.report.page import Page, bullets, markdown, save_page, table
+from gpt2_accel.report.page import Page
 from gpt2_accel.study.compare import Comparison
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import interval
+from gpt2_accel.study.scaling import FEWEST_BUDGETS, FEWEST_RUNS, SIDE, Run, Scaling, lowest
 from gpt2_accel.study.study_file import METRICS
 from gpt2_accel.study.trials import caveats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+RUNS = ("run", "val/loss", "parameters", "tokens")
+BEST = ("n_layer", "n_head", "n_embd", "total_batch_size", "max_steps")  # what `--law` needs
+
+
+def comparison_page(outcome: Comparison, engine: Engine, title: str) -> Page:
+    """Returns the page of a comparison: tables by budget, remarks, pictures. Needs matplotlib."""
+    page, study = Page(title), outcome.study
+    heads = ("variant", "verdict", "difference to the baseline", METRICS[study.metric], "tokens")
+    for budget in study.budgets:
+        page.section(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
+        page.table(heads, verdict_rows(outcome, budget))
+    page.section("Remarks")
+    used = {result for own in outcome.results.values() for result in own if result}
+    caveat = caveats(study.recipe, used, outcome.failed)
+    settings = [
+        f"{name}: {study.recipe.stem} with "
+        + ", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())
+        for name, own in study.variants.items()
+    ]
+    page.bullets([*shares(outcome), *tunings(outcome), *caveat, *settings])
+    page.section("Largest budget")
+    if len(study.variants) > 1:
+        caption = "Difference to the baseline: the mean, its 95% interval, and each pair of seeds."
+        page.picture("differences", differences_figure(outcome), caption)
+    page.picture("curves", curves_figure(outcome, engine), "Validation loss of each run.")
+    return page
 
 
 def plus_minus(mean: float, half: float, form: str = ".4f") -> str:
@@ -33,135 +61,166 @@ def plus_minus(mean: float, half: float, form: str = ".4f") -> str:
     return f"{mean:{form}}" + ("" if math.isinf(half) else f" ± {half:{form.lstrip('+')}}")
 
 
-def rows_of(outcome: Comparison, budget: float | None) -> dict[str, list[str]]:
+def verdict_rows(outcome: Comparison, budget: float | None) -> dict[str, list[str]]:
     """Returns the cells of a table for one budget, by variant: verdict, difference to the baseline, metric, tokens."""
     rows = {}
     for name in outcome.study.variants:
-        results, values = outcome.results[name, budget], outcome.values(name, budget)
-        finite, verdict = [*filter(math.isfinite, values)], outcome.verdict(name, budget)
-        counts = {"diverged": sum(map(math.isinf, values)), "missing": results.count(None)}
+        values, verdict = outcome.values(name, budget), outcome.verdict(name, budget)
+        finite = [*filter(math.isfinite, values)]
+        counts = {"diverged": sum(map(math.isinf, values)), "missing": sum(map(math.isnan, values))}
         notes = [f"{count} {what}" for what, count in counts.items() if count]
-        differs = verdict is not None and math.isfinite(verdict.mean)
         rows[name] = [
-            str(verdict or ("baseline" if name == outcome.study.baseline else "no pair of runs")),
-            plus_minus(verdict.mean, verdict.half, "+.4f") if differs else "",
+            str(verdict),
+            plus_minus(verdict.mean, verdict.half, "+.4f") if math.isfinite(verdict.mean) else "",
             ", ".join([plus_minus(*interval(finite)) if finite else "none", *notes]),
-            next((short_number(result.tokens) for result in results if result), ""),
+            next((short_number(r.tokens) for r in outcome.results[name, budget] if r), ""),
         ]
     return rows
 
 
-def tables(outcome: Comparison) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
-    """Returns the heads and the rows of a table for each budget, by title."""
+def shares(outcome: Comparison) -> list[str]:
+    """Returns the share of tokens of each variant, where it is known."""
     study = outcome.study
-    heads = ["verdict", "difference to the baseline", METRICS[study.metric], "tokens"]
-    return {
-        f"{study.unit}: {short_number(budget)}" if budget else "Verdict": (
-            heads,
-            rows_of(outcome, budget),
-        )
-        for budget in study.budgets
-    }
+    found = {name: outcome.token_share(name) for name in study.variants}
+    return [
+        f"{name} reaches the {study.metric} of {study.baseline} with {share} of its tokens"
+        for name, share in found.items()
+        if share
+    ]
 
 
-def remarks(outcome: Comparison) -> list[str]:
-    """Returns remarks on shares of tokens, tuning, chance, other code and failures."""
-    study, lines = outcome.study, []
-    for name in study.variants:
-        if found := outcome.token_share(name):
-            lines.append(
-                f"{name} reaches the {study.metric} of {study.baseline} with {found} of its tokens"
-            )
+def tunings(outcome: Comparison) -> list[str]:
+    """Returns what the tuning of each variant chose."""
+    lines = []
     for name, tuning in outcome.tuned.items():
-        best, ends = tuning.best().resolved, ", ".join(tuning.at_end())
+        best = tuning.best().resolved
         chosen = ", ".join(f"{axis} {best[axis]}" for axis in tuning.axes)
         lines.append(f"{name}: {len(tuning.tried())} trials chose {chosen}")
-        if ends:
-            lines.append(
-                f"{name}: the best {ends} is at the end of its axis: extend it before you judge"
-            )
-    count = (len(study.variants) - 1) * len(study.budgets)
-    if count > 1:
-        lines.append(
-            f"of {count} comparisons of equal variants, {round(0.05 * count, 2):g} are called better or worse by chance"
-        )
-    used = {result for own in outcome.results.values() for result in own if result}
-    return lines + caveats(study.recipe, used, outcome.failed)
+        if ends := ", ".join(tuning.at_end()):
+            lines.append(f"{name}: the best {ends} is at the end of its axis: extend it")
+    return lines
 
 
-def as_text(outcome: Comparison) -> str:
-    """Returns the outcome as Markdown tables, one per budget, and lines of remarks."""
-    parts = [
-        f"{title}\n\n{markdown(['variant', *heads], rows)}"
-        for title, (heads, rows) in tables(outcome).items()
-    ]
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in remarks(outcome))])
-
-
-def write_page(outcome: Comparison, engine: Engine, name: str) -> Path:
-    """Writes `study.html`, with the heading `name`, into the study's folder; returns its path. Needs matplotlib."""
-    page, study = Page(), outcome.study
-    for title, own in tables(outcome).items():
-        page.section(title, table(*own))
-    page.section("Remarks", bullets(remarks(outcome)))
-    if len(study.variants) > 1:
-        caption = "The mean difference to the baseline, its 95% interval, and the difference of each pair of seeds."
-        draw = partial(differences_figure, outcome)
-        page.section("Differences", page.picture("differences", draw, caption))
-    if curves := curves_of(outcome, engine):
-        caption = "Runs of the largest budget: the mean over the seeds, and a band from the lowest to the highest."
-        draw = partial(curves_figure, curves)
-        page.section("Curves", page.picture("curves", draw, caption))
-    settings = {
-        name: [", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())]
-        for name, own in study.variants.items()
-    }
-    page.section("Settings", table([f"changes to {study.recipe.name}"], settings))
-    return save_page(page, name, engine.folder, "study.html")
-
-
-def differences_figure(outcome: Comparison, width: float) -> "Figure":
+def differences_figure(outcome: Comparison) -> "Figure":
     """Draws the interval of each variant's difference to the baseline in the largest budget, with its pairs as points."""
-    budget = outcome.study.budgets[-1]
-    others = [name for name in outcome.study.variants if name != outcome.study.baseline]
-    names = [name for name in others if outcome.differences(name, budget)]
-    figure, [[ax]] = new_figure(width, 0.9 + 0.5 * len(names))
-    for place, name in enumerate(names):
-        points, colour = outcome.differences(name, budget), COLOURS[place % len(COLOURS)]
-        mean, half = interval(points)
+    study = outcome.study
+    found = {name: outcome.differences(name, study.budgets[-1]) for name in study.variants}
+    found = {name: own for name, own in found.items() if own and name != study.baseline}
+    figure, ax = new_figure(f"difference to {study.baseline}", WIDE, 1.0 + 0.4 * len(found))
+    for place, (points, colour) in enumerate(zip(found.values(), cycle(COLOURS), strict=False)):
         ax.plot(points, [place] * len(points), "|", color=colour, markersize=9, alpha=0.6)
+        mean, half = interval(points)
         half = None if math.isinf(half) else half
         ax.errorbar(mean, place, xerr=half, fmt="o", color=colour, capsize=4, markersize=5)
     ax.axvline(0, color=INK, linewidth=1)
-    ax.set_yticks(range(len(names)), names)
+    ax.set_yticks(range(len(found)), [*found])
     ax.invert_yaxis()
-    ax.set_xlabel(f"{METRICS[outcome.study.metric]}; lower is better")
-    set_title(ax, f"difference to {outcome.study.baseline}")
+    ax.set_xlabel(f"{METRICS[study.metric]}; lower is better")
     return figure
 
 
-def curves_of(outcome: Comparison, engine: Engine) -> dict[str, list[tuple[list, list]]]:
-    """Returns (tokens, val/loss) of each seed in the largest budget, by variant, as far as the runs' folders are there."""
-    found: dict[str, list[tuple[list, list]]] = {}
-    for name in outcome.study.variants:
+def curves_figure(outcome: Comparison, engine: Engine) -> "Figure":
+    """Draws the validation losses of each run in the largest budget, as far as the runs' folders are there."""
+    figure, ax = new_figure("validation loss in nats per token")
+    shown: list[float] = []
+    for name, colour in zip(outcome.study.variants, cycle(COLOURS), strict=False):
+        ax.plot([], [], color=colour, label=name)
         for result in filter(None, outcome.results[name, outcome.study.budgets[-1]]):
             lines = read_json_lines(engine.folder_of(result.id) / "metrics.jsonl")
-            points = [(line["tokens"], line["val/loss"]) for line in lines if line.get("val/loss")]
-            if len(points) > 1:
-                found.setdefault(name, []).append(tuple(zip(*points, strict=True)))
-    return found
+            own = {line["tokens"]: line["val/loss"] for line in lines if line.get("val/loss")}
+            ax.plot([*own.keys()], [*own.values()], "o-", color=colour, markersize=3, linewidth=1)
+            shown += own.values()
+    finish_axes(ax, "tokens", shown)
+    add_legend(ax)
+    return figure
 
 
-def curves_figure(curves: dict[str, list[tuple[list, list]]], width: float) -> "Figure":
-    """Draws the mean of the curves of each variant, with a band from the lowest to the highest."""
-    figure, [[ax]] = new_figure(width, 4.2 if width == WIDE else 3.2)
-    shown: list[float] = []
-    for number, (name, runs) in enumerate(curves.items()):
-        x, colour = runs[0][0], COLOURS[number % len(COLOURS)]
-        y = np.array([np.interp(x, *run) for run in runs])
-        ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
-        ax.plot(x, y.mean(0), "o-", color=colour, markersize=3, label=name, gid=name)
-        shown += [*y.min(0), *y.max(0)]
-    finish_axes(ax, "tokens", "validation loss in nats per token", shown)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=9)
+def scaling_page(outcome: Scaling, target: float | None) -> Page:
+    """Returns the page of a scaling study: the law, its remarks, with the best run of `target` FLOPs, pictures, the runs."""
+    page, grid, law = Page("Scaling law"), outcome.grid, outcome.law
+    page.section("Law")
+    if law is None:
+        lines = [
+            f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
+        ]
+    else:
+        page.table(("law", "value", "95% interval"), law_rows(law))
+        lines = [form_remark(law), *(target_remarks(outcome, law, target) if target else [])]
+    lines += [
+        f"with {short_number(budget, True)} FLOPs fewer than {SIDE} sizes stand on a side of the lowest loss, as others repeat the "
+        "data too often or have too few updates: its minimum is not certain"
+        for budget in grid.budgets
+        if not SIDE <= lowest(runs := outcome.of(budget)) < len(runs) - SIDE
+    ]
+    results = [run.result for run in outcome.runs if run.result]
+    page.bullets(lines + caveats(grid.base.recipe, results, outcome.failed))
+    page.section("Runs")
+    caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
+    page.picture("budgets", runs_figure(outcome), caption)
+    if law is not None:
+        caption = "Loss less the law's. A pattern means that the law has the wrong form."
+        page.picture("residuals", runs_figure(outcome, law), caption)
+    page.table(RUNS, run_rows(outcome.runs))
+    return page
+
+
+def run_rows(runs: list[Run]) -> dict[str, list[str]]:
+    """Returns loss, parameters and tokens of each run."""
+    return {
+        f"{short_number(run.budget, True)} FLOPs, width {run.trial.config.n_embd}": [
+            "missing" if run.result is None else f"{run.loss:.4f}",
+            short_number(run.N),
+            short_number(run.tokens),
+        ]
+        for run in runs
+    }
+
+
+def law_rows(law: FittedLaw) -> dict[str, list[str]]:
+    """Returns value and interval of each parameter of the law; no interval if the form does not hold."""
+    rows = {}
+    for name, value, *drawn in zip(UNKNOWNS, law.law, *law.samples, strict=False):
+        low, high = bootstrap_interval(drawn)
+        rows[name] = [f"{value:.4g}", f"{low:.4g} to {high:.4g}" if holds(law.form) else "none"]
+    return rows
+
+
+def form_remark(law: FittedLaw) -> str:
+    """Returns whether the law's form holds over its runs."""
+    tests = ", ".join(f"by {name} p = {p:.2g}" for name, p in law.form.items())
+    tests = f"F tests of the residuals' means {tests or 'need more runs'}"
+    if holds(law.form):
+        return f"no test refuses the form of the law: {tests}; the residuals spread by {law.spread:.4f} nats"
+    return (
+        f"do not extrapolate this law: its form does not hold over its own runs, and no interval covers that error ({tests}); add a "
+        "larger budget and leave out the smallest"
+    )
+
+
+def target_remarks(outcome: Scaling, law: FittedLaw, flops: float) -> list[str]:
+    """Returns the best run with `flops` FLOPs, its prediction and its settings, or that there is none."""
+    if not law.has_best:
+        return ["the law has no best size, since a term is 0: add a larger budget"]
+    run = outcome.grid.best(law, flops)
+    words = " ".join(f"--{name} {getattr(run.trial.config, name)}" for name in BEST)
+    return [
+        f"the best run with {short_number(flops, True)} FLOPs has {short_number(run.N)} parameters and {short_number(run.tokens)} "
+        f"tokens, {outcome.grid.epochs(run):.2g} times the data: {law.predict(run.N, run.tokens, flops)}. Train it with --law and "
+        + words
+    ]
+
+
+def runs_figure(outcome: Scaling, less: FittedLaw | None = None) -> "Figure":
+    """Draws the loss over the size for each budget, with the law's; or, with a law as `less`, the residuals."""
+    figure, ax = new_figure("residuals in nats per token" if less else "val/loss in nats per token")
+    for budget, colour in zip(outcome.grid.budgets, cycle(COLOURS), strict=False):
+        N, D, losses = np.array([(run.N, run.tokens, run.loss) for run in outcome.of(budget)]).T
+        base = loss_of(less.law, N, D) if less else 0
+        label = short_number(budget, True)
+        ax.plot(N, losses - base, "o", color=colour, markersize=4, label=label)
+        if outcome.law and not less:
+            ax.plot(N, loss_of(outcome.law.law, N, D), linewidth=1.3, color=colour)
+    ax.set_xscale("log")
+    ax.set_xlabel("parameters")
+    add_legend(ax)
     return figure

@@ -14,7 +14,7 @@ from gpt2_accel.study.trials import WARMUP, as_words
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 UNITS = ("tokens", "flops")
 PRUNERS = ("none", "median")
-NAME = re.compile(r"[\w.+=,:()%/-][\w.+=,:()%/ -]*")  # of a variant, in tables and pictures
+NAME = re.compile(r"[\w.+=,:()%/ -]+")  # of a variant, in tables and pictures
 OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
@@ -37,25 +37,17 @@ class StudyFile:
 
     def __post_init__(self) -> None:
         for part in fields(self):
-            value = getattr(self, part.name)
-            if not isinstance(value, part.type) or isinstance(value, bool):
-                raise ValueError(f"{part.name} is {value!r}, expected {KINDS[part.type]}")
+            check_kind(part.name, getattr(self, part.name), part.type)
         self.variants = {name: own or {} for name, own in self.variants.items()}
-        if not self.variants:
-            raise ValueError("variants is empty: name at least one, such as `as_it_is: {}`")
-        for name, own in self.variants.items():
-            if not isinstance(name, str) or not NAME.fullmatch(name) or name.startswith("_"):
-                raise ValueError(
-                    f"{name!r} cannot be a variant's name: quote a text of letters, digits, spaces and .+=,:()%/-"
-                )
+        for name in self.variants:
+            check_kind("a variant's name", name, str)
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} cannot be a variant's name: use letters and digits")
+        for name, own in {"settings": self.settings, **self.variants}.items():
             check_settings(name, own)
-        check_settings("settings", self.settings)
-        self.baseline = self.baseline or next(iter(self.variants))
-        for name, choices in (("baseline", self.variants), ("metric", METRICS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+        self.baseline = self.baseline or next(iter(self.variants), "")
+        check_choice("baseline", self.baseline, self.variants)
+        check_choice("metric", self.metric, METRICS)
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         self.unit, self.budgets = read_budgets(self.budget)
@@ -82,15 +74,32 @@ def read_study(path: Path, recipes: Path) -> StudyFile:
     return study
 
 
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Raises `ValueError` if a value is of another kind than one of `KINDS`."""
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, expected {KINDS[kind]}")
+
+
+def check_choice(name: str, value: str, choices: Mapping) -> None:
+    """Raises `ValueError` if a value is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def check_settings(where: str, own: Any) -> None:
     """Raises `ValueError` for settings that a study cannot give a run."""
-    if not isinstance(own, dict):
-        raise ValueError(f"{where} is {own!r}, expected {KINDS[dict]}")
-    for name, value in own.items():
-        if name in OWN:
+    check_kind(where, own, dict)
+    for name in OWN:
+        if name in own:
             raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
-        if value is None:
-            raise ValueError(f"{where} has no value for {name}: give one, or leave {name} out")
+    if WARMUP in own:
+        check_share(own[WARMUP])
+
+
+def check_share(value: Any) -> None:
+    """Raises `ValueError` if a share of the updates is not between 0 and 1."""
+    if not isinstance(value, float | int) or not 0 <= value <= 1:
+        raise ValueError(f"{WARMUP} is {value!r}: give a number from 0 to 1")
 
 
 def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
@@ -102,10 +111,9 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
         raise ValueError(f"budget has {', '.join(map(str, budget))}: give {' or '.join(UNITS)}")
     try:  # YAML reads 1e6 as a text
         found = {float(amount) for amount in (amounts if isinstance(amounts, list) else [amounts])}
-    except (TypeError, ValueError):
-        found = set()
-    if not found or not all(0 < amount < math.inf for amount in found):
-        raise ValueError(f"budget is {amounts!r}: give numbers above 0")
+        assert all(0 < amount < math.inf for amount in found)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"budget is {amounts!r}: give numbers above 0") from error
     return unit, sorted(found)
 
 
@@ -118,15 +126,12 @@ def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
         raise ValueError(
             f"tune has axes (values by setting), trials (a number), and a pruner ({' or '.join(PRUNERS)})"
         )
-    check_settings("tune", axes)
+    check_settings("tune", {name: 0 for name in axes})
     found = {}
     for name, values in axes.items():
         if not isinstance(values, list) or len(values) < 2:
             raise ValueError(f"tune: {name} needs a list of at least two values")
-        try:
-            found[name] = [typed(name, value) for value in values]
-        except ValueError as error:
-            raise ValueError(f"tune: {error}") from error
+        found[name] = [typed(name, value) for value in values]
         if ordered(found[name]):
             found[name].sort()
     return found, min(max(2, trials), math.prod(map(len, found.values()))), pruner
@@ -135,15 +140,9 @@ def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
 def typed(name: str, value: Any) -> Any:
     """Returns a YAML value of a setting in the type that a run has it in. Raises `ValueError` for one that is out of range."""
     if name == WARMUP:
-        return share(value)
+        check_share(value)
+        return value
     return getattr(parse_config(TrainConfig, [f"--{name}", *as_words(name, value)]), name)
-
-
-def share(value: Any) -> float:
-    """Returns a YAML value as a share. Raises `ValueError` if it is not between 0 and 1."""
-    if not 0 <= float(value) <= 1:
-        raise ValueError(f"{WARMUP} is {value!r}: give a number from 0 to 1")
-    return float(value)
 
 
 def ordered(values: list) -> bool:

@@ -5,29 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gpt2_accel.report.page import Page, add_curves, table_of_runs
+from gpt2_accel.report.page import report_of
 from gpt2_accel.report.reader import Run
 
 pytest.importorskip("matplotlib")
 
 
 from gpt2_accel.report import figures
-
-
-def test_the_legend_names_what_is_drawn_and_a_single_point_has_a_marker(tmp_path):
-    """A run without evaluation has its training loss in the legend; one without curves is not there."""
-    losses = ({"train/loss": 4.0, "val/loss": 3.5}, {"train/loss": 3.0}, {"grad_norm": 1.0})
-    runs = [
-        Run(tmp_path, name, lines=[{"step": 8, "tokens": 64, **loss}])
-        for name, loss in zip(("evaluated", "training only", "empty"), losses, strict=True)
-    ]
-    [ax] = figures.loss_figure(runs).axes
-    named = [line.get_label() for line in ax.get_legend().get_lines()]
-    assert named == ["evaluated", "training only"]
-    drawn = [line for line in ax.get_lines() if len(line.get_xdata())]
-    assert len(drawn) == 5  # of each training loss the curve and its average
-    assert [line.get_marker() for line in drawn if line.get_linewidth() >= 1] == ["o"] * 3
-    assert figures.loss_figure(runs[2:]).axes[0].get_legend() is None
 
 
 def test_the_axis_of_a_short_run_shows_its_first_loss(tmp_path):
@@ -54,24 +38,21 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
             "val/steady": 1 + line["step"] * 1e-9,
         }
     lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
-    run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
-    drawn = Page()
-    add_curves(drawn, [run])
-    titles = [ax.get_title(loc="left") for ax in drawn.figures["evaluations"].axes]
-    assert titles[:2] == ["validation perplexity", "validation steady"]
-    assert not any("HellaSwag" in title or "stderr" in title for title in titles)
-    table = table_of_runs([run])
+    page = report_of([Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})])
+    assert {*page.pictures} == {
+        *("loss", "loss-over-flops", "val-perplexity", "val-steady", "train-memory_gb")
+    }
+    table = page.text[1]
     assert "HellaSwag accuracy" in table and "0.2500 ± 0.0100" in table
     assert "validation loss in nats per token" in table and "val/" not in table
-    for name, figure in drawn.figures.items():
-        renderer = figure._get_renderer()
-        for ax in filter(lambda ax: ax.get_visible(), figure.axes):
-            low, high = ax.get_ylim()
-            assert high - low >= figures.LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
-            for axis in (ax.xaxis, ax.yaxis):
-                labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
-                labels = [box for box in labels if box.width]
-                assert not any(a.overlaps(b) for a, b in pairwise(labels)), name
+    for name, figure in page.pictures.items():
+        renderer, [ax] = figure._get_renderer(), figure.axes
+        low, high = ax.get_ylim()
+        assert high - low >= figures.LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
+        for axis in (ax.xaxis, ax.yaxis):
+            labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
+            labels = [box for box in labels if box.width]
+            assert not any(a.overlaps(b) for a, b in pairwise(labels)), name
     if updates == 19_000:  # the fall at the start does not flatten the rest
-        assert drawn.figures["evaluations"].axes[0].get_ylim()[1] < 100
-        assert drawn.figures["loss"].axes[0].get_ylim()[1] < 4
+        assert page.pictures["val-perplexity"].axes[0].get_ylim()[1] < 100
+        assert page.pictures["loss"].axes[0].get_ylim()[1] < 4
