@@ -232,7 +232,8 @@ def pack(
             tokens = np.concatenate(pieces)
             writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
             targets.append(np.count_nonzero(tokens & COUNTS))
-        shards.append({**writer.close(), "documents": sum(map(len, group))})
+        writer.documents = sum(map(len, group))
+        shards.append(writer.close())
     writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
     writer.append(np.array(targets))
     tokens = len(windows) * size

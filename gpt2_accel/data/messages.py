@@ -19,19 +19,16 @@ UNSUPPORTED = (
     *("tools", "functions", "history", "tool_calls", "function_call"),
     *("reasoning_content", "reasoning", "thinking"),
 )
-
-
 # Why a conversation is left out.
 EMPTY = "without messages, or with one without text"
-NOT_TEXT = "with a message that is no text"
 NOT_SUPPORTED = (
-    "with a role other than system, user (human) and assistant (gpt), tools, reasoning, a history or a weight other than "
-    "0 and 1, which are not supported"
+    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, or content that is "
+    "not text, which are not supported"
 )
 
 
 class Problem(Exception):
-    """A conversation cannot be trained on; the first argument says why, the second may be a detail."""
+    """A conversation cannot be trained on; the message says why."""
 
 
 def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool]]:
@@ -45,31 +42,33 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
             f"{place}, holds a value of type {type(row).__name__}, not an object: write "
             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
         )
-    found, prompt = raw_messages(
-        {name: value for name, value in row.items() if value is not None}, place
-    )
+    fields = {name: value for name, value in row.items() if value is not None}
     messages, counts = [], []
-    for number, message in enumerate(found):
-        role = role_of(message)
-        if role is None or message.get("weight") not in (None, 0, 1) or unsupported(message):
+    try:
+        found, prompt = raw_messages(fields, place)
+        if any(part.get(name) for part in (fields, *found) for name in UNSUPPORTED):
             raise Problem(NOT_SUPPORTED)
-        content = text_of(message.get("content") or message.get("value") or "")
-        if content.strip():
-            messages.append({"role": role, "content": content})
-            counts.append(number >= prompt and message.get("weight") != 0)
-        elif role != "system":
-            raise Problem(EMPTY)
+        for number, message in enumerate(found):
+            role, content = (
+                role_of(message),
+                text_of(message.get("content") or message.get("value")),
+            )
+            if content.strip():
+                messages.append({"role": role, "content": content})
+                counts.append(number >= prompt and message.get("weight") != 0)
+            elif role != "system":
+                raise Problem(EMPTY)
+    except (AttributeError, KeyError, TypeError) as error:  # another role, or no text
+        raise Problem(NOT_SUPPORTED) from error
     return messages, counts
 
 
 def raw_messages(fields: dict, place: str) -> tuple[list, int]:
     """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
-    if unsupported(fields):
-        raise Problem(NOT_SUPPORTED)
-    if not fields:
-        raise Problem(EMPTY)
     answer, prompt = fields.get("output", fields.get("response")), 0
     found = fields.get("messages", fields.get("conversations"))
+    if not fields:
+        raise Problem(EMPTY)
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
@@ -91,26 +90,19 @@ def raw_messages(fields: dict, place: str) -> tuple[list, int]:
     return found, prompt
 
 
-def unsupported(fields: dict) -> bool:
-    """Whether a row or a message has a field of `UNSUPPORTED` that is not empty."""
-    return any(fields.get(name) for name in UNSUPPORTED)
-
-
 def as_messages(value: Any, role: str) -> list:
     """Returns a list of messages unchanged; anything else becomes one message of `role`."""
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def role_of(message: Any) -> str | None:
-    """Returns the role of a message, one of `ROLES`' values, None if it has another."""
-    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
-    return ROLES.get(role) if isinstance(role, str) else None
+def role_of(message: dict) -> str:
+    """Returns the role of a message, one of `ROLES`' values. Raises `KeyError` for another."""
+    return ROLES[message.get("role") or message.get("from")]
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise Problem(NOT_TEXT)
-    return "".join(texts)
+    """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined.
+
+    Raises `KeyError` or `TypeError` for other content.
+    """
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or [])

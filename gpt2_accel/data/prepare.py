@@ -14,13 +14,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from gpt2_accel.data.shards import (
     MANIFEST,
@@ -117,20 +116,27 @@ def prepare_sources(
 
     def write(folder: Path) -> dict:
         writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
-        size = sum(source.size for source in sources)
-        groups = grouped(pieces(sources, tuple(writer.record["next"])))
-        with Progress("tokenizing", size, shown=size > 0, unit="B", unit_scale=True) as bar:
+        record = writer.record
+        total, done = (
+            sum(s.size for s in sources),
+            sum(s["bytes"] for s in record["splits"].values()),
+        )
+        bar = Progress(
+            "tokenizing", total, shown=total > 0, initial=done, unit="B", unit_scale=True
+        )
+        groups = read_groups(sources, tuple(record["next"]))
+        with bar:
             for encoded in in_order(writer.encode, groups, workers):
                 for piece, tokens, size, invalid in encoded:
                     writer.append(piece, tokens, size, invalid)
                     bar.update(size)
-        found = writer.finish()
-        for split in splits:
-            if not found["splits"][split]["tokens"]:
+        writer.close_shards()
+        for split, entry in record["splits"].items():
+            if not entry["tokens"]:
                 raise ValueError(
                     f"{source} holds no text for the split {split!r}: add documents, or lower --shard_tokens"
                 )
-        return found
+        return {"version": VERSION, "dtype": writer.dtype.name, **record}
 
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
@@ -148,26 +154,19 @@ class Piece(NamedTuple):
     place: str
 
 
-def pieces(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[Piece]:
-    """Yields the chunks of all documents from `start` on, a document's `Piece.at`."""
+def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[list[Piece]]:
+    """Yields the chunks of all documents from `start` on, a `Piece.at`, in lists of about `GROUP` characters or more."""
+    group, size = [], 0
     for number in range(start[0], len(sources)):
         for document, (split, chunks, place) in enumerate(sources[number].documents()):
-            at = number, document
-            if at >= start:
-                for i, text in enumerate(chunks):
-                    yield Piece(at, i == 0, split, text, place)
-
-
-def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yields lists of pieces with about `GROUP` characters or more each."""
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= GROUP:
-            yield group
-            group, size = [], 0
+            if (number, document) < start:
+                continue
+            for i, text in enumerate(chunks):
+                group.append(Piece((number, document), i == 0, split, text, place))
+                size += len(text)
+                if size >= GROUP:
+                    yield group
+                    group, size = [], 0
     yield group
 
 
@@ -222,7 +221,7 @@ class TextWriter:
         self.token_bytes = bytes_per_token(tokenizer)
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
-        new = {"plan": plan, "next": (0, 0), "not_utf8": 0, "first_not_utf8": None}
+        new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
         self.record = read_record(folder) or {**new, "splits": entries}
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
@@ -249,7 +248,7 @@ class TextWriter:
             sync(self.folder)
             write_json(self.folder / RECORD, self.record)
         if invalid:
-            self.record["not_utf8"] += invalid
+            self.record["counts"]["not_utf8"] += invalid
             self.record["first_not_utf8"] = self.record["first_not_utf8"] or piece.place
         if not self.validation_tokens:
             self.append_to(piece.split, tokens, size, piece.begins)
@@ -266,29 +265,18 @@ class TextWriter:
         if split not in self.shards:
             path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
             self.shards[split] = ShardWriter(path, self.dtype)
-        self.shards[split].append(tokens)
+            self.shards[split].documents = 0
+        shard = self.shards[split]
+        shard.append(tokens)
+        shard.documents += begins and self.separator is not None
         for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
             entry[name] += count
 
     def close_shards(self) -> None:
         """Closes the open shards. A shard's own `documents` are its separators."""
         for split, shard in self.shards.items():
-            entry = self.record["splits"][split]
-            documents = entry["documents"] - sum(s["documents"] for s in entry["shards"])
-            own = documents if self.separator is not None else 0
-            entry["shards"].append({**shard.close(), "documents": own})
+            self.record["splits"][split]["shards"].append(shard.close())
         self.shards = {}
-
-    def finish(self) -> dict:
-        """Closes the open shards; returns the manifest's entries."""
-        self.close_shards()
-        return {
-            "version": VERSION,
-            "dtype": self.dtype.name,
-            "counts": {"not_utf8": self.record["not_utf8"]},
-            "first_not_utf8": self.record["first_not_utf8"],
-            "splits": self.record["splits"],
-        }
 
 
 # The data folder
@@ -307,21 +295,22 @@ def make_data(
     entries. The folder holds the work of an earlier call if that left a record with the same `plan`. `about` is recorded in
     the manifest: `source`, `revision`, `command`.
 
-    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the errors of
+    Raises `FileExistsError` if the folder holds other data, `filelock.Timeout` if another process is preparing it, and the errors of
     `write`.
     """
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
-    with locked(data_dir):
-        if os.path.lexists(data_dir):
-            check_plan(data_dir, plan)
-        else:
+    lock = data_dir.with_name(f".{data_dir.name}.lock")
+    with FileLock(lock, timeout=0):
+        if not os.path.lexists(data_dir):
             begin(work, plan)
             try:
                 entries = write(work)
                 save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                head = {**head_of(tokenizer), "plan": plan, **about}
-                write_json(work / MANIFEST, {**head, **entries})
+                write_json(
+                    work / MANIFEST,
+                    {**tokenizer_entry(tokenizer), **about, **entries, "plan": plan},
+                )
             except BaseException:
                 if not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)
@@ -329,25 +318,18 @@ def make_data(
             sync_tree(work)
             work.rename(data_dir)
             sync(data_dir.parent)
+        elif (
+            not plan
+            or not (data_dir / MANIFEST).exists()
+            or read_manifest(data_dir).get("plan") != plan
+        ):
+            raise FileExistsError(
+                f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
+                "another folder"
+            )
         (data_dir / RECORD).unlink(missing_ok=True)
+        lock.unlink()
         return read_manifest(data_dir)
-
-
-@contextmanager
-def locked(data_dir: Path) -> Iterator[None]:
-    """Keeps other processes from preparing the same folder. Raises `OSError` if one does."""
-    data_dir.parent.mkdir(parents=True, exist_ok=True)
-    path = data_dir.with_name(f".{data_dir.name}.lock")
-    try:
-        with FileLock(path, timeout=0):
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # a process that has opened it tries again
-    except Timeout as error:
-        raise OSError(
-            f"another process is preparing {data_dir}: wait for it to end, or choose another --data_dir"
-        ) from error
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:
@@ -360,16 +342,6 @@ def read_record(work: Path) -> dict | None:
     """Returns the record in a folder, None if there is none."""
     path = work / RECORD
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def check_plan(data_dir: Path, plan: str | None) -> None:
-    """Raises `FileExistsError` if an existing folder is not of this plan."""
-    finished = (data_dir / MANIFEST).exists()
-    if not (finished and plan and read_manifest(data_dir).get("plan") == plan):
-        raise FileExistsError(
-            f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
-            "another folder"
-        )
 
 
 def begin(work: Path, plan: str | None) -> None:
@@ -387,16 +359,14 @@ def begin(work: Path, plan: str | None) -> None:
     work.mkdir()
 
 
-def head_of(tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Returns the entries of a manifest that depend on the tokenizer only."""
+def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Returns the manifest's format and entry of the tokenizer."""
     mark = fingerprint(tokenizer)
     name = tokenizer.name_or_path or type(tokenizer).__name__
-    return {
-        "format": MANIFEST_FORMAT,
-        "tokenizer": {
-            "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
-            "vocab_size": len(tokenizer),
-            "fingerprint": mark,
-            "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-        },
+    entry = {
+        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+        "vocab_size": len(tokenizer),
+        "fingerprint": mark,
+        "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
     }
+    return {"format": MANIFEST_FORMAT, "tokenizer": entry}

@@ -82,8 +82,11 @@ class UnreadableData(OSError):
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never read as a complete one.
+    A shard that was not closed has no magic, so it is never read as a complete one. `documents`, if it is set, is part of
+    its entry in the manifest.
     """
+
+    documents: int | None = None
 
     def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
         self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
@@ -107,7 +110,8 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
+        entry = {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
+        return entry if self.documents is None else {**entry, "documents": self.documents}
 
 
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
@@ -126,12 +130,10 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
             place = offset + start * dtype.itemsize
             data = os.pread(file.fileno(), count * dtype.itemsize, place)
             size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
-            same = size == end or (not has_header and size > end)
-            if has_header:
-                same = same and file.read(HEADER.size) in headers(shard, dtype)
+            header = file.read(HEADER.size)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
-    if not same:
+    if size < end or (has_header and (size > end or header not in headers(shard, dtype))):
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
             "prepare the data again"
@@ -187,14 +189,18 @@ def is_valid(manifest: dict) -> bool:
         and all(type(count) is int and count >= 0 for count in counts)
         and all(plain_name(shard["file"]) for shard in shards)
         and all(len(bytes.fromhex(shard["sha256"])) == 32 for shard in shards)
-        and ("mixture" in manifest or all(map(adds_up, splits)))
+        and (
+            "mixture" in manifest
+            or all(split["tokens"] == total(split["shards"]) for split in splits)
+        )
         and all(part["weight"] > 0 and isinstance(part["data_dir"], str) for part in mixture)
     )
 
 
-def adds_up(split: dict) -> bool:
-    """Whether a split has the tokens of its shards."""
-    return split["tokens"] == sum(shard["tokens"] for shard in split["shards"])
+def total(entries: list[dict], name: str = "tokens") -> int | None:
+    """Returns the sum of a count over entries of the manifest, None if one of them is unknown."""
+    counts = [entry[name] for entry in entries]
+    return None if None in counts else sum(counts)
 
 
 def listed_shards(manifest: dict) -> list[dict]:
@@ -318,11 +324,12 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     first = [*packed, *manifests][0]  # its tokenizer has the chat template
     check_parts(manifests, manifests[first]["tokenizer"]["fingerprint"])
     entries = [manifest["splits"] for manifest in manifests.values()]
-
-    def total(split: str, name: str) -> int | None:
-        counts = [entry[split][name] for entry in entries]
-        return None if None in counts else sum(counts)
-
+    splits = {}
+    for name in entries[0]:
+        if all(name in entry for entry in entries):
+            counts = ("tokens", "documents", "bytes")
+            found = {count: total([entry[name] for entry in entries], count) for count in counts}
+            splits[name] = {**found, "shards": []}
     manifest = {
         "format": MANIFEST_FORMAT,
         "version": PACKED_VERSION if packed else VERSION,
@@ -333,11 +340,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
             {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
             for folder, weight in weights.items()
         ],
-        "splits": {
-            split: {n: total(split, n) for n in ("tokens", "documents", "bytes")} | {"shards": []}
-            for split in entries[0]
-            if all(split in entry for entry in entries)
-        },
+        "splits": splits,
     }
     with atomic_directory(data_dir) as folder:
         if (first / "tokenizer").is_dir():

@@ -4,7 +4,6 @@ import codecs
 import hashlib
 import http.client
 import itertools
-import re
 import sys
 import urllib.request
 from collections import Counter
@@ -110,30 +109,23 @@ class RowFile:
 # Files of a corpus
 
 
-def corpus_files(paths: Mapping[Path, str], column: str) -> list[Source]:
-    """Returns the sources of files, given with the names that hold them out: first plain text, then rows.
+def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
+    """Returns the sources of files, given with their names: first plain text, then rows.
 
-    Raises `ValueError` if the first rows are not documents with a text in `column`.
+    Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
+    file is held out instead. Raises `ValueError` if the first rows are not documents with a text in `column`.
     """
-    texts = [path for path in paths if not path.name.endswith(ROW_SUFFIXES)]
-    rows = row_files([str(path) for path in paths if path not in texts], column)
-    return [*text_files({path: paths[path] for path in texts}), *rows]
-
-
-def text_files(names: Mapping[Path, str]) -> list[TextFile]:
-    """Returns the sources of files of plain text, held out by a hash of their names.
-
-    If they are then too little or too much of the text, the last `VAL_SHARE` of each is held out instead.
-    """
-    states = {path: path.stat() for path in names}
-    share = sum(states[path].st_size for path, name in names.items() if held_out(name))
-    whole = fitting_share(share / (sum(state.st_size for state in states.values()) or 1))
-    return [
+    states = {path: path.stat() for path in names if not path.name.endswith(ROW_SUFFIXES)}
+    sizes = {path: state.st_size for path, state in states.items()}
+    share = sum(size for path, size in sizes.items() if held_out(names[path]))
+    whole = fitting_share(share / (sum(sizes.values()) or 1))
+    texts = [
         TextFile(
-            path, state.st_size, state.st_mtime, split_of(held_out(names[path])) if whole else None
+            path, sizes[path], state.st_mtime, split_of(held_out(names[path])) if whole else None
         )
         for path, state in states.items()
     ]
+    return [*texts, *row_files([str(path) for path in names if path not in states], column)]
 
 
 def row_files(paths: Sequence[str], column: str, rule: Rule | None = None) -> list[RowFile]:
@@ -188,16 +180,13 @@ def find_files(
     source = Path(source)
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
-    if source.is_file():
-        found = {source: source.name}
-    else:
+    found = {source: source.name}
+    if source.is_dir():
         paths = [path for path in sorted(source.rglob("*")) if path.match(pattern or "*")]
         names = {
-            path: path.relative_to(source) for path in paths if path.is_file() or path.is_symlink()
+            p: p.relative_to(source).as_posix() for p in paths if p.is_file() or p.is_symlink()
         }
-        found = {
-            p: n.as_posix() for p, n in names.items() if not any(x.startswith(".") for x in n.parts)
-        }
+        found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
     taken = {path: name for path, name in found.items() if accepts(path)}
     others = [path for path in found if path not in taken]
     line = f"{source}: took {counted(taken)}"
@@ -221,11 +210,8 @@ def is_text(path: Path) -> bool:
     if path.name.endswith(ROW_SUFFIXES[1:]) or not path.is_file():
         return path.is_file()
     with open(path, "rb") as file:
-        start = file.read(CHUNK)
-    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(start)
-    wrong = len(re.findall("[\udc80-\udcff]", text))
-    not_ascii = len(text) - len(text.encode("ascii", "ignore"))
-    return b"\0" not in start and (2 * wrong <= not_ascii or 1000 * wrong <= len(text))
+        text = file.read(CHUNK).decode("utf-8", "replace")
+    return "\0" not in text and 1000 * text.count("\ufffd") <= len(text)
 
 
 def read_text(path: str | Path) -> str:

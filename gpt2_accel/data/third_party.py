@@ -3,12 +3,11 @@
 | trainer                | files                                | content                                                |
 |------------------------|--------------------------------------|--------------------------------------------------------|
 | nanoGPT                | `train.bin`, `val.bin`               | uint16 ids, no header                                  |
-| build-nanogpt          | `edufineweb_train_000001.npy`        | numpy, uint16                                          |
 | llm.c, modded-nanogpt  | `fineweb_train_000001.bin`           | 256 int32 (20240520, version 1, tokens), uint16 ids    |
 | datatrove              | `00000_00000_doc_shuffled.ds` and    | uint16 or uint32 ids; `TOKENIZER|BYTES PER ID` and the |
 |                        | `….ds.metadata`                      | number of tokens, a line each                          |
 
-The first three hold ids of GPT-2's BPE, and say by their names which split they belong to. datatrove's are what its
+The first two hold ids of GPT-2's BPE, and say by their names which split they belong to. datatrove's are what its
 `DocumentTokenizer` or `DocumentTokenizerMerger` writes with any tokenizer. The last 5% of their tokens, at most
 `MOST_HELD_OUT`, are the validation split.
 
@@ -38,7 +37,7 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.(?:bin|npy)")
+NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin")
 LLMC = [20240520, 1]  # magic and version
 LLMC_HEADER = 256 * 4  # bytes
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
@@ -60,31 +59,28 @@ def third_party_manifest(data_dir: str | Path) -> dict | None:
     """
     folder = Path(data_dir)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    matches = {name: match[1] for name in names if (match := NAME.fullmatch(name))}
     if datatrove := [name for name in names if name.endswith(".ds")]:
         return datatrove_manifest(folder, datatrove)
-    if not matches:
-        return None
-    if "meta.pkl" in names:
+    shards: dict[str, list[dict]] = defaultdict(list)
+    for name in names:
+        if match := NAME.fullmatch(name):
+            shards[match[1]].append(find_tokens(folder / name))
+    if shards and "meta.pkl" in names:
         raise ValueError(
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    shards: dict[str, list[dict]] = defaultdict(list)
-    for name, split in matches.items():
-        tokens, offset = find_tokens(folder / name)
-        shards[split].append(shard_entry(folder / name, tokens, offset))
-    return manifest(folder, GPT2, "uint16", shards)
+    return manifest(folder, GPT2, 2, shards) if shards else None
 
 
-def manifest(folder: Path, tokenizer: dict, dtype: str, shards: Mapping[str, list[dict]]) -> dict:
-    """Returns the manifest of a folder whose splits have the given `shards`."""
+def manifest(folder: Path, tokenizer: dict, width: int, shards: Mapping[str, list[dict]]) -> dict:
+    """Returns the manifest of a folder whose splits have the given `shards`, of `width` bytes per token."""
     splits = {}
     for split, entries in shards.items():
         tokens = sum(entry["tokens"] for entry in entries)
         splits[split] = {"tokens": tokens, "documents": None, "bytes": None, "shards": entries}
-    source = f"{folder} as it is"
-    return {"tokenizer": tokenizer, "dtype": dtype, "source": source, "splits": splits}
+    about = {"dtype": f"uint{8 * width}", "source": f"{folder} as it is"}
+    return {"tokenizer": tokenizer, **about, "splits": splits}
 
 
 def shard_entry(path: Path, tokens: int, offset: int) -> dict:
@@ -101,19 +97,8 @@ def check_size(path: Path, expected: int) -> None:
         )
 
 
-def find_tokens(path: Path) -> tuple[int, int]:
-    """Returns the number of tokens of a file, and the offset of the first in bytes."""
-    if path.suffix == ".npy":
-        try:
-            array = np.load(path, mmap_mode="r")
-            complete = array.ndim == 1 and array.dtype == np.uint16
-        except (ValueError, EOFError, OSError):
-            complete = False
-        if not complete:
-            raise ValueError(
-                f"{path} is not a complete numpy file of uint16 tokens: fetch it again or remove it"
-            )
-        return len(array), array.offset
+def find_tokens(path: Path) -> dict:
+    """Returns the entry of nanoGPT's or llm.c's file."""
     with open(path, "rb") as file:
         start = file.read(12)
     if start.startswith(OWN_MAGIC):
@@ -124,7 +109,7 @@ def find_tokens(path: Path) -> tuple[int, int]:
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
     tokens, offset = (tokens, LLMC_HEADER) if kind == LLMC else (path.stat().st_size // 2, 0)
     check_size(path, offset + 2 * tokens)
-    return tokens, offset
+    return shard_entry(path, tokens, offset)
 
 
 def datatrove_manifest(folder: Path, names: list[str]) -> dict:
@@ -134,35 +119,32 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     for path in (folder / name for name in names):
         try:
             kind, tokens, *_ = Path(f"{path}.metadata").read_text().splitlines()
-            source, _, width = kind.partition("|")  # without a width in older versions
-            sizes[path], width = int(tokens), {"": 2, "2": 2, "4": 4}[width]
+            source, _, width = kind.partition("|")
+            sizes[path] = int(tokens)
+            kinds.add((source, {"": 2, "2": 2, "4": 4}[width]))  # older versions have no width
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise ValueError(
-                f"{path} has no readable {path.name}.metadata, which names its tokenizer: let datatrove finish, or write "
-                "the lines 'TOKENIZER|BYTES PER TOKEN' and the number of tokens there"
+                f"{path} has no readable {path.name}.metadata, which names its tokenizer: let datatrove finish"
             ) from error
-        check_size(path, width * sizes[path])
-        kinds.add((source, width))
     if len(kinds) > 1:
         raise ValueError(
             f"{folder} holds tokens of several tokenizers, {sorted(kinds)}: give each a folder"
         )
+    ((source, width),) = kinds
     total = sum(sizes.values())
     left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
     shards: dict[str, list[dict]] = {"train": [], "val": []}
+    tokenizer = tokenizer_entry(source, folder / "tokenizer")
     for path, tokens in sizes.items():
+        check_size(path, width * tokens)
         first = min(tokens, left)
         left -= first
-        if first:
-            shards["train"].append(shard_entry(path, first, 0))
-        if first < tokens:
-            shards["val"].append(shard_entry(path, tokens - first, first * width))
-        if tokens:
-            last = np.fromfile(path, f"<u{width}", 1, offset=(tokens - 1) * width)
-    tokenizer = tokenizer_entry(source, folder / "tokenizer")
-    if not total or last[0] != tokenizer["end_of_text"]:  # documents are not separated
-        tokenizer = {**tokenizer, "end_of_text": None}
-    return manifest(folder, tokenizer, f"uint{8 * width}", shards)
+        shards["train"].append(shard_entry(path, first, 0))
+        shards["val"].append(shard_entry(path, tokens - first, first * width))
+        last = np.fromfile(path, f"<u{width}", offset=max(0, tokens - 1) * width)
+        if tokens and last != tokenizer["end_of_text"]:  # documents are not separated
+            tokenizer = {**tokenizer, "end_of_text": None}
+    return manifest(folder, tokenizer, width, shards)
 
 
 @functools.lru_cache(maxsize=4)

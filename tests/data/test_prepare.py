@@ -114,8 +114,6 @@ def bpe():
 
 def test_a_text_without_word_boundaries_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "CHUNK", 1000)
-    parts = list(chunks(["x" * 20_000, " y" * 500]))
-    assert "".join(parts) == "x" * 20_000 + " y" * 500 and max(map(len, parts)) <= 2000
     text = "漢字" * 9000 + "。"
     for name, content in (("a.txt", text), ("a.jsonl", json_lines([text]))):
         (tmp_path / name).write_text(content)
@@ -163,7 +161,7 @@ def test_a_folder_of_text_means_its_text(tmp_path, capsys):
     assert f"1 bytes that are not UTF-8, replaced by U+FFFD, the first in {folder}/stray.txt" in out
     run_recipe("prepare_data", *args)  # complete already
     lock = FileLock(tmp_path / ".d.lock")
-    with lock, pytest.raises(OSError, match=f"another process is preparing {tmp_path}/d: wait"):
+    with lock, pytest.raises(TimeoutError, match=f"{tmp_path}/.d.lock"):
         run_recipe("prepare_data", *args)
     train = documents_in(tmp_path / "d", "train")
     assert [text.split(". ")[0] for text in train] == [
@@ -187,7 +185,9 @@ def test_invalid_bytes_are_replaced_and_counted_and_separators_are_text(tmp_path
         b'{"text": "' + b"long " * 1000 + b'"}',
     ]
     (folder / "a.jsonl").write_bytes(b"\n".join(lines))
-    (folder / "b.txt").write_bytes("\ufeffü ä ö Z".encode() + b"\xfcrich and more " * 3)
+    (folder / "b.txt").write_bytes(
+        "\ufeffü ä ö Z".encode() + b"\xfcrich" + b" and more" * 999 + b"\xff\xff"
+    )
     manifest = made(sources_of(folder), tmp_path / "d")
     assert manifest["counts"] == {"not_utf8": 5}
     assert manifest["first_not_utf8"] == str(folder / "b.txt")
@@ -200,7 +200,6 @@ LINES = {
     '{"body": "x"}': "has no column 'text': give --column body",
     '{"messages": []}': "has no column 'text': they are conversations, .* chat",
     "{": "not valid JSON",
-    '["x"]': "a value of type list, not an object",
     '{"text": 0}': "a value of type int in 'text', not a text",
     # Inductor raises Python's limit to 2,000 in a process in which it compiles.
     "[" * 10**5: "nested too deeply",
@@ -324,20 +323,16 @@ def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path, capsys):
 
 
 def test_a_local_data_set_and_its_changes(corpus, tmp_path):
-    folder, texts = corpus
-    for kind, name in (("parquet", "d.parquet"), ("json", "a.jsonl")):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / name).write_bytes((folder / name).read_bytes())
-        files, revision = hub_files(str(tmp_path / kind))
-        sources = row_files(files, "text", by_hash)
-        assert revision is None and [Path(file).name for file in files] == [name]
-        made(sources, tmp_path / f"{kind}-made", workers=2)
-        train, val = everything_in(tmp_path / f"{kind}-made")
-        assert sorted(train + val) == sorted(texts) and 4 < len(val) < 25
-        os.utime(tmp_path / kind / name)
-        assert repr(row_files(files, "text", by_hash)) != repr(sources)
+    (tmp_path / "set").mkdir()
+    copied = tmp_path / "set/d.parquet"
+    copied.write_bytes((corpus[0] / "d.parquet").read_bytes())
+    files, revision = hub_files(str(tmp_path / "set"))
+    before = repr(row_files(files, "text"))
+    assert revision is None and [Path(file).name for file in files] == ["d.parquet"]
+    os.utime(copied)
+    assert repr(row_files(files, "text")) != before
     with pytest.raises(ValueError, match="no split 'test', only train"):
-        hub_files(str(tmp_path / "parquet"), split="test")
+        hub_files(str(tmp_path / "set"), split="test")
 
 
 def hub_content(suffix, folder):

@@ -1,6 +1,5 @@
 """Token files of other trainers open and train as they are."""
 
-import io
 import json
 
 import numpy as np
@@ -27,21 +26,10 @@ def llmc(tokens, magic=20240520, version=1):
     return header.tobytes() + tokens.tobytes()
 
 
-def npy(tokens):
-    file = io.BytesIO()
-    np.save(file, tokens)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     "files",
     [
         {"train.bin": TOKENS[:4000].tobytes(), "val.bin": TOKENS[4000:].tobytes()},
-        {
-            "edufineweb_train_000001.npy": npy(TOKENS[:1000]),
-            "edufineweb_train_000002.npy": npy(TOKENS[1000:4000]),
-            "edufineweb_val_000000.npy": npy(TOKENS[4000:]),
-        },
         {
             "fineweb_train_000001.bin": llmc(TOKENS[:2500]),
             "fineweb_train_000002.bin": llmc(TOKENS[2500:4000]),
@@ -52,7 +40,7 @@ def npy(tokens):
             "tiny_shakespeare_val.bin": llmc(TOKENS[4000:]),
         },
     ],
-    ids=["nanoGPT", "build-nanogpt", "llm.c and modded-nanogpt", "llm.c's Shakespeare"],
+    ids=["nanoGPT", "llm.c and modded-nanogpt", "llm.c's Shakespeare"],
 )
 def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     for name, content in files.items():
@@ -68,21 +56,10 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     assert data_fingerprint(tmp_path) != before
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("train.bin", TOKENS.tobytes()[:-1], "truncated"),
-        ("a_train_000001.npy", npy(TOKENS)[:-2], "not a complete numpy file"),
-        ("a_train_000001.npy", npy(TOKENS.astype("<i4")), "numpy file of uint16"),
-        ("a_train_000001.npy", npy(TOKENS.reshape(50, 100)), "numpy file of uint16"),
-        ("a_train_000001.npy", b"rubbish", "not a complete numpy file"),
-        ("a_train_000001.bin", llmc(TOKENS)[:-2], "truncated"),
-        ("a_train_000001.npy", npy(np.array([{}], object)), "not a complete numpy file"),
-    ],
-)
-def test_files_that_are_not_tokens_are_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+@pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])
+def test_truncated_files_are_refused(tmp_path, content):
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="train.bin has .* it is truncated"):
         TokenStream(tmp_path, "train")
 
 
@@ -197,24 +174,15 @@ def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, kind, gpt2):
 
 
 def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
-    for name, error, message, change in [
-        (
-            "cut",
-            ValueError,
-            "it is truncated",
-            lambda d: write_ds(d, TOKENS[:9], f"{trained_bpe}|4"),
-        ),
-        (
-            "running",
-            ValueError,
-            "1.ds has no readable 1.ds.metadata",
-            lambda d: (d / "1.ds").touch(),
-        ),
-        ("two", ValueError, "several tokenizers", lambda d: write_ds(d, TOKENS[:9], "gpt2|2", "b")),
-        ("nowhere", FileNotFoundError, "holds no tokenizer .* into .*/nowhere/tokenizer", None),
+    mine = f"{trained_bpe}|2"
+    for name, kind, error, message, change in [
+        ("cut", f"{trained_bpe}|4", ValueError, "it is truncated", None),
+        ("running", mine, ValueError, "1.ds has no readable", lambda d: (d / "1.ds").touch()),
+        ("two", mine, ValueError, "several tok", lambda d: write_ds(d, TOKENS[:9], "gpt2|2", "b")),
+        ("nowhere", "not/there|2", FileNotFoundError, "no tokenizer .*/nowhere/tokenizer", None),
     ]:
         folder = tmp_path / name
-        write_ds(folder, TOKENS[:9], "not/there|2" if change is None else f"{trained_bpe}|2")
+        write_ds(folder, TOKENS[:9], kind)
         if change is not None:
             change(folder)
         with pytest.raises(error, match=message):
