@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -301,7 +302,8 @@ def make_data(
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
     lock = data_dir.with_name(f".{data_dir.name}.lock")
-    with FileLock(lock, timeout=0):
+    with FileLock(lock, timeout=0), ExitStack() as at_exit:
+        at_exit.callback(lock.unlink, missing_ok=True)  # a process that has opened it tries again
         if not os.path.lexists(data_dir):
             begin(work, plan)
             try:
@@ -328,7 +330,6 @@ def make_data(
                 "another folder"
             )
         (data_dir / RECORD).unlink(missing_ok=True)
-        lock.unlink()
         return read_manifest(data_dir)
 
 
