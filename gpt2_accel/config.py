@@ -22,6 +22,7 @@ from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_f
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "resume_from", "law")
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
+TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
 COMMANDS = ("dry_run", "profile")
 AUTO = 0  # the micro-batch size `auto`
@@ -187,12 +188,14 @@ class TrainConfig:
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
             "hub_strategy": HUB_STRATEGIES,
+            "report_to": TRACKERS,
         }
         for name, choices in choice_of.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            for word in value if isinstance(value, list) else [value]:
+                if word not in choices:
+                    known = ", ".join(filter(None, choices))
+                    raise ValueError(f"{name} must be one of {known}, got {word!r}")
 
     @property
     def tokens_per_sequence(self) -> int:
@@ -263,7 +266,7 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     hints = get_type_hints(config_class)
     parser = build_parser(config_class, hints)
     found = parser.parse_args(words)
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+    given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
     if found.config is not None:
         values = read_yaml(found.config, hints)
         given |= values.keys()
@@ -304,7 +307,7 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
 
 
 def add_option(section: argparse._ArgumentGroup, setting: Field, hint: Any, text: str) -> None:
-    """Adds `--NAME`, also spelled with hyphens. A switch takes true or false, or no value, which is true."""
+    """Adds `--NAME`. A switch takes true or false, or no value, which is true."""
     name, default = setting.name, setting.default
     if setting.default_factory is not MISSING:
         default = setting.default_factory()
@@ -318,21 +321,15 @@ def add_option(section: argparse._ArgumentGroup, setting: Field, hint: Any, text
         number = {"nargs": "*" if name == "dry_run" else "+"}
     elif parse is true_or_false:
         number = {"nargs": "?", "const": True}
-    spellings = f"--{name}", f"--{name.replace('_', '-')}"
-    option = section.add_argument(
-        *spellings, type=parse, metavar=metavar, default=default, help=text, **number
+    section.add_argument(
+        f"--{name}", type=parse, metavar=metavar, default=default, help=text, **number
     )
-    option.option_strings = option.option_strings[:1]  # --help shows one spelling
 
 
 def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Reads the settings in a YAML file, whose types are `hints`. Those that were taken back have no effect, which is said."""
     values = {}
     for name, value in load_yaml(path, "--config").items():
-        if name == "compute_environment":
-            raise ValueError(
-                f"{path} is a launch config, not settings: accelerate launch --config_file {path} RECIPE"
-            )
         if name in REMOVED and name not in hints:
             if value != REMOVED[name]:
                 print(f"{path}: {name} was taken back and has no effect", file=sys.stderr)

@@ -113,13 +113,6 @@ def precision_name(precision: str) -> str:
     return "fp32" if precision == "no" else precision
 
 
-def precision_problem(device: torch.device, precision: str) -> str | None:
-    """Returns a warning if the device only emulates a precision ("no", "fp16" or "bf16"), else None."""
-    if precision == "bf16" and not has_bf16(device):
-        return f"{device_name(device)} emulates bf16, slowly: use --mixed_precision fp16 on a GPU, the launch config cpu.yaml on a CPU"
-    return None
-
-
 def cpu_instructions() -> str:
     """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
     units = {

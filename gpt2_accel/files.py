@@ -167,15 +167,7 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if wait:
-                print(
-                    f"{folder} is in use: waiting up to {wait:.0f} seconds for the process to end",
-                    flush=True,
-                )
-            lock.acquire(timeout=wait)
+        lock.acquire(timeout=wait)
     except Timeout as error:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"

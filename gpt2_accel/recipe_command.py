@@ -47,7 +47,5 @@ def recipe_command(recipe: str) -> str:
 
 
 def program(path: Path) -> str:
-    """Returns how a shell calls a program: by name if PATH finds it or it is missing, else by the shorter of its paths."""
-    if shutil.which(path.name) == str(path) or not path.exists():
-        return path.name
-    return min(os.path.relpath(path), str(path), key=len)
+    """Returns how a shell calls a program: by name if PATH finds it, else by its path."""
+    return path.name if shutil.which(path.name) == str(path) else os.path.relpath(path)

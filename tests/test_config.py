@@ -36,11 +36,6 @@ def test_command_line_overrides_yaml_and_yaml_overrides_the_recipe(tmp_path):
     assert config.sample_prompts == ["a", "b"]
 
 
-def test_options_may_have_dashes_for_underscores():
-    config = parse_config(Recipe, ["--max-steps", "60"])
-    assert config.max_steps == 60 and config.given == {"max_steps"}
-
-
 def test_saved_settings_round_trip(tmp_path):
     config = parse_config(
         Recipe, ["--dropout", "0.1", "--bias", "false", "--resume_from", "latest"]

@@ -20,7 +20,6 @@ from conftest import make_text, small_notebook
 from launching import ROOT
 
 from gpt2_accel.recipe_command import FOLDERS
-from gpt2_accel.runtime.trackers import TRACKERS
 
 LONG = os.environ.get("INSTALL") == "long"
 SETUP = configparser.ConfigParser()
@@ -174,9 +173,9 @@ def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
                 plain = (w for w in rest.split() if w[0] != "-" and w != "constraints.txt")
                 found |= dict.fromkeys(re.findall(r"'([^']+)'", rest) or [next(plain)], path)
     local = re.compile(r"\.|dist/gpt2_accel-.*\.whl$|git\+ADDRESS$")
-    # In the page of messages; in the code, from `TRACKERS` and from the package's metadata; in the notebook.
-    filled_in = {"…", "{TRACKERS[name]}", "{requirement}", "{names}", "{source}"}
-    named = {word for word in found if not local.match(word)} - filled_in | {*TRACKERS.values()}
+    # In the page of messages; in the code, and from the package's metadata; in the notebook.
+    filled_in = {"…", "{name}", "{requirement}", "{names}", "{source}"}
+    named = {word for word in found if not local.match(word)} - filled_in
     # For environments of their own: no extra.
     known = requirements() | {"llama-cpp-python[server]==0.3.36", "optimum-onnx[onnxruntime]"}
     assert {word: found[word] for word in named - known} == {}

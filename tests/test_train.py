@@ -1,6 +1,5 @@
 """Complete runs in the test process."""
 
-import gc
 import math
 import shutil
 from contextlib import contextmanager
@@ -11,18 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import losses, make_text, run, tiny_config
+from conftest import losses, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
-from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+from gpt2_accel.tokenizer import char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
 GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
@@ -123,14 +121,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, optimizer):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_dropout_differs_between_updates(tmp_path):
-    # Each update reads the same window, and the learning rate is 0: only dropout changes the loss.
-    prepare({"train": [make_text(20, 0)[:32]]}, byte_tokenizer(), tmp_path / "data", source="text")
-    settings = {"micro_batch_size": 1, "total_batch_size": 32, "learning_rate": 0.0, "max_steps": 4}
-    history = losses(run(tiny_config(tmp_path / "data", tmp_path / "run", dropout=0.2, **settings)))
-    assert len(set(history)) == 4
-
-
 def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):
     settings = {"eval_every": 4, "sample_every": 4, "sample_tokens": 40, "save_every": 4}
     eager = run(tiny("eager", **settings))
@@ -208,16 +198,3 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tiny, tmp_path):
     save_pretrained(model, tmp_path / "other", characters)
     with pytest.raises(ValueError, match="another tokenizer than .* has"):
         run(tiny("run", init_from=str(tmp_path / "other")))
-
-
-def test_updates_run_without_the_garbage_collector_and_the_end_restores_it(tiny, monkeypatch):
-    """A rank that collects within an update keeps the others waiting."""
-    honest, seen = train_module.accumulate_gradients, []
-
-    def watched(*args):
-        seen.append(gc.isenabled())
-        return honest(*args)
-
-    monkeypatch.setattr(train_module, "accumulate_gradients", watched)
-    run(tiny(max_steps=2))
-    assert seen == [False, False] and gc.isenabled()

@@ -5,7 +5,6 @@ numbers its parameters. In a checkpoint they are unsharded, in host memory, unde
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -79,23 +78,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], source: Path
+    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Loads the tensors of `optimizer_tensors` into `optimizer`, whose hyperparameters stay unchanged.
 
-    Raises `ValueError` if names or shapes do not match its parameters.
+    Names and shapes are those of its parameters: the model is the checkpoint's.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     by_name = dict(zip(parameter_names(optimizer), parameters, strict=True))
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in by_name}
     for key, tensor in tensors.items():
         name, _, kind = key.partition("/")
-        parameter = by_name.get(name)
-        if parameter is None or (tensor.ndim and tensor.shape != parameter.shape):
-            raise ValueError(
-                f"{source} has optimizer state {key} of shape {tuple(tensor.shape)}, which does not fit the model: "
-                "resume with the settings of the first run"
-            )
+        parameter = by_name[name]
+        assert not tensor.ndim or tensor.shape == parameter.shape, key
         if tensor.ndim and is_shard(parameter):
             from torch.distributed.tensor import distribute_tensor
 

@@ -183,6 +183,6 @@ def load_training_state(
     for name, tensor in tensors.items():
         if on_cpu or not tensor.ndim:
             tensors[name] = tensor.clone()
-    load_optimizer_tensors(optimizer, tensors, path)
+    load_optimizer_tensors(optimizer, tensors)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

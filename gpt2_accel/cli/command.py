@@ -37,11 +37,10 @@ def main() -> None:
 def run(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
     command, *args = words or ["--help"]
-    stem = COMMANDS.get(command, command.replace("-", "_"))
     if command in ("-h", "--help"):
         print(help_text(), end="")
-    elif stem in COMMANDS.values():
-        start(folder("recipes") / f"{stem}.py", *args)
+    elif command in COMMANDS:
+        start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
     elif command == "doctor":
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":

@@ -34,12 +34,12 @@ def plain_name(path: Path) -> str:
 
 
 def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
-    """Returns the user's file of this name, which has a suffix or a folder, or else the shipped one.
+    """Returns the user's file of this name, or else the shipped one.
 
     Raises `ValueError` if there is neither.
     """
     path = Path(name)
-    if (path.suffix or path.parent.name) and path.is_file():
+    if path.is_file():
         return path
     if path.parent.name or plain_name(path) not in shipped:
         raise ValueError(unknown(what, name, shipped))

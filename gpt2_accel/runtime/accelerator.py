@@ -19,10 +19,10 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.device import (
     DTYPES,
     attention_order,
+    has_bf16,
     has_block_masks,
     inductor_problem,
     logits_at_once,
-    precision_problem,
     total_memory,
 )
 from gpt2_accel.kernels.cpu import tune_memory
@@ -59,8 +59,10 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         )
     # It follows from the batch size. Accelerate would divide the loss by the number in its config.
     accelerator.gradient_accumulation_steps = 1
-    if problem := precision_problem(accelerator.device, accelerator.mixed_precision):
-        accelerator.print(problem)
+    if accelerator.mixed_precision == "bf16" and not has_bf16(accelerator.device):
+        accelerator.print(
+            "this device emulates bf16, slowly: on a CPU take cpu.yaml, on a GPU fp16"
+        )
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend == DynamoBackend.INDUCTOR and (
         problem := inductor_problem(accelerator.device)
@@ -124,9 +126,6 @@ def profiler(
     if not steps:
         return nullcontext()
     path = run_dir / f"trace-{accelerator.process_index}.json"
-    accelerator.print(
-        f"updates 6 to {5 + steps} are traced into {path}: open it at https://ui.perfetto.dev"
-    )
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),

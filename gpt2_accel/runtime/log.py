@@ -55,7 +55,6 @@ class RunLog(AbstractContextManager):
         self.results: dict[str, float] = {}
         self.evaluated: dict[str, int] = {}
         self.outputs: list[Callable[[dict], None]] = []
-        self.earlier: list[dict] = []  # lines of metrics.jsonl before a resume
         self._files: list[JsonLines] = []
         # An average over all updates: recent ones alone may lie around an evaluation.
         shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
@@ -64,8 +63,7 @@ class RunLog(AbstractContextManager):
             names = ("metrics.jsonl", "samples.jsonl")
             self._files = [JsonLines(run_dir / name, step) for name in names]
             self.outputs = [self._show, self._files[0].write]
-            self.earlier = self._files[0].entries
-        for line in self.earlier:
+        for line in self._files[0].entries if self._files else []:  # before a resume
             self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
             for name, value in line.items():
                 if "/" in name and not name.startswith("train/") and value is not None:

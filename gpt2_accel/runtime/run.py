@@ -30,7 +30,7 @@ from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
 from gpt2_accel.runtime.processes import AnyRank, all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
-from gpt2_accel.runtime.trackers import Trackers
+from gpt2_accel.runtime.trackers import open_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,15 +51,6 @@ class Run:
 
     Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
     """
-
-    log: RunLog
-    interrupted: AnyRank
-    stop: StopRequest
-    uploads: Uploads
-    writer: CheckpointWriter
-    profile: torch.profiler.profile | None
-    loader: PrefetchLoader  # reads `train_loader` ahead
-    metadata: dict
 
     def __init__(
         self,
@@ -188,8 +179,8 @@ class Run:
             )
         )
         if main and config.report_to:
-            trackers = Trackers(config, self.metadata, accelerator, self.log)
-            self.log.outputs.append(stack.enter_context(trackers).write)
+            trackers = open_trackers(config, self.metadata, self.log)
+            self.log.outputs.append(stack.enter_context(trackers))
         self.uploads = stack.enter_context(
             Uploads(
                 config.push_to_hub if main else None,

