@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chat_rows, make_text, run, tiny_config, write_lines
+from conftest import chat_rows, make_text, write_lines
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -456,8 +456,6 @@ def test_what_does_not_fit_the_windows_is_refused(chat_base, tmp_path):
     folder = tmp_path / "a/chat"
     with pytest.raises(ValueError, match="windows of 64 tokens, not 32: give --sequence_length 64"):
         loader(folder, sequence_length=32)
-    with pytest.raises(ValueError, match="holds conversations, .* leave out --document_mask"):
-        run(tiny_config(folder, tmp_path / "run", n_positions=64, document_mask=True))
     prepared(chat_base, tmp_path / "b", sequence_length=128)
     with pytest.raises(ValueError, match="b/chat has another sequence_length than the rest"):
         write_mixture(tmp_path / "mixed", {str(folder): 1, str(tmp_path / "b/chat"): 1})
