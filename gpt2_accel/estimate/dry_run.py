@@ -97,12 +97,11 @@ def read_launch(path: str) -> Launch:
     """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
     values = load_yaml(path, "--dry_run")
     processes = values.get("num_processes")
-    if type(processes) is not int or processes < 1:
+    if not isinstance(processes, int):
         raise ValueError(
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
-    sharding = values.get("fsdp_config") if values.get("distributed_type") == "FSDP" else None
-    version = sharding.get("fsdp_version") if isinstance(sharding, dict) else None
+    version = (values.get("fsdp_config") or {}).get("fsdp_version")
     return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
 
 

@@ -68,7 +68,7 @@ def same_tokens(runs: list[Run]) -> bool:
 def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "Figure":
     """Training loss, faint, and validation loss, bold, of several runs over one of `AXES`, in nats per token. Where the runs'
     tokenizers differ, only the validation loss, in bits per byte."""
-    bold, title = "val/loss", "loss in nats per token: training faint, validation bold"
+    bold, title = "val/loss", "nats per token: training faint, validation bold"
     if not same_tokens(runs):
         bold, title = "val/bits_per_byte", "validation loss in bits per byte"
     figure, ax = new_figure(title, width)

@@ -43,16 +43,17 @@ def comparison_page(outcome: Comparison, engine: Engine, title: str) -> Page:
     used = {result for own in outcome.results.values() for result in own if result}
     caveat = caveats(study.recipe, used, outcome.failed)
     settings = [
-        f"{name}: {study.recipe.stem} with "
-        + ", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())
+        f"{name}: " + ", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())
         for name, own in study.variants.items()
+        if study.settings or own
     ]
     page.bullets([*shares(outcome), *tunings(outcome), *caveat, *settings])
     page.section("Largest budget")
     if len(study.variants) > 1:
         caption = "Difference to the baseline: the mean, its 95% interval, and each pair of seeds."
         page.picture("differences", differences_figure(outcome), caption)
-    page.picture("curves", curves_figure(outcome, engine), "Validation loss of each run.")
+    if any((engine.folder / "runs").glob("*")):  # a table alone has no curves
+        page.picture("curves", curves_figure(outcome, engine), "Validation loss of each run.")
     return page
 
 

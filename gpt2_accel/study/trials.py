@@ -174,13 +174,9 @@ class Result:
     bits_per_byte: float | None = None
     code: str = ""
 
-    @property
-    def diverged(self) -> bool:
-        return math.isinf(self.loss)
-
     def metric(self, name: str) -> float:
         """Returns `loss` or `bits_per_byte`. Raises `ValueError` if it is unknown."""
-        value = math.inf if self.diverged else getattr(self, name)
+        value = math.inf if math.isinf(self.loss) else getattr(self, name)
         if value is None:
             raise ValueError(f"run {self.id} has no {name}: compare by loss")
         return value
@@ -206,9 +202,7 @@ def code_fingerprint(recipe: Path) -> str:
 def caveats(recipe: Path, results: Collection[Result], failed: Mapping[str, str]) -> list[str]:
     """Returns remarks on the runs that other code recorded, and on those that failed."""
     other = sum(result.code != code_fingerprint(recipe) for result in results)
-    lines = [
-        f"{other} of {len(results)} runs were recorded by other code than this: another --output_dir trains all of them again"
-    ]
+    lines = [f"{other} of {len(results)} runs were recorded by other code than this"]
     return lines[: other > 0] + [f"run {id} failed: {reason}" for id, reason in failed.items()]
 
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,11 @@ class Tuning:
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
         ranges = {name: places(values) for name, values in self.axes.items()}
         draw, found = random.Random(0), {}
-        own = {name: self.start.resolved[name] for name in self.axes}
-        if all(own[name] in values for name, values in self.axes.items()):
-            study.enqueue_trial({name: self.axes[name].index(own[name]) for name in own})
-        while (left := self.trials - len(found)) > 0:
+        with suppress(ValueError):  # the variant as it is, if its values are on the axes
+            study.enqueue_trial({n: v.index(self.start.resolved[n]) for n, v in self.axes.items()})
+        while len(found) < self.trials:
             batch = {}
-            while len(batch) < min(AT_ONCE, left):
+            while len(batch) < min(AT_ONCE, self.trials - len(found)):
                 asked = study.ask(ranges)
                 point = tuple(values[asked.params[name]] for name, values in self.axes.items())
                 if point in found or point in batch:

@@ -253,23 +253,17 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path, monkeypatch):
         ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: -1}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
-        ("recipe: quickstart\nvariants: {a: {}}\nseeds: 0", "seeds must be at least 1"),
-        ("recipe: quickstart\nvariants: {a: {}}\nmetric: accuracy", "metric must be one of"),
         ("recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}", "tune has axes"),
         ("recipe: quickstart\nvariants: {0.1: {}}", "a variant's name is 0.1, expected a text"),
-        ("recipe: quickstart\nvariants: {a: 1}", "a is 1, expected `name: value` lines"),
         *(
             (f"recipe: quickstart\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
             for axes, words in (
                 ("{beta3: [0.9, 0.99]}", "unknown option --beta3: did you mean --beta"),
-                ("{learning_rate: [abc, 1]}", "learning_rate"),
                 ("{learning_rate: 1}", "learning_rate needs a list of at least two values"),
                 ("{beta2: [0.95, 1.5]}", "beta2 must be at least 0 and below 1"),
-                ("{warmup_share: [0.1, 2]}", "give a number from 0 to 1"),
                 ("{seed: [1, 2]}", "tune sets seed, which the study sets"),
             )
         ),
-        ("recipe: [", "not valid YAML"),
     ],
 )
 def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
