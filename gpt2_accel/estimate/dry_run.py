@@ -97,11 +97,12 @@ def read_launch(path: str) -> Launch:
     """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
     values = load_yaml(path, "--dry_run")
     processes = values.get("num_processes")
-    if not isinstance(processes, int):
+    if type(processes) is not int or processes < 1:
         raise ValueError(
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
-    version = (values.get("fsdp_config") or {}).get("fsdp_version")
+    sharding = values.get("fsdp_config") if values.get("distributed_type") == "FSDP" else None
+    version = sharding.get("fsdp_version") if isinstance(sharding, dict) else None
     return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
 
 

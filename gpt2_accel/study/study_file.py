@@ -38,6 +38,8 @@ class StudyFile:
     def __post_init__(self) -> None:
         for part in fields(self):
             check_kind(part.name, getattr(self, part.name), part.type)
+        if not self.variants:
+            raise ValueError("variants is empty: name at least one, such as `as_it_is: {}`")
         self.variants = {name: own or {} for name, own in self.variants.items()}
         for name in self.variants:
             check_kind("a variant's name", name, str)
@@ -45,7 +47,7 @@ class StudyFile:
                 raise ValueError(f"{name!r} cannot be a variant's name: use letters and digits")
         for name, own in {"settings": self.settings, **self.variants}.items():
             check_settings(name, own)
-        self.baseline = self.baseline or next(iter(self.variants), "")
+        self.baseline = self.baseline or next(iter(self.variants))
         check_choice("baseline", self.baseline, self.variants)
         check_choice("metric", self.metric, METRICS)
         if self.seeds < 1:
@@ -92,6 +94,8 @@ def check_settings(where: str, own: Any) -> None:
     for name in OWN:
         if name in own:
             raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
+    for name in [name for name, value in own.items() if value is None]:
+        raise ValueError(f"{where} has no value for {name}: give one, or leave {name} out")
     if WARMUP in own:
         check_share(own[WARMUP])
 
@@ -111,9 +115,10 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
         raise ValueError(f"budget has {', '.join(map(str, budget))}: give {' or '.join(UNITS)}")
     try:  # YAML reads 1e6 as a text
         found = {float(amount) for amount in (amounts if isinstance(amounts, list) else [amounts])}
-        assert all(0 < amount < math.inf for amount in found)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"budget is {amounts!r}: give numbers above 0") from error
+    except (TypeError, ValueError):
+        found = set()
+    if not found or not all(0 < amount < math.inf for amount in found):
+        raise ValueError(f"budget is {amounts!r}: give numbers above 0")
     return unit, sorted(found)
 
 
