@@ -149,14 +149,25 @@ def token_nats(model: torch.nn.Module, batch: Sequence[Question]) -> torch.Tenso
     return model(**inputs, reduction="none", logits_to_keep=inputs["targets"].shape[1])
 
 
+def token_errors(model: torch.nn.Module, batch: Sequence[Question]) -> torch.Tensor:
+    """Returns 1 for each token of the rows that greedy decoding would not give, else 0, (B, S)."""
+    inputs = collate(batch, model.device)
+    targets = inputs.pop("targets")
+    found = model(**inputs, logits_to_keep=targets.shape[1]).argmax(dim=-1)
+    return ((found != targets) & (targets != -100)).float()
+
+
 @torch.no_grad()
 def log_likelihoods(
     accelerator: Accelerator,
     model: torch.nn.Module,
     questions: Sequence[Question],
     interrupted: Callable[[], bool] = lambda: False,
+    score: Callable[[torch.nn.Module, Sequence[Question]], torch.Tensor] = token_nats,
 ) -> list[list[float]]:
     """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All ranks call it.
+
+    It is the negative sum of `score` over the continuation's tokens; `token_errors` is another.
 
     `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left. Batch i runs on
     rank i modulo the number of ranks, and the host waits for the device after the last batch only. `interrupted` as in
@@ -175,7 +186,7 @@ def log_likelihoods(
             number = first + accelerator.process_index
             # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
             batch = batches[min(number, len(batches) - 1)]
-            nats = token_nats(plain, [rows[index] for index in batch])
+            nats = score(plain, [rows[index] for index in batch])
             if number < len(batches):
                 found.append((batch, nats))
     sums = []  # of each own row: its index and the log-likelihoods of its continuations

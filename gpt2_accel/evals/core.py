@@ -1,0 +1,178 @@
+"""CORE of DataComp-LM (Li et al., 2024, arXiv:2406.11794): 22 tasks for base models, with examples in the prompt.
+
+A bundle holds them: `core.yaml` lists the tasks, `eval_meta_data.csv` has the accuracy of guessing in percent, and `eval_data/`
+the items as JSON lines. CORE is the mean over the tasks of (accuracy - guessing) / (1 - guessing). A task is of one of
+three types:
+
+- multiple_choice: a `query` with `choices`, of which `gold` is right. The answer is the choice with the lowest loss per token.
+- schema: `context_options` with one `continuation`. The answer is the context after which its loss per token is lowest.
+- language_modeling: a `context` and a `continuation`, which greedy decoding has to give exactly.
+
+As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the examples before item i. What the
+prompts of an item have in common is found in their tokens.
+"""
+
+import csv
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.config import load_yaml
+from gpt2_accel.evals.formulas import accuracy, choice_accuracy
+from gpt2_accel.evals.items import read_items
+from gpt2_accel.evals.likelihood import Question, log_likelihoods, token_errors, token_nats
+from gpt2_accel.files import first_line
+from gpt2_accel.models import ModelConfig
+from gpt2_accel.tokenizer import encode, text_start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # DCLM's, as nanochat has it
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of a bundle, of the `type` multiple_choice, schema or language_modeling. `examples` precede each item. `guessing` is the accuracy of a
+    random answer, from 0 to 1."""
+
+    name: str
+    type: str
+    examples: int
+    delimiter: str
+    guessing: float
+    items: Sequence[dict[str, Any]]
+
+    def texts(self, item: dict[str, Any]) -> list[str]:
+        """Returns an item with each of its options; language modeling has one."""
+        if self.type == "multiple_choice":
+            return [item["query"] + self.delimiter + choice for choice in item["choices"]]
+        contexts = item.get("context_options") or [item["context"].strip()]
+        return [context + self.delimiter + item["continuation"] for context in contexts]
+
+    def prompts(self, number: int) -> list[str]:
+        """Returns the `texts` of an item, after the examples with their right options."""
+        others = [i for i in range(len(self.items)) if i != number]
+        drawn = random.Random(1234 + number).sample(others, min(self.examples, len(others)))
+        examples = [self.texts(self.items[i])[self.items[i].get("gold", 0)] for i in drawn]
+        return ["\n\n".join([*examples, text]) for text in self.texts(self.items[number])]
+
+
+def open_bundle(source: str | Path | None = None) -> Path:
+    """Returns the folder of a bundle: of a folder, or of a ZIP file or its URL, unpacked into the cache of `datasets`.
+
+    None is `BUNDLE`. Raises `FileNotFoundError` if there is none.
+    """
+    folder = place = source or BUNDLE
+    try:
+        if not Path(place).is_dir():
+            from datasets import DownloadManager
+
+            folder = DownloadManager().download_and_extract(str(place))
+        return next(Path(folder).rglob("core.yaml")).parent
+    except (OSError, ValueError, StopIteration) as error:
+        raise FileNotFoundError(
+            f"{place} cannot be read as DCLM's bundle, with core.yaml ({first_line(error)}): give its folder, ZIP file or URL"
+        ) from error
+
+
+def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
+    """Reads the tasks of a bundle, with the first `limit` of the shuffled items of each. Raises `ValueError` for a bundle of
+    another form, and the errors of `read_items`."""
+    listed = load_yaml(str(folder / "core.yaml"), "core.yaml")
+    with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
+        guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+    tasks = []
+    for entry in listed["icl_tasks"]:
+        name, [examples] = entry["label"], entry["num_fewshot"]
+        items = [item.fields for item in read_items(folder / "eval_data" / entry["dataset_uri"])]
+        random.Random(1337).shuffle(items)
+        delimiter = entry.get("continuation_delimiter", " ")
+        shown = name, entry["icl_task_type"], examples, delimiter, guessing[name] / 100
+        tasks.append(Task(*shown, items[:limit]))
+    return tasks
+
+
+class Core:
+    """The evaluation of a model of shape `config` on the tasks of a bundle, with at most `limit` items of each.
+
+    A prompt or an option that is longer than the model's positions is cut from the left. Raises the errors of `open_bundle` and
+    `read_tasks`.
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path | None,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: ModelConfig,
+        limit: int | None = None,
+    ):
+        self.tasks, self.tokenizer = read_tasks(open_bundle(bundle), limit), tokenizer
+        self.n_positions = config.n_positions
+
+    def __call__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard errors."""
+        results, centred, variance, cut = {}, [], 0.0, 0
+        for task in self.tasks:
+            greedy, name = task.type == "language_modeling", f"core/{task.name}"
+            questions = [q for i in range(len(task.items)) for q in self.questions(task, i)]
+            cut += sum(not question.fits(self.n_positions) for question in questions)
+            score = token_errors if greedy else token_nats
+            scores = log_likelihoods(accelerator, model, questions, interrupted, score)
+            if not scores:
+                return {}
+            rows = zip(scores, questions, strict=True)
+            means = (
+                value / len(ids)
+                for row, question in rows
+                for value, ids in zip(row, question.continuations, strict=True)
+            )
+            found = [[*islice(means, len(task.texts(item)))] for item in task.items]
+            if greedy:
+                results |= accuracy([own == [0] for own in found], name)
+            else:
+                results |= choice_accuracy(found, [item["gold"] for item in task.items], name)
+            centred.append((results[name] - task.guessing) / (1 - task.guessing))
+            variance += (results.get(f"{name}_stderr", 0) / (1 - task.guessing)) ** 2
+        if cut:
+            accelerator.print(
+                f"core: {cut:,} prompts exceed the model's positions and are cut from the left"
+            )
+        count = len(centred)
+        core = {"core/core": sum(centred) / count, "core/core_stderr": math.sqrt(variance) / count}
+        return core | results
+
+    def questions(self, task: Task, number: int) -> list[Question]:
+        """Returns the questions of an item: one whose continuations are its options, or one for each context of a schema."""
+        texts = task.prompts(number)
+        if task.type == "language_modeling":
+            texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
+        start = text_start(self.tokenizer)
+        ids = [[start] * (start is not None) + own for own in encode(self.tokenizer, texts)]
+        if task.type == "schema":
+            same = shared([own[::-1] for own in ids])
+            parts = [(own[:-same], [own[-same:]]) for own in ids]
+        else:
+            same = shared(ids)
+            options = ids[:1] if task.type == "language_modeling" else ids
+            parts = [(ids[0][:same], [own[same:] for own in options])]
+        return [Question(context, [own[-self.n_positions :] for own in o]) for context, o in parts]
+
+
+def shared(sequences: Sequence[list[int]]) -> int:
+    """Returns the number of tokens with which all sequences begin, but for one of the shortest, which is left to predict."""
+    columns = enumerate(zip(*sequences, strict=False))
+    shortest = min(map(len, sequences))
+    return min(next((i for i, own in columns if len(set(own)) > 1), shortest), shortest - 1)
