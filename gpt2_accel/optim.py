@@ -124,7 +124,7 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     hidden = hidden_matrices(model)
     hidden_names = {n for n, _ in hidden}
-    stacked = {m.weight: m.stacked for m in model.modules() if hasattr(m, "stacked")}
+    stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
     groups = [
         {"params": hidden, "muon": True},
         {"params": [(n, p) for n, p in matrices if n not in hidden_names]},

@@ -1,38 +1,73 @@
-"""One update of Muon on all ranks. Prints the difference of the weights to an update of one process, and the number
-of matrices that this rank orthogonalizes."""
+"""Updates of Muon on all ranks, with the matrices as DDP has them and sharded by FSDP2, in fp32. Prints for each the largest
+difference of the weights to updates of one process, and the number of matrices that this rank orthogonalizes in an update."""
 
 import copy
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gpt2_accel import GPT, GPTConfig, cli, muon, optim
+from gpt2_accel.models.llama import Llama, LlamaConfig
+
+UPDATES = 3
+
+
+def models():
+    """Yields a model of each architecture with odd numbers of rows, and its tokens."""
+    shape = {"vocab_size": 64, "n_positions": 16, "n_layer": 3, "n_head": 3, "n_embd": 30}
+    yield GPT(GPTConfig(**shape))
+    yield Llama(LlamaConfig(**shape, n_kv_head=1, head_dim=10, n_inner=50))
+
+
+def updated(model: torch.nn.Module, tokens: torch.Tensor) -> list[int]:
+    """Makes updates from gradients of one batch; returns the numbers of matrices that were orthogonalized at once."""
+    counts, orthogonalize = [], muon.orthogonalize
+
+    def counted(matrices, count=1):
+        counts.append(len(matrices))
+        return orthogonalize(matrices, count)
+
+    muon.orthogonalize = counted
+    try:
+        optimizer = optim.build_optimizer(model, "muon", lr=0.01)
+        for _ in range(UPDATES):
+            model(*tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        muon.orthogonalize = orthogonalize
+    return counts
 
 
 def main() -> None:
-    PartialState()
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32))
-    alone = copy.deepcopy(model)
-    tokens = torch.randint(0, 64, (2, 4, 16))
-    counts = []
-    orthogonalize = muon.orthogonalize
-
-    def counted(matrices):
-        counts.append(len(matrices))
-        return orthogonalize(matrices)
-
-    for each, shared in ((alone, False), (model, True)):
-        optimizer = optim.build_optimizer(each, "muon", lr=0.01)
-        each(*tokens).backward()
-        muon.orthogonalize = counted if shared else orthogonalize
-        if not shared:
-            muon.orthogonalize_shared, kept = orthogonalize, muon.orthogonalize_shared
-        optimizer.step()
+    PartialState(cpu=True)
+    muon.iteration_dtype = lambda device: torch.float32
+    for model in models():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        tokens = torch.randint(0, 64, (2, 4, 16))
+        alone, sharded = copy.deepcopy(model), copy.deepcopy(model)
+        kept, muon.orthogonalize_shared = (
+            muon.orthogonalize_shared,
+            lambda m, rows, n: muon.orthogonalize(m, n),
+        )
+        updated(alone, tokens)
         muon.orthogonalize_shared = kept
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    difference = max((a - b).abs().max().item() for a, b in pairs)
-    print(f"rank {torch.distributed.get_rank()}: {difference:.1e}, {sum(counts)} matrices")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in next(m for m in sharded.children() if isinstance(m, torch.nn.ModuleList)):
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        for how, each in (("ddp", model), ("fsdp", sharded)):
+            counts = updated(each, tokens)
+            pairs = zip(each.parameters(), alone.parameters(), strict=True)
+            whole = ((p.full_tensor() if how == "fsdp" else p, q) for p, q in pairs)
+            difference = max((p - q).abs().max().item() for p, q in whole)
+            name = f"{type(model).__name__} {how}"
+            print(f"{name}, rank {dist.get_rank()}: {difference:.1e}, {sum(counts)}")
 
 
 cli.run(main)
