@@ -1,13 +1,15 @@
-"""Evaluate a model: the loss on prepared data, HellaSwag, a text, chat, and any task of lm-evaluation-harness.
+"""Evaluate a model: the loss on prepared data, CORE, HellaSwag, a text, chat, and any task of lm-evaluation-harness.
 
     python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
     python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag lambada_openai wikitext
+    accelerate launch recipes/evaluate.py --model USER/NAME --tasks core
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
 Prints a table with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
-for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for `chat` with `prompt` and `answer`, for `text` a text file.
+for `core` DCLM's bundle, a folder, a ZIP file or its URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for
+`chat` with `prompt` and `answer`, for `text` a text file.
 Other tasks, and those that begin with `lm_eval:`, are lm-evaluation-harness's (`pip install 'lm-eval>=0.4.9'`).
 """
 
@@ -28,6 +30,7 @@ from gpt2_accel.checkpoint.find import (
 from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
+from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.harness import Harness
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
@@ -41,7 +44,7 @@ from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
 
-OWN = ("hellaswag", "text", "chat")  # the other tasks are the harness's
+OWN = ("core", "hellaswag", "text", "chat")  # the other tasks are the harness's
 HARNESS = "lm_eval:"
 
 
@@ -94,7 +97,7 @@ def local_files(config: Evaluate) -> dict[str, str]:
             )
         found[task] = path
     for task in own:
-        if task != "hellaswag" and task not in found:
+        if task in ("text", "chat") and task not in found:
             raise ValueError(f"the task {task} has no data on the Hub: give --data {task}=FILE")
     return found
 
@@ -104,9 +107,10 @@ def evaluate(
     accelerator: Accelerator,
     directory: Path,
     items: dict[str, list[Item]],
+    bundle: Path | None,
     harness: Harness | None,
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of the model in `directory`, and notes on them."""
+    """Returns the results of the model in `directory`, and notes on them. `bundle` is that of CORE."""
     tokenizer, model = load_tokenizer(directory), from_pretrained(directory)
     check_finite(model, directory)
     check_vocabulary(tokenizer, model.config.vocab_size, directory)
@@ -116,6 +120,8 @@ def evaluate(
         build[task](rows[: config.limit], tokenizer, model.config) for task, rows in items.items()
     ]
     notes = [note for task in evaluations for note in task.notes]
+    if bundle is not None:
+        evaluations.append(Core(bundle, tokenizer, model.config, config.limit))
     for split in ("train", "val") if config.data_dir else ():
         options = config.data_dir, split, config.eval_tokens
         evaluation, note = prepare_loss(accelerator, tokenizer, model.config, *options)
@@ -164,7 +170,11 @@ def main() -> None:
     if tasks := [name.removeprefix(HARNESS) for name in config.tasks if name not in OWN]:
         options = {"task_folder": config.lm_eval_tasks, "chat_template": config.chat_template}
         harness = Harness(tasks, limit=config.limit, **options)
-    items = {task: read_items(path) for task, path in files.items()}
+    items = {task: read_items(path) for task, path in files.items() if task != "core"}
+    bundle = None
+    if "core" in config.tasks:
+        with main_process_first():
+            bundle = open_bundle(files.get("core"))
     if "hellaswag" in config.tasks and "hellaswag" not in items:
         with main_process_first():
             without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
@@ -174,7 +184,7 @@ def main() -> None:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = local_directory(verified_directory(name, config.verify))
         entry = describe_weights(directory)  # a run that trains meanwhile may remove the checkpoint
-        table[name], notes = evaluate(config, accelerator, directory, items, harness)
+        table[name], notes = evaluate(config, accelerator, directory, items, bundle, harness)
         finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)

@@ -101,20 +101,19 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 
 
 class Core:
-    """The evaluation of a model of shape `config` on the tasks of a bundle, with at most `limit` items of each.
+    """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
 
-    A prompt or an option that is longer than the model's positions is cut from the left. Raises the errors of `open_bundle` and
-    `read_tasks`.
+    A prompt or an option that is longer than the model's positions is cut from the left. Raises the errors of `read_tasks`.
     """
 
     def __init__(
         self,
-        bundle: str | Path | None,
+        bundle: Path,
         tokenizer: "PreTrainedTokenizerBase",
         config: ModelConfig,
         limit: int | None = None,
     ):
-        self.tasks, self.tokenizer = read_tasks(open_bundle(bundle), limit), tokenizer
+        self.tasks, self.tokenizer = read_tasks(bundle, limit), tokenizer
         self.n_positions = config.n_positions
 
     def __call__(

@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_text, write_lines
+from conftest import make_text, run_recipe, write_lines
+from launching import launch
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
@@ -136,6 +137,18 @@ def test_core_equals_a_plain_loop(accelerator, trained, bundle, capsys):
     assert "exceed the model's positions" in capsys.readouterr().out
     stopped = Core(bundle, load_tokenizer(trained), model.config)
     assert stopped(accelerator, model, lambda: True) == {}
+
+
+def test_the_recipe_finds_the_same_on_one_and_two_processes(trained, bundle, tmp_path, capsys):
+    flags = ["--model", str(trained), "--tasks", "core", "--data", str(bundle), "--output"]
+    run_recipe("evaluate", *flags, str(tmp_path / "one.json"))
+    assert "| core/core" in capsys.readouterr().out
+    done = launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "two"))
+    ([first], [second]) = one.values(), two.values()
+    assert first["results"] == pytest.approx(second["results"])
+    assert set(first["results"]) > {"core/core", "core/core_stderr", "core/Endings"}
 
 
 def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
