@@ -20,7 +20,7 @@ from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learn
 from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_false
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
-PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "resume_from", "law")
+PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from", "law")
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
@@ -140,6 +140,8 @@ class TrainConfig:
     eval_tokens: int = setting(10_485_760, "validation tokens per evaluation, at most")
     hellaswag_every: int = setting(0, "updates between HellaSwags; 0 for none")
     hellaswag_data: str | None = setting(None, "JSONL file of its items; default the Hub's")
+    core_every: int = setting(0, "updates between COREs, of 500 items a task; 0 for none")
+    core_data: str | None = setting(None, "DCLM's bundle: folder, ZIP or URL; default nanochat's")
     patience: int = setting(0, "stop after N evaluations without progress; 0 for never")
     sample_every: int = setting(250, "updates between samples; 0 for none")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
@@ -175,7 +177,7 @@ class TrainConfig:
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
             "eval_tokens sample_tokens keep_last depth",
-            not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every "
+            not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
             "sample_every save_every keep_every spike_z seed micro_batch_size patience profile",
             above_zero="max_hours",
             share="min_lr_ratio decay_share",

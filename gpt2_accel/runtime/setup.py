@@ -21,6 +21,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.evals import Evaluation
+from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import hub_items, read_items
 from gpt2_accel.evals.validation import validation_loss
@@ -39,6 +40,8 @@ from gpt2_accel.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
+
 
 def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     """Builds a run; its state is loaded from the checkpoint if it resumes.
@@ -48,10 +51,6 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     if config.push_to_hub:
         check_repo_id(config.push_to_hub)
         check_login()
-    if config.optimizer == "muon" and accelerator.is_fsdp2:
-        raise ValueError(
-            "muon works on whole matrices, which FSDP2 shards: use --optimizer adamw, or a config without FSDP"
-        )
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
     check_agreement(config, accelerator, checkpoint)
     torch.manual_seed(config.seed)
@@ -235,4 +234,9 @@ def build_evaluations(
         hellaswag = HellaSwag(items, tokenizer, shape)
         accelerator.print("\n".join(hellaswag.notes))
         evaluations.append((config.hellaswag_every, hellaswag))
+    if config.core_every:
+        with main_process_first():
+            bundle = open_bundle(config.core_data)
+        core = Core(bundle, tokenizer, shape, limit=CORE_ITEMS)
+        evaluations.append((config.core_every, core))
     return evaluations

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_text, run_recipe, write_lines
+from conftest import make_text, run, run_recipe, write_lines
 from launching import launch
 from transformers import GPT2LMHeadModel
 
@@ -149,6 +149,13 @@ def test_the_recipe_finds_the_same_on_one_and_two_processes(trained, bundle, tmp
     ([first], [second]) = one.values(), two.values()
     assert first["results"] == pytest.approx(second["results"])
     assert set(first["results"]) > {"core/core", "core/core_stderr", "core/Endings"}
+
+
+def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
+    lines = run(tiny("run", core_every=2, core_data=str(bundle), max_steps=2))
+    model = from_pretrained(tmp_path / "run")
+    found = Core(bundle, load_tokenizer(tmp_path / "run"), model.config)(accelerator, model)
+    assert {name: lines[-1][name] for name in found} == pytest.approx(found)
 
 
 def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):

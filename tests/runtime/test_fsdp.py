@@ -1,6 +1,7 @@
 """FSDP2 in bf16 is as exact as DDP in bf16."""
 
 import pytest
+import torch
 from conftest import as_flags, long, losses, metrics, tiny_config
 from launching import launch
 from safetensors.torch import load_file
@@ -45,6 +46,28 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
+
+
+def test_muon_trains_and_resumes_as_with_ddp(data_dir, tmp_path):
+    """In fp32: equal losses, a resume to the last bit, and resumes from and to DDP."""
+    settings = {"optimizer": "muon", "lr_schedule": "constant", "max_steps": 30, "save_every": 15}
+
+    def train(name, how, **changes):
+        config, script = how
+        run = tiny_config(data_dir, tmp_path / name, **settings, **changes)
+        flags = ("--mixed_precision", "no", *EAGER, script, *as_flags(run))
+        done = launch(*flags, processes=2, config=config)
+        assert done.returncode == 0, done.stderr
+        return losses(metrics(tmp_path / name)), load_file(tmp_path / name / "model.safetensors")
+
+    ddp, _ = train("ddp", DDP)
+    fsdp, whole = train("fsdp", FSDP)
+    assert fsdp == pytest.approx(ddp, abs=1e-4)
+    _, resumed = train("resumed", FSDP, resume_from=str(tmp_path / "fsdp/checkpoint-15"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for name, how, other in (("from_ddp", FSDP, "ddp"), ("to_ddp", DDP, "fsdp")):
+        found, _ = train(name, how, resume_from=str(tmp_path / other / "checkpoint-15"))
+        assert found == pytest.approx(ddp[-len(found) :], abs=1e-4)
 
 
 @long
