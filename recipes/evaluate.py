@@ -119,9 +119,9 @@ def evaluate(
     evaluations = [
         build[task](rows[: config.limit], tokenizer, model.config) for task, rows in items.items()
     ]
-    notes = [note for task in evaluations for note in task.notes]
     if bundle is not None:
         evaluations.append(Core(bundle, tokenizer, model.config, config.limit))
+    notes = [note for task in evaluations for note in task.notes]
     for split in ("train", "val") if config.data_dir else ():
         options = config.data_dir, split, config.eval_tokens
         evaluation, note = prepare_loss(accelerator, tokenizer, model.config, *options)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # DCLM's, as nanochat has it
 
+PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"  # dev/estimate_gpt3_core.ipynb
+
 
 @dataclass(frozen=True)
 class Task:
@@ -115,6 +117,7 @@ class Core:
     ):
         self.tasks, self.tokenizer = read_tasks(bundle, limit), tokenizer
         self.n_positions = config.n_positions
+        self.notes = [f"core: OpenAI's four models have {PUBLISHED}, in nanochat"]
 
     def __call__(
         self,
