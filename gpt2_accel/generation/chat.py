@@ -1,5 +1,6 @@
 """A conversation with a model. The KV cache stays between turns, so a turn costs its own tokens."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -90,19 +91,22 @@ def fit(
 ) -> tuple[list[Message], list[int]]:
     """Drops the oldest turns until `room` of `n_positions` tokens are free; returns the messages and their tokens.
 
-    The system prompt and the last turn stay. Raises the errors of `Chat.answer`.
+    The system prompt and the last turn stay. The number of renderings is logarithmic in the number of turns. Raises the
+    errors of `Chat.answer`.
     """
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     turns = list(messages[len(system) :])
     starts = [0, *(i for i in range(1, len(turns)) if turns[i]["role"] == "user")]
-    for start in starts:
-        kept = [*system, *turns[start:]]
-        ids = encode_prompt(tokenizer, kept)
-        if len(ids) + room <= n_positions:
-            break
+
+    def prompt(start: int) -> list[int]:
+        return encode_prompt(tokenizer, [*system, *turns[start:]])
+
+    first = bisect_left(starts, True, key=lambda i: len(prompt(i)) + room <= n_positions)
+    start = starts[min(first, len(starts) - 1)]
+    ids = prompt(start)
     if len(ids) >= n_positions:
         raise ValueError(
             f"the last message has {len(ids):,} tokens with the chat template and the system prompt, and the model reads "
             f"{n_positions:,}: write less"
         )
-    return kept, ids
+    return [*system, *turns[start:]], ids

@@ -3,6 +3,7 @@
 `Guard` is the middleware that closes a page to other sites.
 """
 
+import html
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,28 @@ UPLOADS = tuple(
     f"/gradio_api/{name}" for name in ("upload", "process_recording", "component_server")
 )
 # A text that is stopped is sometimes covered by Gradio's "Error"; what is wrong is in a message of its own.
-CSS = ".text [data-testid=status-tracker] { display: none }"
+CSS = """
+.text [data-testid=status-tracker] { display: none }
+.message .md { white-space: pre-wrap }
+@media (max-width: 640px) { .one-of-2 { height: 34dvh !important } }
+"""
+# A `text_chatbot` has escaped text, which the copy buttons would copy.
+COPY_TEXT = """() => {
+  const clipboard = navigator.clipboard;  // only with https or on localhost
+  if (!clipboard) return;
+  const write = clipboard.writeText.bind(clipboard);
+  clipboard.writeText = text => write(
+    text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&"));
+}"""
+
+# A reload of a browser's tab keeps the conversation. A chatbot also changes when the page opens, before it is restored.
+SAVE = """messages => {
+  if (window.restored?.has("KEY")) sessionStorage.setItem("KEY", JSON.stringify(messages));
+}"""
+RESTORE = """() => {
+  window.restored = (window.restored ?? new Set()).add("KEY");
+  return [JSON.parse(sessionStorage.getItem("KEY") ?? "[]")];
+}"""
 
 Messages = list[dict[str, str]]
 
@@ -82,6 +104,49 @@ def in_turns(streams: Sequence[Iterator[str]]) -> Iterator[list[str]]:
         yield texts
 
 
+def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
+    """Returns a chatbot whose messages are text. Gradio's own also shows HTML in them, and takes files and components from the
+    browser."""
+    bot = gr.Chatbot(
+        label=label,
+        height="70dvh",
+        elem_classes=css_class,
+        min_width=300,
+        render_markdown=False,
+        latex_delimiters=[],
+        buttons=["copy", "copy_all"],
+    )
+    # Not a subclass: for each component class Gradio writes a .pyi file into the package. An update of the component
+    # (`gr.update`, `gr.skip`) would replace it by one without these functions.
+    draw = bot.postprocess
+    bot.preprocess = received
+    bot.postprocess = lambda messages: draw(
+        [text_message(m["role"], html.escape(text_of(m), quote=False)) for m in messages or []]
+    )
+    return bot
+
+
+def received(payload: Any) -> list[dict]:
+    """Returns the messages that the browser sent to a `text_chatbot`, without files and components."""
+    messages = []
+    for message in payload.root if payload else []:
+        text = "".join(part.text for part in message.content if part.type == "text")
+        messages.append(text_message(message.role, html.unescape(text)))
+    return messages
+
+
+def text_message(role: str, text: str) -> dict:
+    """Returns a message of a chatbot. Gradio would remove the indentation of a plain string."""
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def text_of(message: dict) -> str:
+    """Returns the text of a chatbot's message."""
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else content
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
 def conversation(history: Sequence[dict], message: str, system: str | None) -> Messages:
     """Returns what the model reads: a chatbot's history without unanswered messages and without `CUT`, and the message."""
     messages = [{"role": "system", "content": system}] if system and system.strip() else []
@@ -91,11 +156,6 @@ def conversation(history: Sequence[dict], message: str, system: str | None) -> M
             messages += user_turn(text_of(asked))
             messages.append({"role": "assistant", "content": answered})
     return messages + user_turn(message)
-
-
-def text_of(message: dict) -> str:
-    """Returns the text of a chatbot's message."""
-    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
 def settings(length: int) -> list[gr.Slider]:
@@ -119,41 +179,72 @@ def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -
 
 
 def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:
-    """Returns a page for conversations: a column for each model, with the same settings."""
+    """Returns a page for conversations. The chatbot of a second model shows the same messages with its own answers."""
+    sliders = settings(length=200)
 
-    def interface(loaded: LoadedModel, inputs: list[gr.Textbox | gr.Slider]) -> None:
-        def answer(message: str, history: list[dict], system: str, *values: float) -> Iterator[str]:
-            stream = loaded.answer(conversation(history, message, system), sampling_of(*values))
-            for [text] in in_turns([stream]):
-                yield text
+    def answer(message: str, history: list[dict], system: str | None, *rest: Any) -> Iterator[Any]:
+        """Yields the first model's answer, and the second model's conversation if there is one."""
+        values, second = rest[: len(sliders)], rest[len(sliders) :]
+        histories = [history, *(said[: len(history)] for said in second)]
+        sampling = sampling_of(*values)
+        streams = [
+            loaded.answer(conversation(said, message, system), sampling)
+            for loaded, said in zip(models, histories, strict=True)
+        ]
+        asked = text_message("user", message)
+        for texts in in_turns(streams):
+            answers = [text_message("assistant", text) for text in texts]
+            if len(models) == 1:
+                yield answers[0]
+            else:
+                yield answers[0], [*histories[1], asked, answers[1]]
 
-        gr.ChatInterface(
+    with gr.Blocks(title="Chat", analytics_enabled=False) as page:
+        row = gr.Row()
+        bots = [text_chatbot(loaded.name, f"one-of-{len(models)}") for loaded in models]
+        chat = gr.ChatInterface(
             answer,
-            chatbot=gr.Chatbot(
-                label=loaded.name,
-                height="70dvh",
-                latex_delimiters=[],
-                buttons=["copy", "copy_all"],
-            ),
+            chatbot=bots[0],
             textbox=gr.Textbox(
-                placeholder="Type a message", max_lines=6, submit_btn=True, stop_btn=True
+                label="Message",
+                placeholder="Type a message",
+                max_lines=6,
+                autofocus=True,
+                submit_btn=True,
+                stop_btn=True,
             ),
-            additional_inputs=inputs,
+            additional_inputs=[
+                gr.Textbox(label="System prompt", lines=2, render=False),
+                *sliders,
+                *bots[1:],
+            ],
+            additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
+            additional_outputs=bots[1:],
             examples=[[text] for text in examples] or None,
             api_visibility="private",
         )
-
-    with gr.Blocks(title="Chat", analytics_enabled=False) as page:
-        with gr.Sidebar(open=False):
-            system = gr.Textbox(label="System prompt", lines=2)
-            sliders = settings(length=200)
-            for slider in sliders:
-                slider.render()
-        with gr.Row():
-            for loaded in models:
-                with gr.Column(min_width=300):
-                    interface(loaded, [system, *sliders])
+        with row:  # the interface has rendered its own below
+            for bot in bots:
+                bot.unrender()
+                bot.render()
+        keep_after_reload(page, chat, bots)
+        page.load(None, js=COPY_TEXT)
     return page
+
+
+def keep_after_reload(page: gr.Blocks, chat: gr.ChatInterface, bots: Sequence[gr.Chatbot]) -> None:
+    """Saves the conversations in the browser's tab, and restores them when the page opens."""
+    for number, bot in enumerate(bots):
+        key = f"gpt2_accel_chat_{number}"
+        bot.change(None, bot, js=SAVE.replace("KEY", key))
+        restored = page.load(None, None, bot, js=RESTORE.replace("KEY", key))
+        if number == 0:
+            restored.then(lambda messages: messages, bot, chat.chatbot_state, queue=False)
+        else:  # the second model's conversation is as long as the first's
+            shorter = "(first, second) => [second.slice(0, first.length)]"
+            bots[0].change(None, [bots[0], bot], bot, js=shorter)
+            both = [bots[0], chat.chatbot_state]
+            bot.clear(lambda: ([], []), None, both, queue=False)
 
 
 def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:

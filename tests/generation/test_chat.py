@@ -8,9 +8,10 @@ import torch
 from conftest import randomized
 
 from gpt2_accel import GPTConfig
+from gpt2_accel.generation import chat
 from gpt2_accel.generation.chat import Chat
 from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.generation.sampling import Sampling, complete
+from gpt2_accel.generation.sampling import Sampling, complete, encode_prompt
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -121,6 +122,24 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     near = said("a" * 160)  # the answer ends where the positions do
     answer = last(chat, near, Sampling(max_new_tokens=100, temperature=0))
     assert answer.ended and len(answer.ids) <= 200 - 160
+
+
+def test_a_conversation_of_many_turns_is_rendered_few_times(tokenizer, monkeypatch):
+    rendered = []
+
+    def encode(tokenizer, prompt):
+        rendered.append(len(prompt))
+        return encode_prompt(tokenizer, prompt)
+
+    monkeypatch.setattr(chat, "encode_prompt", encode)
+    system = [{"role": "system", "content": "Be kind."}]
+    messages = said(*"ab" * 999, "c")
+    kept, ids = chat.fit(tokenizer, system + messages, n_positions=200, room=20)
+    assert len(rendered) < 13 and sum(rendered) < 3 * len(messages)
+    assert kept[0] == system[0] and kept[1:] == messages[1 - len(kept) :]
+    assert len(ids) <= 180 and kept[1]["role"] == "user"
+    longer = system + messages[-1 - len(kept) :]
+    assert len(encode_prompt(tokenizer, longer)) > 180
 
 
 def test_refusals(model, tokenizer, chat_base):

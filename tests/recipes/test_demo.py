@@ -19,14 +19,14 @@ from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import byte_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
-HTML = "Why <module>? <b onclick=alert(1)>this</b><script>alert(1)</script>"
+HTML = "Why   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>"
 
 
 def save_models(folder, tokenizer, vocab_size):
     """Saves two models of 512 positions that write different printable ASCII; returns their directories."""
     for number in (1, 2):
         torch.manual_seed(number)
-        model = GPT(GPTConfig(vocab_size, 512, n_layer=24, n_head=4, n_embd=256))
+        model = GPT(GPTConfig(vocab_size, 512, n_layer=12, n_head=4, n_embd=256))
         with torch.no_grad():
             model.wte.weight[:32] = model.wte.weight[127:] = 0
             for parameter in model.parameters():
@@ -116,7 +116,10 @@ def browser():
         if not os.path.exists(found):
             pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser.new_context(viewport={"width": 1300, "height": 900})
+        yield browser.new_context(
+            viewport={"width": 1300, "height": 900},
+            permissions=["clipboard-read", "clipboard-write"],
+        )
         browser.close()
 
 
@@ -131,7 +134,7 @@ class Visitor:
         own = (url, "data:", "blob:")
         self.page.on("request", lambda r: r.url.startswith(own) or self.errors.append(r.url))
         self.page.goto(url)
-        self.box = self.page.locator("textarea").last  # of the last model
+        self.box = self.page.locator("textarea").last
         self.box.wait_for()
         self.page.wait_for_timeout(1000)
 
@@ -146,8 +149,8 @@ class Visitor:
         self.box.press("Enter")
 
     def said(self, who="user"):
-        """Returns the messages of `user` or `bot`."""
-        return self.page.locator(f".message.{who} .md").all_inner_texts()
+        """Returns the messages of `user` or `bot`, of the first model before the second."""
+        return self.page.locator(f".message.{who} .md").evaluate_all("m => m.map(e => e.innerText)")
 
     def texts(self):
         return self.page.locator("textarea").evaluate_all("all => all.map(t => t.value)")
@@ -184,15 +187,28 @@ def test_requests_of_other_sites_uploads_and_large_ones_are_refused(chat_server)
         assert status(f"/gradio_api/{path}") == 403
 
 
+def test_what_the_browser_sends_is_text_and_what_is_shown_is_escaped():
+    from gradio.components.chatbot import ChatbotDataMessages, FileMessage, Message
+    from gradio.data_classes import FileData
+
+    from gpt2_accel.generation import pages
+
+    bot = pages.text_chatbot("", "")
+    shown = bot.postprocess([{"role": "user", "content": HTML}])
+    assert "<" not in shown.root[0].content[0].text
+    file = FileMessage(file=FileData(path="/etc/passwd"))
+    received = bot.preprocess(
+        ChatbotDataMessages([*shown.root, Message(role="assistant", content=[file])])
+    )
+    assert [pages.text_of(message) for message in received] == [HTML, ""]
+
+
 def test_the_model_reads_answered_messages():
     from gpt2_accel.generation.pages import CUT, conversation
 
     said = [("user", "a"), ("user", "b"), ("assistant", f"c{CUT}"), ("system", "d"), ("user", "e")]
     said += [("assistant", "")]
-    history = [
-        {"role": role, "content": [{"type": "text", "text": text}, {"type": "file"}]}
-        for role, text in said
-    ]
+    history = [{"role": role, "content": text} for role, text in said]
     found = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in found] == ["Be kind.", "b", "c", "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
@@ -206,7 +222,9 @@ def test_wrong_settings_are_refused():
         demo.Demo(port=70000)
 
 
-def test_a_conversation_can_be_stopped_undone_and_cleared(browser, chat_server):
+def test_two_models_answer_stop_is_visible_and_a_reload_keeps_the_conversation(
+    browser, chat_server
+):
     one = Visitor(browser, chat_server.url)
     one.ask("x<|im_end|>")
     one.wait_for(lambda: "holds the special token <|im_end|>" in one.page.inner_text("body"))
@@ -218,36 +236,43 @@ def test_a_conversation_can_be_stopped_undone_and_cleared(browser, chat_server):
     one.ask(HTML)
     one.wait_for(lambda: any(map(len, one.said("bot"))))
     assert not one.is_done()  # the text streams in
-    one.wait_for_answers(1)
-    assert one.said() == ["Why <module>? this"] and not one.page.locator("[onclick]").count()
+    one.wait_for_answers(2)
+    assert one.said() == [HTML] * 2 and one.page.locator(".md *").count() == 0
+    one.click("Copy message")
+    one.wait_for(lambda: one.page.evaluate("navigator.clipboard.readText()") == HTML)
     one.ask("And?")
-    one.wait_for(lambda: len(one.said("bot")) == 2 and one.said("bot")[1])
+    one.wait_for(lambda: len(one.said("bot")) == 4 and one.said("bot")[1])
     one.page.locator(".stop-button").dispatch_event("click")
-    one.wait_for_answers(2)
-    stopped = one.said("bot")[1]
-    assert stopped.endswith(" …")
+    one.wait_for_answers(4)
+    first, stopped, second, _ = one.said("bot")
+    assert stopped.endswith(" …") and first != second
+    one.page.wait_for_timeout(2000)  # the browser saves the conversation after the answer
+    one.page.reload()
+    one.wait_for(lambda: one.said("bot")[1:2] == [stopped] and len(one.said("bot")) == 4)
+    one.page.wait_for_timeout(500)
     one.click("Retry")
-    one.wait_for(lambda: one.said("bot")[1:] != [stopped])
-    one.wait_for_answers(2)
+    one.wait_for(lambda: one.said("bot")[1:2] != [stopped])
+    one.wait_for_answers(4)
     one.click("Undo")
-    one.wait_for(lambda: len(one.said()) == 1 and one.box.input_value() == "And?")
+    one.wait_for(lambda: one.said() == [HTML] * 2 and one.box.input_value() == "And?")
     one.page.locator("button[title='Clear']").last.click()
     one.wait_for(lambda: not one.said() and not one.said("bot"))
     one.close()
 
 
 @pytest.mark.parametrize("width", [390, 1300])
-def test_two_models_answer_and_the_box_stays_in_the_window(browser, chat_server, width):
+def test_the_box_stays_in_the_window(browser, chat_server, width):
     visitor = Visitor(browser, chat_server.url)
     visitor.page.set_viewport_size({"width": width, "height": 844})
     visitor.page.get_by_text("How?").first.click()
-    visitor.wait_for_answers(1)
-    visitor.ask("Why?\n" * 60)  # the second model
     visitor.wait_for_answers(2)
-    assert visitor.said()[0] == "How?"
-    box = visitor.page.locator(".submit-button").first.bounding_box()
+    visitor.ask("Why?\n" * 60)
+    visitor.wait_for_answers(4)
+    assert visitor.said()[::2] == ["How?"] * 2
+    box = visitor.page.locator(".submit-button").bounding_box()
     assert 0 < box["y"] and box["y"] + box["height"] < 844
     assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
+    visitor.click("Clear")
     visitor.close()
 
 
