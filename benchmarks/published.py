@@ -112,19 +112,50 @@ def law_column(
 
 
 def rates(folder: Path) -> str:
-    """Returns the lowest loss of each width, and the minimum of a parabola in the logarithm of the rate through the lowest loss and
-    up to two neighbours on each side."""
+    """Returns the lowest loss and the best rate of each width."""
     by_width: dict[int, dict[float, float]] = {}
     for run in read_runs(folder / "cpu/scaling_rates.csv"):
         by_width.setdefault(run["n_embd"], {})[run["learning_rate"]] = run["loss"]
     rows = []
     for width, losses in sorted(by_width.items()):
         tried, best = sorted(losses), min(losses, key=losses.get)
-        near = tried[max(0, tried.index(best) - 2) : tried.index(best) + 3]
-        a, b, _ = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
         span, lowest = f"{tried[0]:g} to {tried[-1]:g}", f"{losses[best]:.3f} at {best:g}"
-        rows.append([str(width), span, lowest, f"{math.exp(-b / (2 * a)):.4f}"])
+        rows.append([str(width), span, lowest, f"{best_rate(losses):.4f}"])
     return markdown(("width", "rates", "lowest loss", "minimum of the parabola"), rows)
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """Returns the minimum of a parabola in the logarithm of the rate through the lowest loss and up to two neighbours on each
+    side. `losses` are by rate."""
+    tried, best = sorted(losses), min(losses, key=losses.get)
+    near = tried[max(0, tried.index(best) - 2) : tried.index(best) + 3]
+    a, b, _ = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
+    return math.exp(-b / (2 * a))
+
+
+def widths(folder: Path) -> str:
+    """Returns Muon's best rate by width on two corpora, and for each seed the power of the width that fits it."""
+    rows, lines = [], []
+    for corpus, name in (("Python's library", "python"), ("tiny Shakespeare", "shakespeare")):
+        losses: dict[int, dict[int, dict[float, float]]] = {}  # by width, seed and rate
+        for run in read_runs(folder / f"cpu/widths_{name}.csv"):
+            by_seed = losses.setdefault(run["n_embd"], {}).setdefault(run["seed"], {})
+            by_seed[run["learning_rate"]] = run["loss"]
+        of_width = sorted(losses)
+        found = [[best_rate(own) for _, own in sorted(losses[width].items())] for width in of_width]
+        for width, best in zip(of_width, found, strict=True):
+            lowest = [min(own.values()) for own in losses[width].values()]
+            rates = ", ".join(f"{rate:.4f}" for rate in best)
+            rows.append((corpus, str(width), rates, f"{np.mean(lowest):.3f}"))
+        fits = [np.polyfit(np.log(of_width), np.log(best), 1) for best in zip(*found, strict=True)]
+        power = plus_minus(np.array([slope for slope, _ in fits]), ".2f")
+        at_768 = np.exp([slope * math.log(768) + start for slope, start in fits])
+        values = f"{at_768.min():.4f} to {at_768.max():.4f}"
+        lines.append(
+            f"- {corpus}: the rate falls as the width to the power of {power}; at 768 {values}."
+        )
+    heads = ("corpus", "width", "best rate of each seed", "mean of the lowest losses")
+    return "\n\n".join([markdown(heads, rows), "\n".join(lines)])
 
 
 def optimizers(folder: Path) -> str:
@@ -204,6 +235,7 @@ def architectures(folder: Path) -> str:
 STUDIES = {
     "scaling": scaling,
     "rates": rates,
+    "widths": widths,
     "optimizers": optimizers,
     "architectures": architectures,
 }

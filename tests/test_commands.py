@@ -117,6 +117,7 @@ SERVERS = (
     "vllm serve runs/quickstart --port 8000",
 )
 NOT_RUN = {
+    "accelerate launch recipes/evaluate.py --model USER/NAME --tasks core": "tests/evals/test_core.py does",
     "python recipes/evaluate.py --model USER/NAME --tasks hellaswag lambada_openai wikitext": (
         "needs lm-eval and its data sets; tests/recipes/test_evaluate.py runs local ones"
     ),
@@ -130,8 +131,6 @@ NOT_RUN = {
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
     "accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir "
     "runs/chat_dpo": "tests/recipes/test_talking.py does",
-    "nohup accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
-    "> run.log '2>&1' &": "trains for two minutes",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--output_dir runs/changed": "trains for two minutes",
