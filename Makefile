@@ -27,7 +27,7 @@ test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain 
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
-	tests/kernels/test_compile.py tests/study/test_studies.py tests/study/test_workers.py tests/data/test_prepare.py::test_a_killed_preparation_resumes_to_the_same_shards
+	tests/kernels/test_compile.py tests/study/test_studies.py tests/study/test_workers.py
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

@@ -33,12 +33,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT
 
+import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
-from gpt2_accel.train import train
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
@@ -194,7 +194,7 @@ def reset_accelerate() -> None:
 def run(config: TrainConfig) -> list[dict]:
     """Trains in this process, with Accelerate's state reset; returns the lines of metrics.jsonl."""
     reset_accelerate()
-    train(config)
+    train_module.train(config)
     return metrics(config.output_dir)
 
 
@@ -234,6 +234,22 @@ def accelerator():
     """A new accelerator of one process on the CPU."""
     reset_accelerate()
     return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def before_update(monkeypatch):
+    """A function that has each update begin with `action(step)`, with the number of updates before."""
+
+    def install(action):
+        honest = train_module.accumulate_gradients
+
+        def accumulate(accelerator, model, loader, first, sequences, interrupted):
+            action(first // sequences)
+            return honest(accelerator, model, loader, first, sequences, interrupted)
+
+        monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
+
+    return install
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import time
 import pytest
 from conftest import contents, losses, run, status
 
-import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest
 
@@ -45,24 +45,16 @@ def test_resume_refuses_another_seed_or_sequence_length(tiny, name, value):
     run(tiny("run", **changed, ignore_changes=True))
 
 
-def test_a_running_write_completes_after_an_error_in_the_next_update(tiny, tmp_path, monkeypatch):
-    honest, calls = train_module.accumulate_gradients, []
-
-    def failing(*args):
-        calls.append(1)
-        if len(calls) == 3:
+def test_a_running_write_completes_after_an_error_in_the_next_update(
+    tiny, tmp_path, monkeypatch, before_update
+):
+    def failing(step):
+        if step == 2:
             raise RuntimeError("CUDA error")
-        return honest(*args)
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", failing)
-    write = train_module.Run.save
-
-    def slow_save(self, *args):
-        save_pretrained = self.writer._write
-        self.writer._write = lambda *snapshot: time.sleep(0.5) or save_pretrained(*snapshot)
-        write(self, *args)
-
-    monkeypatch.setattr(train_module.Run, "save", slow_save)
+    before_update(failing)
+    write = CheckpointWriter._write
+    monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: time.sleep(0.5) or write(*args))
     with pytest.raises(RuntimeError, match="CUDA error"):
         run(tiny(save_every=2))
     [checkpoint] = list_checkpoints(tmp_path)

@@ -1,9 +1,7 @@
 """Writing, rotating and resuming checkpoints; `reliability/` tests faults."""
 
 import json
-import math
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,9 +14,7 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.log import RunLog
-from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
@@ -101,22 +97,6 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
     assert (8, []) in seen  # four more updates were done before the first checkpoint was written
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path))
-
-
-def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
-    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
-        assert stop.seconds_left == math.inf
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, passed on by the launcher
-        assert stop.reason == "SIGINT" and 0 < stop.seconds_left <= signals.GRACE
-        monkeypatch.setattr(signals, "ECHO", 0.0)
-        signal.raise_signal(signal.SIGTERM)  # sent when the launcher dies: the reason stays
-        assert stop.reason == "SIGINT" and stop.seconds_left == 0
-        signal.raise_signal(signal.SIGINT)
-    assert signals.ECHO == 0.0  # it was the last signal that raised
-    limited = StopRequest(max_hours=1e-9)
-    time.sleep(0.01)
-    assert limited.reason == "max_hours" and limited.seconds_left == math.inf
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(

@@ -10,7 +10,6 @@ import torch
 from conftest import losses, run
 
 import gpt2_accel.data.loader as loader_module
-import gpt2_accel.train as train_module
 from gpt2_accel.data.prefetch import AHEAD, Prefetch
 
 CPU = torch.device("cpu")
@@ -95,41 +94,33 @@ def test_the_thread_of_rank_3_never_uses_gpu_0(device, monkeypatch):
     assert set(cuda.used) == {index.index}
 
 
-def test_thread_ends_with_the_loop_also_after_an_error(tiny, monkeypatch):
-    honest = train_module.accumulate_gradients
-
-    def failing(accelerator, model, loader, first, sequences, interrupted):
-        if first // sequences == 3:
+def test_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
+    def failing(step):
+        if step == 3:
             assert threads()
             raise KeyboardInterrupt
-        return honest(accelerator, model, loader, first, sequences, interrupted)
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", failing)
+    before_update(failing)
     with pytest.raises(KeyboardInterrupt):
         run(tiny())
     assert not threads()
 
 
-def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch):
+def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, before_update):
     """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
-    read, honest = loader_module.read_windows, train_module.accumulate_gradients
-    finished, waiting = [], []
+    read, finished, waiting = loader_module.read_windows, [], []
 
     def slow_read(*args):
         time.sleep(0.01)
         finished.append(1)
         return read(*args)
 
-    def slow_update(accelerator, model, loader, first, sequences, interrupted):
-        step = first // sequences
-        waiting.append(step >= 1 and len(finished) < step + 1)
-        loss = honest(accelerator, model, loader, first, sequences, interrupted)
+    def slow_update(step):
         time.sleep(0.05)
-        return loss
+        waiting.append(len(finished) < step + 1)
 
     expected = losses(run(tiny("plain", max_steps=20)))
     monkeypatch.setattr(loader_module, "read_windows", slow_read)
-    monkeypatch.setattr(train_module, "accumulate_gradients", slow_update)
-    found = losses(run(tiny("slow", max_steps=20)))
-    assert found == expected
+    before_update(slow_update)
+    assert losses(run(tiny("slow", max_steps=20))) == expected
     assert len(waiting) == 20 and sum(waiting) <= 1

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,20 +14,19 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import LONG, make_text, run_recipe
+from conftest import make_text, run_recipe
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import Started, ask, python
+from launching import python
 
 from gpt2_accel.data import documents
 from gpt2_accel.data.data_sets import hub_files
-from gpt2_accel.data.documents import by_hash, chunks, held_out, last_part
+from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
-from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.data.sources import corpus_files, drawn_files, find_files, is_text, row_files
+from gpt2_accel.data.sources import corpus_files, find_files, is_text, row_files
 from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
@@ -268,27 +266,6 @@ def test_few_rows_hold_out_their_last_parts(tmp_path):
     train, val = everything_in(tmp_path / "d")
     assert [first + last for first, last in zip(train, val, strict=True)] == texts
     assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
-    for rows, rule in (
-        (map("{} text".format, range(500)), by_hash),
-        (["x" * 9**5, "y"], last_part),
-    ):
-        (tmp_path / "b.jsonl").write_text(json_lines(rows))
-        assert row_files([str(tmp_path / "b.jsonl")], "text")[0].rule == rule
-
-
-def test_held_out_rows_equal_those_of_train_test_split(tmp_path):
-    from datasets import Dataset
-
-    rows = list(map(str, range(20_001)))
-    drawn = Dataset.from_dict({"row": rows}).train_test_split(test_size=0.0005, seed=2357)
-    paths = [str(tmp_path / name) for name in ("a.parquet", "b.parquet")]
-    for path, part in zip(paths, (rows[:15_000], rows[15_000:]), strict=True):
-        write_parquet(path, part, row_group_size=4000)
-    files = drawn_files(paths, "text", 0.0005, 2357)
-    found = [document for file in files for document in file.documents()]
-    assert ["".join(document.chunks) for document in found] == rows
-    val = [row for row, document in zip(rows, found, strict=True) if document.split == "val"]
-    assert val == sorted(drawn["test"]["row"], key=int)
 
 
 def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path, capsys):
@@ -375,60 +352,7 @@ def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_
     assert done.returncode == 1 and "the data set nobody/nothing cannot be found on the Hub" in line
 
 
-def test_json_arrays_and_lines(tmp_path):
-    for name, content in (
-        ("a.json", '\n [{"text": "é"},\n {"text": ""}]'),
-        ("b.json", '{"a": 1}\n'),
-    ):
-        (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    path = str(tmp_path / "a.json")
-    expected = [({"text": "é"}, f"{path}, element 0"), ({"text": ""}, f"{path}, element 1")]
-    assert list(read_rows(path)) == expected
-    path = str(tmp_path / "b.json")
-    assert list(read_rows(path)) == [({"a": 1}, f"{path}, line 1")]
-
-
 # Kills, disks
-
-
-def test_a_killed_preparation_resumes_to_the_same_shards(tmp_path, times, report):
-    folder = tmp_path / "c"
-    folder.mkdir()
-    for i in range(4):
-        (folder / f"{i}.jsonl").write_text(
-            json_lines(make_text(200, 1000 * i + j) for j in range(1500))
-        )
-    args = ("text", folder, "--tokenizer", "bytes", "--shard_tokens", 100_000, "--workers", 2)
-    ask({"poll": []})  # starts the fork server, so that `duration` is that of the recipe
-    begun = time.monotonic()
-    whole = python(RECIPE, *args, "--data_dir", tmp_path / "whole" / "d")
-    assert whole.returncode == 0, whole.stderr
-    duration = time.monotonic() - begun
-    expected = read_manifest(tmp_path / "whole/d")
-    assert len(expected["splits"]["train"]["shards"]) > 8
-    rng, tries, killed, resumed = random.Random(0), times(1, 10), 0, 0
-    for i in range(tries):
-        target = tmp_path / f"try{i}" / "d"
-        while True:
-            process = Started(RECIPE, *args, "--data_dir", target, log=tmp_path / "log")
-            try:
-                once = killed > i
-                assert process.wait(*() if once else (rng.uniform(0.3, 1.0) * duration,)) == 0
-                break
-            except subprocess.TimeoutExpired:  # `wait` has killed it
-                process.wait()
-                killed += 1
-                resumed += (target.parent / ".d.partial/record.json").exists()
-        found = read_manifest(target)
-        assert {**found, "command": ""} == {**expected, "command": ""}
-        assert same(target / "tokenizer", tmp_path / "whole/d/tokenizer")
-        assert {path.name for path in target.iterdir()} == {
-            path.name for path in (tmp_path / "whole/d").iterdir()
-        }
-        assert verify_data(target) == len(list(target.glob("*.bin")))
-        assert [path.name for path in target.parent.iterdir()] == ["d"]
-    assert (killed >= 1 and resumed >= 1) or not LONG
-    report("SIGKILL at a random time while data is prepared", killed, killed, "unfinished shards")
 
 
 def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """A run is never lost or wrong in silence: two starts at once, closed terminals, long updates, shards that change."""
 
-import errno
 import os
 import random
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,13 +23,10 @@ from test_reliability import (
     weights,
 )
 
-import gpt2_accel.checkpoint.writer as writer_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.shards import HEADER
-from gpt2_accel.files import lock_folder
-from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.runtime.signals import lasting_output
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
@@ -151,28 +146,6 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
         (x["step"], x["val/loss"]) for x in expected if "val/loss" in x
     ]
     assert status(config.output_dir)["state"] == "finished"
-
-
-def test_a_save_that_failed_is_tried_again_when_the_run_stops(tiny, tmp_path, monkeypatch):
-    """A signal within the update after a failed save: the step is the same, and the disk may have room by now."""
-    honest, accumulate = writer_module.save_pretrained, train_module.accumulate_gradients
-    failures = iter([OSError(errno.ENOSPC, "No space left on device")])
-
-    def full_once(*args, **kwargs):
-        if error := next(failures, None):
-            raise error
-        return honest(*args, **kwargs)
-
-    def stopped(accelerator, model, loader, first, sequences, interrupted):
-        ends = first // sequences == 4
-        return None if ends else accumulate(accelerator, model, loader, first, sequences)
-
-    monkeypatch.setattr(writer_module, "save_pretrained", full_once)
-    monkeypatch.setattr(train_module, "accumulate_gradients", stopped)
-    run(tiny(save_every=4))
-    [checkpoint] = list_checkpoints(tmp_path)
-    assert checkpoint.name == "checkpoint-4" and find_corruption(checkpoint) is None
-    assert status(tmp_path)["state"] == "stopped"
 
 
 # 6: a closed terminal or pipe
@@ -333,22 +306,6 @@ def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_pat
 
 
 # 12: what ended in silence
-
-
-def test_a_run_does_not_write_into_a_folder_that_another_has_locked(tiny, tmp_path, monkeypatch):
-    honest = RunLog.advance
-    with ExitStack() as other:
-
-        def moved(log, step):
-            honest(log, step)
-            if step == 2:
-                (tmp_path / "run").rename(tmp_path / "moved")
-                other.enter_context(lock_folder(tmp_path / "run"))
-
-        monkeypatch.setattr(RunLog, "advance", moved)
-        with pytest.raises(OSError, match="another process trains there now"):
-            run(tiny("run", save_every=4))
-    assert not list_checkpoints(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 import hashlib
 import itertools
+import math
 import os
 import random
 import shutil
@@ -344,17 +345,17 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, process
     report(f"{name} to {to} of {processes} processes", 1, 1, f"none; stopped in {took:.1f} s")
 
 
-def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, monkeypatch):
-    honest = train_module.accumulate_gradients
+def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
+    """Not its echo, which the launcher passes on at once."""
 
-    def endless(accelerator, model, loader, first, sequences, interrupted):
-        if first // sequences == 7:
-            for pause in (ECHO + 0.1, 60):
+    def endless(step):
+        if step == 7:
+            for pause in (0, ECHO + 0.1, 60):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(pause)
-        return honest(accelerator, model, loader, first, sequences, interrupted)
+            raise AssertionError("the second Ctrl-C did not stop the run")
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", endless)
+    before_update(endless)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(save_every=5))
     found = status(tmp_path)
@@ -377,16 +378,16 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, repor
     report(f"SIGKILL to rank {rank} of 2", 1, 1, "what came after the last save")
 
 
-def poison(monkeypatch, bad):
-    """Sets the loss and gradients of the updates in `bad` to NaN."""
+def poison(monkeypatch, bad, factor=math.nan):
+    """Multiplies the gradients of the updates in `bad`. With NaN their loss is NaN as well."""
     honest = train_module.accumulate_gradients
 
     def accumulate(accelerator, model, loader, first, sequences, interrupted):
         loss = honest(accelerator, model, loader, first, sequences, interrupted)
         if first // sequences in bad:
             for parameter in model.parameters():
-                parameter.grad.fill_(float("nan"))
-            loss = loss * float("nan")
+                parameter.grad.mul_(factor)
+            loss = loss + 0 * factor
         return loss
 
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
@@ -431,16 +432,7 @@ def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch
 
 
 def test_spike_z_skips_a_spike_also_after_a_resume(tiny, tmp_path, monkeypatch):
-    honest = train_module.accumulate_gradients
-
-    def accumulate(accelerator, model, loader, first, sequences, interrupted):
-        loss = honest(accelerator, model, loader, first, sequences, interrupted)
-        if first // sequences == 115:
-            for parameter in model.parameters():
-                parameter.grad.mul_(1000)
-        return loss
-
-    monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
+    poison(monkeypatch, {115}, 1000)
     settings = {"max_steps": 120, "spike_z": 30.0, "save_every": 60, "keep_last": 9}
     whole = run(tiny("whole", **settings))
     [skipped] = [entry for entry in whole if "skipped" in entry]

@@ -1,6 +1,5 @@
 """Processes agree on one checkpoint and one run id, and all end if one fails."""
 
-import shutil
 import time
 
 import pytest
@@ -22,19 +21,6 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     assert "process 1 has the checkpoint None" in done.stderr and "all nodes share" in done.stderr
     found = status(tmp_path / "node0/run")
     assert (found["state"], found["step"]) == ("finished", 8)
-
-
-def test_the_main_process_decides_whether_a_run_is_complete(data_dir, tmp_path):
-    """Otherwise rank 1, which sees the checkpoint but not the status, would wait for rank 0 for ever."""
-    changes = {"micro_batch_size": 2, "max_steps": 2, "resume_from": "latest"}
-    config = as_flags(tiny_config(data_dir, "run", **changes))
-    script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
-    assert launch(script, *config, processes=2, **disks).returncode == 0
-    checkpoint = "run/checkpoint-2"
-    shutil.copytree(tmp_path / "node0" / checkpoint, tmp_path / "node1" / checkpoint)
-    done = launch(script, *config, processes=2, **disks)
-    assert done.returncode == 0, done.stderr
-    assert "nothing left to train" in done.stdout
 
 
 @pytest.mark.parametrize("fault", ["locked", "a tracker", "no data"])

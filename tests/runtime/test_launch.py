@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from accelerate.utils import DistributedType
 from conftest import (
     as_flags,
     load_recipe,
@@ -29,8 +27,7 @@ from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
-from gpt2_accel.optim import BatchSchedule, learning_rate
-from gpt2_accel.runtime.accelerator import build_accelerator
+from gpt2_accel.optim import learning_rate
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 
@@ -185,16 +182,6 @@ def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(tiny, tmp_path):
 # Schedules
 
 
-def test_updates_after_a_resume_with_another_batch_size():
-    schedule = BatchSchedule(512, step=4, seen=1000)
-    assert (schedule.first(4), schedule.first(7)) == (1000, 2536)
-    for full in (1, 2, 9):
-        updates = schedule.updates(full)
-        assert updates == 4 or schedule.first(updates - 1) < full * 512
-        assert schedule.first(updates) >= full * 512
-    assert BatchSchedule(512).updates(9) == 9
-
-
 def test_wsd_is_constant_and_then_decays():
     settings = {"peak": 1.0, "schedule": "wsd", "warmup_steps": 10, "max_steps": 100}
     rates = [learning_rate(step, **settings) for step in range(101)]
@@ -331,12 +318,3 @@ def test_profile_writes_a_trace_of_some_updates(tiny, tmp_path):
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"ProfilerStep#5", "ProfilerStep#6"} <= names
     assert any("addmm" in name for name in names)
-
-
-def test_fsdp1_is_refused(monkeypatch):
-    found = SimpleNamespace(
-        mixed_precision="no", is_fsdp2=False, distributed_type=DistributedType.FSDP
-    )
-    monkeypatch.setattr("gpt2_accel.runtime.accelerator.Accelerator", lambda **_: found)
-    with pytest.raises(ValueError, match="set fsdp_version: 2"):
-        build_accelerator()

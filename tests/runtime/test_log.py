@@ -9,7 +9,6 @@ import pytest
 from conftest import metrics, run
 from torch.distributed import DistError
 
-import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.report.page import state_of
 from gpt2_accel.report.reader import read_run
@@ -17,17 +16,15 @@ from gpt2_accel.runtime import log
 from gpt2_accel.runtime.log import RunLog, Status
 
 
-def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch):
-    honest, seen = train_module.accumulate_gradients, []
+def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, before_update):
+    seen = []
 
-    def slow(accelerator, model, loader, first, sequences, interrupted):
-        if first // sequences == 3:
-            while not seen:
-                time.sleep(0.01)
-                seen.extend(found for found in [read_status(tmp_path)] if found["step"] == 3)
-        return honest(accelerator, model, loader, first, sequences, interrupted)
+    def slow(step):
+        while step == 3 and not seen:
+            time.sleep(0.01)
+            seen.extend(found for found in [read_status(tmp_path)] if found["step"] == 3)
 
-    monkeypatch.setattr(train_module, "accumulate_gradients", slow)
+    before_update(slow)
     monkeypatch.setattr(log, "HEARTBEAT", 0.05)
     run(tiny())
     assert seen[0]["state"] == "running" and seen[0]["requeue"]

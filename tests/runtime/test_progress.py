@@ -1,17 +1,13 @@
 """The progress bar on a terminal and plain lines in a pipe."""
 
-import io
 import re
-import sys
 
-import pytest
 from conftest import as_flags, make_text, run, run_recipe
 from launching import launch
 
 from gpt2_accel import progress
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.sources import split_text
-from gpt2_accel.estimate.flops import duration
 from gpt2_accel.tokenizer import byte_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
@@ -36,13 +32,6 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(tiny):
     assert len(re.findall(pattern, said)) == 1
 
 
-class Screen(io.StringIO):
-    """Text that is written to a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_no_long_task_is_silent_in_a_pipe(tiny, data_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE", 0)
     text = tmp_path / "a.txt"
@@ -61,24 +50,3 @@ def test_no_long_task_is_silent_in_a_pipe(tiny, data_dir, tmp_path, capsys, monk
     run_recipe("evaluate", "--model", tmp_path / "run", "--tasks", "text", "--data", text)
     said, lines = capsys.readouterr()
     assert said.startswith(f"evaluating {tmp_path / 'run'}\n") and "evaluating: 100%" in lines
-
-
-def test_a_long_task_has_a_bar_in_a_terminal_that_disappears_at_its_end(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    monkeypatch.setattr(progress, "DELAY", 0)
-    assert list(progress.progress(range(3), "counting", 3)) == [0, 1, 2]
-    first, *_, last = screen.getvalue().split("\r")[1:]
-    assert "counting:   0%" in first and not last.strip()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.2, "less than 1 s"),
-        (61, "1 min 01 s"),
-        (3 * 3600 + 290, "3 h 05 min"),
-        (4 * 86400 + 7 * 3600, "4 d 07 h"),
-    ],
-)
-def test_duration(seconds, words):
-    assert duration(seconds) == words

@@ -102,32 +102,3 @@ def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
         for trainer in alive:
             trainer.kill()
         assert not alive, library
-
-
-PARENT = """
-import subprocess, sys, time
-code = '''
-import signal, sys, time
-from gpt2_accel.runtime.signals import end_with_parent
-if "held" in sys.argv:
-    end_with_parent(signal.SIGKILL)
-print("ready", flush=True)
-time.sleep(60)
-'''
-for flags in (["held"], []):
-    child = subprocess.Popen([sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, text=True)
-    child.stdout.readline()
-    print(child.pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this signal")
-def test_end_with_parent_kills_a_child_when_its_parent_dies():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
-    held, free = (psutil.Process(int(parent.stdout.readline())) for _ in range(2))
-    parent.kill()
-    _, alive = psutil.wait_procs([held], timeout=10)
-    assert not alive
-    assert free.is_running()
-    free.kill()

@@ -23,7 +23,7 @@ from gpt2_accel.estimate.law import (
 )
 from gpt2_accel.files import write_json
 from gpt2_accel.models.gpt2 import GPTConfig
-from gpt2_accel.study.law_fit import bootstrap, fit, fit_law, form_test
+from gpt2_accel.study.law_fit import bootstrap, fit_law, form_test
 
 BESIROGLU = np.array([1.8172, 482.01, 0.3478, 2085.43, 0.3658])  # arXiv:2404.10102
 STUDIES = int(os.environ.get("COVERAGE_STUDIES", "30"))  # simulated
@@ -84,17 +84,6 @@ def test_the_form_is_refused_when_it_is_wrong_and_seldom_when_it_is_right():
     assert 0.02 < np.mean([p(0.0) < 0.05 for _ in range(200)]) < 0.08
     assert max(p(0.03) for _ in range(20)) < 0.01
     assert form_test(N, D, truth, BESIROGLU, N) is None  # each size has one run
-
-
-def test_a_refused_law_has_no_interval():
-    N, D, budgets = isoflop([1e18, 3e18, 1e19])
-    losses = loss_of(BESIROGLU, N, D) + np.random.default_rng(0).normal(0, 0.005, len(N))
-    predicted = replace(LAW, **fit(N, D, losses, budgets)).predict(1e9, 2e10, 1e20)
-    assert predicted.low < predicted.loss < predicted.high
-    law = replace(LAW, **fit(N, D, losses + 0.03 * (budgets == 3e18), budgets))
-    predicted = law.predict(1e9, 2e10, 1e20)
-    assert predicted.low is predicted.high is None
-    assert "without an interval, since the law does not fit its own runs" in str(predicted)
 
 
 def test_the_best_tokens_of_a_size_are_those_at_which_it_is_the_best():

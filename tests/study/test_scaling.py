@@ -13,7 +13,7 @@ from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.estimate.law import follow_law, loss_of, read_law
 from gpt2_accel.files import write_json
 from gpt2_accel.study.outcome import scaling_page
-from gpt2_accel.study.scaling import SIDE, WIDTHS, Grid, Scaling, fit_runs, lowest, size_of
+from gpt2_accel.study.scaling import SIDE, Grid, Scaling, fit_runs, lowest
 from gpt2_accel.study.trials import Result, Trial
 
 RECIPE = ROOT / "recipes/scaling_laws.py"
@@ -46,12 +46,6 @@ def grow(grid, budget, loss):
 
 def said(outcome, target):
     return "\n".join(scaling_page(outcome, target).text)
-
-
-def test_the_sizes():
-    by_width = {width: (size_of(width)["n_layer"], size_of(width)["n_head"]) for width in WIDTHS}
-    assert by_width[16] == (2, 1) and by_width[256] == (4, 16) and by_width[768] == (12, 12)
-    assert max(b / a for a, b in itertools.pairwise(WIDTHS[3:])) == 1.25 and max(WIDTHS) == 8192
 
 
 @pytest.mark.parametrize("A, B", [(40, 60), (400, 20), (20, 80)])

@@ -346,14 +346,6 @@ def test_what_is_missing_is_said(monkeypatch):
         open_storage("postgresql://me:secret@127.0.0.1:1/none")
 
 
-def test_a_variants_warmup_steps_replace_the_share_of_all(data_dir, tmp_path):
-    variants = {"share": {}, "steps": {"warmup_steps": 7}}
-    study = read_study(study_file(tmp_path, data_dir, variants=variants), ROOT / "recipes")
-    trials = first_trials(study, Engine(tmp_path, tmp_path / "runs.csv", []))
-    steps = {n: with_budget(study, t, 12 * 128).config.warmup_steps for n, t in trials.items()}
-    assert steps == {"share": 1, "steps": 7}
-
-
 @pytest.mark.parametrize(
     "own, base, word",
     [
