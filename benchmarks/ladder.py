@@ -113,7 +113,7 @@ def first_job(size: str, micro_batch_size: int, sequence_length: int, on_cpu: bo
     """Returns the job of the first rung."""
     config = GPTConfig(50257, sequence_length, n_layer=1, n_head=2, n_embd=32)
     if size != "tiny":
-        config = GPTConfig.from_name(size, n_positions=sequence_length)
+        config = GPTConfig(50257, sequence_length, *SIZES[size])
     job = Job("ladder", "loop", asdict(config), micro_batch_size, warmup=1 if on_cpu else 5)
     by_hand = dict.fromkeys(("hand_attention", "hand_norm_gelu", "stored_mask"), True)
     return replace(job, optimizer="slow", **by_hand)

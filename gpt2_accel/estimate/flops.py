@@ -12,7 +12,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     Formula: PaLM (Chowdhery et al., 2022, arXiv:2204.02311), appendix B, with N without the position embeddings, as
     nanoGPT counts it. The attention term counts the full T x T square, as MFU conventionally does.
     """
-    return 6 * config.matmul_parameters + 12 * config.attention_width * sequence_length
+    width = config.n_layer * config.n_head * config.head_dim
+    return 6 * config.matmul_parameters + 12 * width * sequence_length
 
 
 def duration(seconds: float) -> str:

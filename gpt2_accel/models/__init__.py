@@ -22,6 +22,7 @@ from gpt2_accel.models.parts import (
     document_positions,
     head_logits,
     head_loss,
+    sequence_positions,
 )
 
 
@@ -51,26 +52,31 @@ class ModelConfig:
 
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
     `parameter_count` are the parameters as saved: a tied head counts once, vocabulary padding does not count.
-    `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `attention_width` is the L·H·Q of
-    the attention's FLOPs: layers x query heads x channels of a head. `cache_shape` are layers, heads of keys and values,
-    and channels per head of the KV cache.
+    `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `n_kv_head` are the heads of keys
+    and values, `head_dim` the channels of a head.
     """
 
     architecture: ClassVar[str]
     vocab_size: int
     n_positions: int
     n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
     n_embd: int
     dropout: float
 
     parameter_count: int
     matmul_parameters: int
-    attention_width: int
-    cache_shape: tuple[int, int, int]
 
     def build(self) -> "LanguageModel":
         """Builds a model of this shape with newly initialised weights."""
         raise NotImplementedError
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads of keys and values, and channels per head of the KV cache."""
+        return self.n_layer, self.n_kv_head, self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -145,13 +151,13 @@ class LanguageModel(nn.Module):
     def hidden(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: Mask | None = None,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         """Returns the output of the last block, (B, T, C), before the final norm.
 
-        Arguments as in `forward`; the mask may also be a `BlockMask`. With a `cache`, one per block, the tokens follow the
+        Arguments as in `forward`, positions also (T,); the mask may also be a `BlockMask`. With a `cache`, one per block, the tokens follow the
         cached ones."""
         raise NotImplementedError
 
@@ -191,11 +197,15 @@ class LanguageModel(nn.Module):
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
+        n_positions = self.config.n_positions
         if documents is not None:
-            position_ids = document_positions(documents, self.config.n_positions)
+            position_ids = document_positions(documents, n_positions)
+        elif position_ids is None:
+            position_ids = sequence_positions(input_ids, n_positions)
+        if documents is None and self.separator is not None and attention_mask is None:
+            documents = (input_ids == self.separator).cumsum(dim=1)
+        if documents is not None:
             attention_mask = self.document_mask(documents)
-        elif self.separator is not None and attention_mask is None:
-            attention_mask = self.document_mask((input_ids == self.separator).cumsum(dim=1))
         x = self.hidden(input_ids, position_ids, attention_mask)
         x = self.final_norm(x[:, -logits_to_keep:])
         weight, vocab_size = self.head_weight, self.config.vocab_size
@@ -222,8 +232,9 @@ class LanguageModel(nn.Module):
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""
         dropout = self.config.dropout if self.training else 0.0
-        blocks = block_attention.applies(self.config.cache_shape[-1], dropout)
-        return document_mask(documents, blocks)
+        if block_attention.applies(self.config.head_dim, dropout):
+            return block_attention.document_blocks(documents)
+        return document_mask(documents)
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from gpt2_accel.models import ModelConfig, layers_heads_width
+from gpt2_accel.models import ModelConfig
 
 
 def config_class(name: str | None) -> type[ModelConfig]:
@@ -18,14 +18,9 @@ def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
 
 def check_loaded(settings: object, shape: ModelConfig) -> None:
     """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
-    if settings.architecture not in (None, shape.architecture):
+    found = shape.architecture, shape.n_layer
+    if found != (settings.architecture or found[0], settings.depth or found[1]):
         raise ValueError(
-            f"{settings.init_from} is no {settings.architecture}: leave out --architecture, or choose another "
-            "--init_from"
-        )
-    n_layer, _, n_embd = layers_heads_width(settings)
-    if settings.depth and (shape.n_layer, shape.n_embd) != (n_layer, n_embd):
-        raise ValueError(
-            f"--depth {settings.depth} is for a new model, and {settings.init_from} has {shape.n_layer} layers of width "
-            f"{shape.n_embd}: leave out --depth or --init_from"
+            f"{settings.init_from} is a {found[0]} of {found[1]} layers: leave out --architecture and --depth, which are "
+            "for a new model, or --init_from"
         )

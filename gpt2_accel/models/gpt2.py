@@ -21,7 +21,7 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, gelu
 from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
-from gpt2_accel.models.parts import Embedding, Mask, attend, sequence_positions
+from gpt2_accel.models.parts import Embedding, Mask, attend
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -78,14 +78,6 @@ class GPTConfig(ModelConfig):
             dropout=settings.dropout,
         )
 
-    @classmethod
-    def from_name(cls, name: str, **overrides) -> "GPTConfig":
-        """Returns the config of a released size (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`)."""
-        if name not in SIZES:
-            raise ValueError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}")
-        n_layer, n_head, n_embd = SIZES[name]
-        return cls(**{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **overrides})
-
     @property
     def parameter_count(self) -> int:
         C, bias = self.n_embd, int(self.bias)
@@ -101,12 +93,12 @@ class GPTConfig(ModelConfig):
         return self.parameter_count - self.n_positions * self.n_embd
 
     @property
-    def attention_width(self) -> int:
-        return self.n_layer * self.n_embd
+    def n_kv_head(self) -> int:
+        return self.n_head
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.n_layer, self.n_head, self.n_embd // self.n_head
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
 
     def build(self) -> "GPT":
         return GPT(self)
@@ -210,12 +202,10 @@ class GPT(LanguageModel):
     def hidden(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: Mask | None = None,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        if position_ids is None:
-            position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16

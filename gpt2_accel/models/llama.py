@@ -25,7 +25,6 @@ from gpt2_accel.models.parts import (
     SwiGLU,
     attend,
     rotate,
-    sequence_positions,
 )
 from gpt2_accel.models.rotary import RotaryScaling, rotary_angles
 
@@ -38,8 +37,8 @@ class LlamaConfig(ModelConfig):
     `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `rope_scaling` how
     Llama 3 scales them, `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
 
-    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd,
-    `rope_theta` or `norm_eps` is not positive, or `rope_scaling` has a factor below 1 or no range of frequencies.
+    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
+    `rope_theta` or `norm_eps` is not positive.
     """
 
     architecture = "llama"
@@ -70,12 +69,6 @@ class LlamaConfig(ModelConfig):
             raise ValueError(
                 f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
                 "choose an even one"
-            )
-        if (scaling := self.rope_scaling) is not None and not (
-            scaling.factor >= 1 and 0 < scaling.low_freq_factor < scaling.high_freq_factor
-        ):
-            raise ValueError(
-                f"rope_scaling is {scaling}: choose a factor of 1 or more, and a low_freq_factor below high_freq_factor"
             )
 
     @classmethod
@@ -135,14 +128,6 @@ class LlamaConfig(ModelConfig):
     def matmul_parameters(self) -> int:
         """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
         return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
-
-    @property
-    def attention_width(self) -> int:
-        return self.n_layer * self.n_head * self.head_dim
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.n_layer, self.n_kv_head, self.head_dim
 
     def build(self) -> "Llama":
         return Llama(self)
@@ -230,12 +215,10 @@ class Llama(LanguageModel):
     def hidden(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: Mask | None = None,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
         cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        if position_ids is None:
-            position_ids = sequence_positions(input_ids, self.config.n_positions)
         x = self.embed_tokens(input_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16

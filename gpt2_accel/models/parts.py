@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from gpt2_accel.kernels import attention, cross_entropy
-from gpt2_accel.kernels.block_attention import block_attention, document_blocks
+from gpt2_accel.kernels.block_attention import block_attention
 from gpt2_accel.kernels.linear import Linear, linear
 
 Mask = torch.Tensor | BlockMask
@@ -110,14 +110,12 @@ def document_positions(documents: torch.Tensor, n_positions: int) -> torch.Tenso
     return place - torch.where(begins, place, 0).cummax(dim=1).values
 
 
-def document_mask(documents: torch.Tensor, blocks: bool = False) -> Mask:
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """Returns the causal mask that does not cross document boundaries.
 
     documents: (B, T), the number of each token's document, which never falls along a row -> (B, 1, T, T) bool, True where
-    attended, or with `blocks` a mask for `block_attention`.
+    attended.
     """
-    if blocks:
-        return document_blocks(documents)
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 

@@ -226,8 +226,6 @@ BOTH = [
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled .yarn."),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "scaled .dynamic."),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys.*low_freq"),
-    ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling is .*factor=0.5"),
-    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling is .*low_freq_factor=4.0"),
     ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope_parameters have '8'; expected a number"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ({"rope_theta": "much"}, "rope_parameters have 'much'; expected a number"),

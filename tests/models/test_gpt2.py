@@ -17,7 +17,7 @@ def test_parameter_count_equals_the_models_with_and_without_biases():
 
 
 def test_parameter_counts_of_the_released_sizes():
-    counts = [GPTConfig.from_name(name).parameter_count for name in SIZES]
+    counts = [GPTConfig(50257, 1024, *sizes).parameter_count for sizes in SIZES.values()]
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
 
@@ -109,11 +109,6 @@ def test_invalid_shape_is_refused_with_the_name_of_the_field(changes, field):
 def test_sequence_longer_than_n_positions_is_refused():
     with pytest.raises(ValueError, match="17 tokens is longer than n_positions"):
         GPT(GPTConfig(**TINY))(torch.zeros(1, 17, dtype=torch.long))
-
-
-def test_unknown_size_is_refused():
-    with pytest.raises(ValueError, match="gpt2-medium"):
-        GPTConfig.from_name("gpt3")
 
 
 def test_packed_texts_equal_separate_rows():
