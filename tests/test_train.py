@@ -161,7 +161,7 @@ def test_init_from_an_hf_gpt2(tiny, tmp_path):
     assert losses(run(config))[0] == pytest.approx(math.log(257), abs=0.1)
     assert from_pretrained(tmp_path / "run").config.n_positions == 64
     for changes, message in (
-        ({"architecture": "qwen3"}, "hf is a gpt2 of 1 layers: leave out --architecture"),
+        ({"architecture": "qwen3"}, "hf is a gpt2 with n_layer = 1: leave out --architecture"),
         (
             {"sequence_length": 128, "total_batch_size": 256},
             "sequence_length or choose another --i",
@@ -170,7 +170,7 @@ def test_init_from_an_hf_gpt2(tiny, tmp_path):
         config = tiny("new", init_from=str(tmp_path / "hf"), **changes)
         with pytest.raises(ValueError, match=message):
             run(config)
-        with pytest.raises(ValueError, match="hf is no qwen3"):
+        with pytest.raises(ValueError, match="hf is a gpt2 with n_layer = 1"):
             model_shape(replace(config, architecture="qwen3"), 257)
 
 

@@ -21,6 +21,6 @@ def check_loaded(settings: object, shape: ModelConfig) -> None:
     found = shape.architecture, shape.n_layer
     if found != (settings.architecture or found[0], settings.depth or found[1]):
         raise ValueError(
-            f"{settings.init_from} is a {found[0]} of {found[1]} layers: leave out --architecture and --depth, which are "
+            f"{settings.init_from} is a {found[0]} with n_layer = {found[1]}: leave out --architecture and --depth, which are "
             "for a new model, or --init_from"
         )

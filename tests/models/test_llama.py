@@ -242,16 +242,18 @@ def test_an_architecture_or_depth_that_the_loaded_model_does_not_have_is_refused
     for shape in (gpt2, tiny(kind)):
         check_loaded(settings, shape)
     settings.architecture = "gpt2"
-    with pytest.raises(ValueError, match="mine is a .* of 2 layers: leave out --architecture"):
+    with pytest.raises(ValueError, match="mine is a .* with n_layer = 2: leave out --architecture"):
         check_loaded(settings, tiny(kind))
     settings.architecture = kind.architecture
     check_loaded(settings, tiny(kind))
-    with pytest.raises(ValueError, match="mine is a gpt2 of 2 layers: leave out --architecture"):
+    with pytest.raises(
+        ValueError, match="mine is a gpt2 with n_layer = 2: leave out --architecture"
+    ):
         check_loaded(settings, gpt2)
     settings.depth = 2
     check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
     with pytest.raises(
-        ValueError, match="of 3 layers: leave out --architecture and --depth, which are"
+        ValueError, match="with n_layer = 3: leave out --architecture and --depth, which are"
     ):
         check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
 
