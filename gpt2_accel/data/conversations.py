@@ -9,14 +9,15 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2_accel.data.documents import fitting_share, name_digest
-from gpt2_accel.data.messages import EMPTY, Problem, read_messages
+from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import SHARD_TOKENS, clean, make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
@@ -42,10 +43,7 @@ NO_ANSWER = "without a message of the assistant that counts, or with none before
 REFUSED = "that the chat template or the tokenizer refuses"
 SPECIAL = "with a special token of the tokenizer in a message, which would end a turn"
 TOO_LONG = "of more tokens than a window, whose beginning --cut keeps"
-CHANGES = CUT, REPLACED = (
-    "cut to the length of a window",
-    "with bytes or characters that are not Unicode, replaced by U+FFFD",
-)
+CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = token_dtype(2**32)
@@ -83,8 +81,9 @@ def prepare_conversations(
 
     def write(folder: Path) -> dict:
         stored = folder / "tokens"
-        encoder = Encoder(tokenizer, sequence_length, cut)
-        places, counts, first = encode_files(files, encoder, stored)
+        special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
+        encode = partial(encode_row, tokenizer, special, sequence_length)
+        places, counts, first = encode_files(files, encode, cut, stored)
         chosen = held_out(places[:, 2])
         size, entries = sequence_length, {}
         if shorten and len(places):
@@ -115,10 +114,11 @@ def prepare_conversations(
 
 
 def encode_files(
-    files: Sequence[str], encoder: "Encoder", stored: Path
+    files: Sequence[str], encode: Callable, cut: bool, stored: Path
 ) -> tuple[np.ndarray, Counter, dict[str, str]]:
     """Writes the tokens of all conversations, uint32 with `STARTS` and `COUNTS`, into the file `stored`.
 
+    `encode(row, place)` is `encode_row`. Conversations of more tokens are left out unless `cut` is True.
     Returns their places, (conversations, 3) uint64: the first token in the file, the number of tokens and the hash of the
     messages; and for each reason to leave out or change a conversation how often it occurs and its first place.
     """
@@ -127,56 +127,51 @@ def encode_files(
         for path in progress(files, "tokenizing", len(files)):
             for row, place in read_rows(path):
                 try:
-                    tokens, key, reasons = encoder.encode(row, place)
+                    tokens, key, longer = encode(row, place)
+                    if longer and not cut:
+                        raise Problem(TOO_LONG)
+                    if not (tokens & COUNTS).any():
+                        raise Problem(NO_ANSWER)
+                    reason = CUT if longer else None
                     places.append((end, len(tokens), key))
                     end += len(tokens)
                     file.write(tokens.tobytes())
                 except Problem as problem:
-                    reasons = [str(problem)]
-                for reason in reasons:
+                    reason = str(problem)
+                if reason:
                     counts[reason] += 1
                     first.setdefault(reason, place)
     return np.array(places, np.uint64).reshape(-1, 3), counts, first
 
 
-class Encoder:
-    """Turns rows into tokens of at most `sequence_length`; longer conversations are cut if `cut` is True."""
+def encode_row(
+    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, longest: int, row: Any, place: str
+) -> tuple[np.ndarray, int, bool]:
+    """Returns the first `longest` tokens of a row with their bits, (n,) uint32, the hash of its messages, and whether it has
+    more tokens.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, cut: bool):
-        self.tokenizer, self.sequence_length, self.cut = tokenizer, sequence_length, cut
-        self.specials = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
-
-    def encode(self, row: Any, place: str) -> tuple[np.ndarray, int, list[str]]:
-        """Returns the tokens of a row with their bits, (n,) uint32, the hash of its messages, and which of `CHANGES` it has.
-
-        Raises `Problem`, and the errors of `read_messages`.
-        """
-        messages, counted = read_messages(row, place)
-        replaced = 0
-        for message in messages:
-            message["content"], wrong = clean(message["content"])
-            replaced += wrong
-            if self.specials.search(message["content"]):
-                raise Problem(SPECIAL)
-        answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
-        if not any(answers):
-            raise Problem(NO_ANSWER if messages else EMPTY)
-        try:
-            ids, counts = conversation_tokens(self.tokenizer, messages)
-        except Exception as error:  # of the template's author, or of the tokenizer
-            raise Problem(f"{REFUSED} ({first_line(error)})") from error
-        if not all(answers):
-            mask_answers(counts, answers)
-        too_long = len(ids) > self.sequence_length
-        if too_long and not self.cut:
-            raise Problem(TOO_LONG)
-        tokens = ids[: self.sequence_length].astype(DTYPE)
-        tokens[counts[: len(tokens)]] |= COUNTS
-        tokens[0] = tokens[0] & TOKEN_ID | STARTS  # nothing comes before it
-        if not (tokens & COUNTS).any():
-            raise Problem(NO_ANSWER)
-        key = int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
-        return tokens, key, [CUT] * too_long + [REPLACED] * bool(replaced)
+    `special` matches a special token in a message. Invalid bytes and characters become U+FFFD. Raises `Problem`, and the
+    errors of `read_messages`.
+    """
+    messages, counted = read_messages(row, place)
+    for message in messages:
+        message["content"], _ = clean(message["content"])
+        if special.search(message["content"]):
+            raise Problem(SPECIAL)
+    answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
+    if not any(answers):
+        raise Problem(NO_ANSWER)
+    try:
+        ids, counts = conversation_tokens(tokenizer, messages)
+    except Exception as error:  # of the template's author, or of the tokenizer
+        raise Problem(f"{REFUSED} ({first_line(error)})") from error
+    if not all(answers):
+        mask_answers(counts, answers)
+    tokens = ids[:longest].astype(DTYPE)
+    tokens[counts[:longest]] |= COUNTS
+    tokens[0] = tokens[0] & TOKEN_ID | STARTS  # nothing comes before it
+    key = int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
+    return tokens, key, len(ids) > longest
 
 
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
@@ -288,7 +283,7 @@ def summary(manifest: Mapping) -> list[str]:
 def left_out(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
     """Returns a line for each reason why conversations are left out or changed: how many, and the first."""
     return [
-        f"{'kept' if reason in CHANGES else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first[reason]}"
+        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first[reason]}"
         for reason, count in counts.items()
     ]
 

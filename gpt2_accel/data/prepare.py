@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from gpt2_accel.data.shards import (
     MANIFEST,
@@ -296,13 +296,19 @@ def make_data(
     entries. The folder holds the work of an earlier call if that left a record with the same `plan`. `about` is recorded in
     the manifest: `source`, `revision`, `command`.
 
-    Raises `FileExistsError` if the folder holds other data, `filelock.Timeout` if another process is preparing it, and the errors of
-    `write`.
+    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
+    errors of `write`.
     """
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
     lock = data_dir.with_name(f".{data_dir.name}.lock")
-    with FileLock(lock, timeout=0), ExitStack() as at_exit:
+    with ExitStack() as at_exit:
+        try:
+            at_exit.enter_context(FileLock(lock, timeout=0))
+        except Timeout as error:
+            raise OSError(
+                f"another process is preparing {data_dir}: wait, or choose another --data_dir"
+            ) from error
         at_exit.callback(lock.unlink, missing_ok=True)  # a process that has opened it tries again
         if not os.path.lexists(data_dir):
             begin(work, plan)

@@ -6,7 +6,6 @@ import http.client
 import itertools
 import sys
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -189,20 +188,14 @@ def find_files(
         found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
     taken = {path: name for path, name in found.items() if accepts(path)}
     others = [path for path in found if path not in taken]
-    line = f"{source}: took {counted(taken)}"
+    line = f"{source}: took {len(taken):,} files"
     if others:
-        line += f"; left out {counted(others)}, not {kind}, the first: {others[0].name}"
+        line += f"; left out {len(others):,}, not {kind}, the first: {others[0].name}"
     if not taken:
         raise ValueError(f"{line}: give {kind}, or another --pattern of a folder's files")
     if source.is_dir():
         print(line, file=sys.stderr)
     return taken
-
-
-def counted(paths: Iterable[Path]) -> str:
-    """Returns how many files have which suffix, as in `2 .md, 3 .py`."""
-    found = Counter(path.suffix or "without a suffix" for path in paths)
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.items())) or "no file"
 
 
 def is_text(path: Path) -> bool:

@@ -54,8 +54,7 @@ GPT2 = {
 def third_party_manifest(data_dir: str | Path) -> dict | None:
     """Returns a manifest of a folder of such files, None if it holds none of them.
 
-    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for a file that is not complete or does not
-    hold the tokens that its name promises, and `FileNotFoundError` if datatrove's tokenizer is not found.
+    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for files that cannot be read as such, and `FileNotFoundError` if datatrove's tokenizer is not found.
     """
     folder = Path(data_dir)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -88,15 +87,6 @@ def shard_entry(path: Path, tokens: int, offset: int) -> dict:
     return {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
 
 
-def check_size(path: Path, expected: int) -> None:
-    """Raises `ValueError` if the size of a file is not `expected`, in bytes."""
-    if (size := path.stat().st_size) != expected:
-        raise ValueError(
-            f"{path} has {size} bytes, but its tokens take {expected}: it is truncated or not a token file, fetch it again "
-            "or remove it"
-        )
-
-
 def find_tokens(path: Path) -> dict:
     """Returns the entry of nanoGPT's or llm.c's file."""
     with open(path, "rb") as file:
@@ -108,7 +98,6 @@ def find_tokens(path: Path) -> dict:
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
     tokens, offset = (tokens, LLMC_HEADER) if kind == LLMC else (path.stat().st_size // 2, 0)
-    check_size(path, offset + 2 * tokens)
     return shard_entry(path, tokens, offset)
 
 
@@ -136,13 +125,12 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     shards: dict[str, list[dict]] = {"train": [], "val": []}
     tokenizer = tokenizer_entry(source, folder / "tokenizer")
     for path, tokens in sizes.items():
-        check_size(path, width * tokens)
         first = min(tokens, left)
         left -= first
         shards["train"].append(shard_entry(path, first, 0))
         shards["val"].append(shard_entry(path, tokens - first, first * width))
-        last = np.fromfile(path, f"<u{width}", offset=max(0, tokens - 1) * width)
-        if tokens and last != tokenizer["end_of_text"]:  # documents are not separated
+        last = np.fromfile(path, f"<u{width}", offset=max(0, path.stat().st_size - width))
+        if tokens and last.tolist() != [tokenizer["end_of_text"]]:  # documents are not separated
             tokenizer = {**tokenizer, "end_of_text": None}
     return manifest(folder, tokenizer, width, shards)
 

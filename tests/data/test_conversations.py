@@ -16,7 +16,6 @@ from gpt2_accel.data.conversations import (
     CUT,
     NO_ANSWER,
     REFUSED,
-    REPLACED,
     best_fit,
     chat_files,
     held_out,
@@ -144,7 +143,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     bad = {
         "no_answer": {"messages": ASKED[:1]},
         "role": answered(role=["user"]),
-        "empty": {"messages": []},
+        "empty": answered(content=""),
         "special_token": answered(content="a<|im_end|>b"),
         "too_long": answered(content="a" * 80),
     }
@@ -160,15 +159,14 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     )
 
 
-def test_invalid_characters_are_replaced_and_counted(chat_base, tmp_path):
+def test_invalid_characters_are_replaced(chat_base, tmp_path):
     write_lines(
         tmp_path / "rows.jsonl", [*chat_rows(20), answered(content="lone \ud83d"), answered()]
     )
     file = tmp_path / "rows.jsonl"
     file.write_bytes(file.read_bytes().replace(b"So.", b"b\xe4d"))
     manifest = prepared(chat_base, tmp_path)
-    assert manifest["counts"] == {REPLACED: 2}
-    assert manifest["first"] == {REPLACED: f"{file}, line 21"}
+    assert not manifest["counts"]
     decode = load_data_tokenizer(tmp_path / "chat").decode
     text = "".join(decode(ids) for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s))
     assert "lone \ufffd<|im_end|>" in text and "b\ufffdd<|im_end|>" in text
@@ -319,7 +317,7 @@ def test_files_of_a_folder(tmp_path, capsys):
         (tmp_path / name).write_text('[{"messages": ')
     files = chat_files(tmp_path)
     assert files == [str(tmp_path / name) for name in ("b.json", "c.jsonl")]
-    assert "left out 1 .txt, not conversations" in capsys.readouterr().err
+    assert "left out 1, not conversations" in capsys.readouterr().err
     for file in files:
         with pytest.raises(ValueError, match=f"{file}, line 1, is not valid JSON"):
             next(read_rows(file))

@@ -56,10 +56,12 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     assert data_fingerprint(tmp_path) != before
 
 
-@pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])
+@pytest.mark.parametrize("content", [llmc(TOKENS)[:-2], llmc(TOKENS)[:9]])
 def test_truncated_files_are_refused(tmp_path, content):
     (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match="train.bin has .* it is truncated"):
+    with pytest.raises(
+        ValueError, match="train.bin is not the shard .*, by its header or its size"
+    ):
         TokenStream(tmp_path, "train")
 
 
@@ -176,7 +178,7 @@ def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, kind, gpt2):
 def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
     mine = f"{trained_bpe}|2"
     for name, kind, error, message, change in [
-        ("cut", f"{trained_bpe}|4", ValueError, "it is truncated", None),
+        ("cut", f"{trained_bpe}|4", ValueError, "is not the shard", None),
         ("running", mine, ValueError, "1.ds has no readable", lambda d: (d / "1.ds").touch()),
         ("two", mine, ValueError, "several tok", lambda d: write_ds(d, TOKENS[:9], "gpt2|2", "b")),
         ("nowhere", "not/there|2", FileNotFoundError, "no tokenizer .*/nowhere/tokenizer", None),
@@ -186,4 +188,4 @@ def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bp
         if change is not None:
             change(folder)
         with pytest.raises(error, match=message):
-            read_manifest(folder)
+            TokenStream(folder, "train")

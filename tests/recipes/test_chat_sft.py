@@ -215,6 +215,6 @@ def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_p
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|mine|>"])
     tokenizer.save_pretrained(other)
-    assert "was prepared for a model with another tokenizer than" in message(
+    assert "was tokenized with another tokenizer than" in message(
         *flags, "--init_from", other, "--total_batch_size", 512
     )
