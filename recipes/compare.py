@@ -43,7 +43,7 @@ def main() -> None:
         return
     require_study()
     outcome = compare(study, engine)
-    page = comparison_page(outcome, engine, path.stem)
+    page = comparison_page(outcome, path.stem)
     print("\n\n".join(page.text))
     print(f"\n{page.save(engine.folder, 'study.html')}\n{engine.table}")
     if outcome.failed:

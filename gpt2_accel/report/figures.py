@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt2_accel.files import atomic_file
-from gpt2_accel.report.names import in_words
 from gpt2_accel.report.reader import Run, read_run
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "
 def metric_figure(runs: list[Run], name: str) -> "Figure":
     """A small chart of a metric of several runs over tokens."""
     training = name.startswith("train/")
-    figure, ax = new_figure(in_words(name.removeprefix("train/")), NARROW, 2.2)
+    figure, ax = new_figure(name, NARROW, 2.2)
     shown = [0.0] if training else []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         shown += plot(ax, run, name, "tokens", color=colour, linewidth=1.3)

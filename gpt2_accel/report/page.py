@@ -6,7 +6,6 @@
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -14,48 +13,47 @@ from typing import TYPE_CHECKING
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.files import atomic_files
 from gpt2_accel.report import figures
-from gpt2_accel.report.figures import AXES, COLOURS, NARROW, WIDE
-from gpt2_accel.report.names import compares, in_words
+from gpt2_accel.report.figures import AXES, NARROW, WIDE
 from gpt2_accel.report.reader import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
+METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
 MOST_SAMPLES = 50  # of a run that are shown
+PER_TOKEN = (
+    "/loss",
+    "/perplexity",
+    "/perplexity_per_token",
+)  # endings that depend on the tokenizer
 REM_PER_INCH = 7.5  # size of a picture on the page
 Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 
 
 @dataclass
 class Page:
-    """A page under construction. `body` is the HTML of its sections, `text` their tables and lists as Markdown, `pictures` the
-    figures by file name."""
+    """A page under construction. `body` is the HTML of its sections, `text` their titles, tables and lists as Markdown, `pictures` the figures by file name."""
 
     title: str
-    titles: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     pictures: dict[str, "Figure"] = field(default_factory=dict)
 
     def section(self, title: str) -> None:
         """Starts a section."""
-        self.titles.append(title)
-        self.body.append(f'<h2 id="section-{len(self.titles)}">{html.escape(title)}</h2>')
+        self.body.append(f"<h2>{html.escape(title)}</h2>")
+        self.text.append(title)
 
-    def table(self, heads: Sequence[str], rows: Rows, colours: Sequence[str] = ()) -> None:
-        """Adds a table. The first of `heads` is that of the rows' titles; the others may have a dot of a colour each."""
-        dots = [f'<i style="background:{colour}"></i>' for colour in colours] or [""] * len(heads)
-        head = "".join(
-            f'<th scope="col">{dot}{html.escape(text)}</th>'
-            for dot, text in zip(dots, heads[1:], strict=False)
-        )
+    def table(self, heads: Sequence[str], rows: Rows) -> None:
+        """Adds a table. The first of `heads` is that of the rows' titles."""
+        head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads[1:])
         lines = [f"<tr><td></td>{head}</tr>"]
         for title, cells in rows.items():
             row = "".join(f"<td>{html.escape(cell or '-')}</td>" for cell in cells)
             lines.append(f'<tr><th scope="row">{html.escape(title)}</th>{row}</tr>')
         self.body.append(f'<div class="wide"><table>{"".join(lines)}</table></div>')
-        self.text += [self.titles[-1], markdown(heads, rows)]
+        self.text.append(markdown(heads, rows))
 
     def bullets(self, lines: Sequence[str]) -> None:
         """Adds a list of sentences."""
@@ -71,14 +69,9 @@ class Page:
         self.body.append(f"<figure {width}>{figures.themed_svg(figure)}{below}</figure>")
 
     def document(self) -> str:
-        """Returns the page as HTML: a list of links to the sections, and the sections."""
+        """Returns the page as HTML."""
         template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-        links = "".join(
-            f'<a href="#section-{number}">{html.escape(title)}</a>'
-            for number, title in enumerate(self.titles, start=1)
-        )
-        body = "\n".join([f"<nav>{links}</nav>", *self.body])
-        return template.substitute(title=html.escape(self.title), body=body)
+        return template.substitute(title=html.escape(self.title), body="\n".join(self.body))
 
     def save(self, folder: str | Path, name: str) -> Path:
         """Writes the page as the HTML file `name` to `folder`, with its pictures as PNGs; returns the path of the file."""
@@ -114,9 +107,10 @@ def report_of(runs: list[Run]) -> Page:
             run.name = str(run.folder)
     page = Page(", ".join(run.name for run in runs))
     metrics = compared_metrics(runs)
-    columns = [facts(run) | {in_words(name): newest(run, name) for name in metrics} for run in runs]
+    columns = [facts(run) | {name: newest(run, name) for name in metrics} for run in runs]
+    heads = ["", *(run.name for run in runs)]
     page.section("Runs")
-    add_columns(page, runs, {title: [c[title] for c in columns] for title in columns[0]})
+    page.table(heads, {title: [c[title] for c in columns] for title in columns[0]})
     add_curves(page, [run for run in runs if run.lines], metrics)
     if any(run.evaluated for run in runs):
         add_evaluations(page, runs)
@@ -129,14 +123,8 @@ def report_of(runs: list[Run]) -> Page:
     }
     page.section("Settings")
     differ = {name: own for name, own in settings.items() if len(runs) == 1 or len({*own}) > 1}
-    add_columns(page, runs, differ)
+    page.table(heads, differ)
     return page
-
-
-def add_columns(page: Page, runs: list[Run], rows: Rows) -> None:
-    """Adds a table of one column per run."""
-    colours = [colour for _, colour in zip(runs, cycle(COLOURS), strict=False)]
-    page.table(["", *(run.name for run in runs)], rows, colours)
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -145,13 +133,10 @@ def facts(run: Run) -> dict[str, str]:
     hours, flops = (run.curve("step", axis)[0][-1:] for axis in ("hours", "flops"))
     return {
         "state": state_of(run),
-        "parameters": f"{known['parameters']:,}" if "parameters" in known else "",
-        "data": known.get("data", ""),
         "tokens": f"{last['tokens']:,}" if "tokens" in last else "",
         "training": duration(hours[0] * 3600) if hours else "",
         "FLOPs": f"{flops[0]:.3g}" if flops else "",
-        "hardware": known.get("hardware", ""),
-        "git commit": (known.get("git_commit") or "")[:12],
+        **{name: str(known.get(name) or "") for name in METADATA},
     }
 
 
@@ -187,23 +172,23 @@ def compared_metrics(runs: list[Run]) -> list[str]:
 
 def comparable(names: Sequence[str], runs: list[Run]) -> list[str]:
     """Returns the names of metrics without standard errors, and without per-token metrics if the tokenizers differ."""
-    same = figures.same_tokens(runs)
-    return [n for n in names if not n.endswith("_stderr") and (same or compares(n))]
+    if not figures.same_tokens(runs):
+        names = [n for n in names if n.startswith("lm_eval:") or not n.endswith(PER_TOKEN)]
+    return [name for name in names if not name.endswith("_stderr")]
 
 
 def add_evaluations(page: Page, runs: list[Run]) -> None:
     """Adds the table of `evaluation.json`'s results, one column per model, with notes."""
-    heads, entries, colours, notes = [""], [], [], {}
-    for run, colour in zip(runs, cycle(COLOURS), strict=False):
+    heads, entries, notes = [""], [], {}
+    for run in runs:
         for name, entry in run.evaluated.items():
             heads.append(f"{run.name}: {name}, update {entry.get('step')}")
             entries.append(entry)
-            colours.append(colour)
             notes |= dict.fromkeys(f"{run.name}: {note}" for note in entry["notes"])
     names = comparable([*dict.fromkeys(n for entry in entries for n in entry["results"])], runs)
-    rows = {in_words(n): [number(entry["results"], n) for entry in entries] for n in names}
+    rows = {name: [number(entry["results"], name) for entry in entries] for name in names}
     page.section("Results of evaluate.py")
-    page.table(heads, rows, colours)
+    page.table(heads, rows)
     page.bullets([*notes])
 
 

@@ -52,19 +52,6 @@ def prepare() -> None:
     forkserver.ensure_running()
 
 
-def start(function: Callable[..., object], *arguments: object) -> BaseProcess:
-    """Starts `function` in a child, which stops when this process ends."""
-    process = FORKS.Process(target=begin, args=(function, *arguments))
-    process.start()
-    return process
-
-
-def begin(function: Callable[..., object], *arguments: object) -> None:
-    """Runs `function` in a child."""
-    stop_with_parent()
-    function(*arguments)
-
-
 def stop_with_parent() -> None:
     """Starts a thread that stops this process when the one that started it has ended."""
 
@@ -112,10 +99,11 @@ def train_recipe(
     processes: int,
     log: Path,
 ) -> None:
-    """Trains a run in this process, or in several with the launcher of torchrun. Its output is appended to `log`.
+    """Trains a run in this child, or in several processes with the launcher of torchrun. Its output is appended to `log`.
 
     Raises `SystemExit` if one of `files` no longer has the SHA-256 here.
     """
+    stop_with_parent()
     import torch
 
     log.parent.mkdir(parents=True, exist_ok=True)

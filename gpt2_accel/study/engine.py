@@ -91,7 +91,7 @@ class Ended(Exception):
 @dataclass
 class Engine:
     """Trains the runs of a study in `folder`, one in each of `slots` with a number of `processes`, and records them in the
-    database `storage`, by default a file of the folder, and in the CSV file `table`. A run in the table is done.
+    database `storage` and in the CSV file `table`. A run in the table is done.
 
     `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
     recorded runs by id, `failed` the reasons of those that failed, `pruned` the last loss of those that the pruner ended.
@@ -100,20 +100,21 @@ class Engine:
     folder: Path
     table: Path
     slots: Sequence[str]
+    storage: str
     processes: int = 1
-    storage: str | None = None
     precision: Mapping[str, str] = field(default_factory=dict)
     keep_models: bool = False
 
     def __post_init__(self) -> None:
+        self.shared = not self.storage.startswith("sqlite")  # by several drivers
         self.results = read_table(self.table)
         self.failed: dict[str, str] = {}
         self.pruned: dict[str, float] = {}
 
-    def folder_of(self, id: str, label: str = "run") -> Path:
+    def folder_of(self, trial: Trial) -> Path:
         """Returns the folder of a run: the one that ends with its id, else a new one."""
-        runs, name = self.folder / "runs", re.sub(r"[^\w.+=-]+", "_", label)
-        return next(runs.glob(f"*-{id}"), runs / f"{name}-{id}")
+        runs, name = self.folder / "runs", re.sub(r"[^\w.+=-]+", "_", trial.label)
+        return next(runs.glob(f"*-{trial.id}"), runs / f"{name}-{trial.id}")
 
     def knows(self, trial: Trial) -> bool:
         """Whether a trial is recorded, has failed, or was pruned."""
@@ -134,7 +135,7 @@ class Engine:
 
         try:
             with ExitStack() as stack:
-                if self.storage is None:
+                if not self.shared:
                     stack.enter_context(lock_folder(self.folder))
                 stop = stack.enter_context(StopRequest())
                 self._train(trials, self._open(name, pruner), stop)
@@ -149,12 +150,12 @@ class Engine:
         import optuna
 
         study = optuna.create_study(
-            storage=open_storage(self.storage or f"sqlite:///{self.folder / 'study.db'}"),
+            storage=open_storage(self.storage),
             study_name=f"{self.folder.resolve().name}: {name}",
             load_if_exists=True,
             pruner=pruner or optuna.pruners.NopPruner(),
         )
-        if self.storage is None:  # the driver of what still runs was killed
+        if not self.shared:  # the driver of what still runs was killed
             for entry in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
                 study.tell(entry.number, state=optuna.trial.TrialState.FAIL)
         return study
@@ -183,10 +184,8 @@ class Engine:
                     try:
                         study.optimize(train, **both, catch=Ended, callbacks=[record])
                     except (ValueError, AssertionError) as error:  # of Optuna's end of a trial
-                        suspended = "Cannot tell" in str(error)  # meanwhile another took the run
-                        if not suspended and not isinstance(
-                            error.__context__, StorageInternalError
-                        ):
+                        lost = isinstance(error.__context__, StorageInternalError)
+                        if not lost and "Cannot tell" not in str(error):  # another took the run
                             raise
                 if stop.reason is not None:
                     print(f"stopped ({stop.reason}): the same command continues", flush=True)
@@ -229,7 +228,7 @@ class Engine:
             raise Ended
         if trial is None or is_twin(entry):
             raise Ended
-        folder, slot, reported = self.folder_of(trial.id, trial.label), free.get(), set()
+        folder, slot, reported = self.folder_of(trial), free.get(), set()
         process = self.child(trial, folder, slot)
         try:
             while process.is_alive() and stop.reason is None:
@@ -257,7 +256,10 @@ class Engine:
     def child(self, trial: Trial, folder: Path, slot: str) -> BaseProcess:
         """Starts a trial in `folder`, where it resumes."""
         recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
-        return children.start(children.train_recipe, *recipe, slot, self.processes, folder / LOG)
+        arguments = (*recipe, slot, self.processes, folder / LOG)
+        process = children.FORKS.Process(target=children.train_recipe, args=arguments)
+        process.start()
+        return process
 
     def forecast(self, left: Sequence[Trial], sample: Trial) -> str:
         """Returns the time that the trials that are `left` take, by the speed of `sample`, which trains alone: over the second

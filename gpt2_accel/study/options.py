@@ -31,11 +31,6 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="processes gpus_per_run")
-        kind, slashes, _ = (self.storage or "postgresql://").partition("://")
-        if not slashes or kind == "sqlite":
-            raise ValueError(
-                f"storage must be postgresql://USER@HOST/NAME, got {self.storage!r}: leave it out for one machine"
-            )
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             raise ValueError(
                 f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
@@ -51,8 +46,8 @@ class EngineOptions:
             folder,
             Path(self.table or folder / "runs.csv"),
             children.slots(self.processes, each),
+            self.storage or f"sqlite:///{folder / 'study.db'}",
             each,
-            self.storage,
             children.precision(each),
             self.keep_models,
         )

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, bootstrap_interval, holds, loss_of
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.report.figures import (
     COLOURS,
     INK,
     WIDE,
     add_legend,
-    finish_axes,
     new_figure,
     short_number,
 )
 from gpt2_accel.report.page import Page
 from gpt2_accel.study.compare import Comparison
-from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.scaling import FEWEST_BUDGETS, FEWEST_RUNS, SIDE, Run, Scaling, lowest
 from gpt2_accel.study.study_file import METRICS
@@ -32,8 +29,8 @@ RUNS = ("run", "val/loss", "parameters", "tokens")
 BEST = ("n_layer", "n_head", "n_embd", "total_batch_size", "max_steps")  # what `--law` needs
 
 
-def comparison_page(outcome: Comparison, engine: Engine, title: str) -> Page:
-    """Returns the page of a comparison: tables by budget, remarks, pictures. Needs matplotlib."""
+def comparison_page(outcome: Comparison, title: str) -> Page:
+    """Returns the page of a comparison: tables by budget, remarks, a picture. Needs matplotlib."""
     page, study = Page(title), outcome.study
     heads = ("variant", "verdict", "difference to the baseline", METRICS[study.metric], "tokens")
     for budget in study.budgets:
@@ -42,18 +39,10 @@ def comparison_page(outcome: Comparison, engine: Engine, title: str) -> Page:
     page.section("Remarks")
     used = {result for own in outcome.results.values() for result in own if result}
     caveat = caveats(study.recipe, used, outcome.failed)
-    settings = [
-        f"{name}: " + ", ".join(f"{n} {v}" for n, v in {**study.settings, **own}.items())
-        for name, own in study.variants.items()
-        if study.settings or own
-    ]
-    page.bullets([*shares(outcome), *tunings(outcome), *caveat, *settings])
-    page.section("Largest budget")
+    page.bullets([*shares(outcome), *tunings(outcome), *caveat])
     if len(study.variants) > 1:
-        caption = "Difference to the baseline: the mean, its 95% interval, and each pair of seeds."
+        caption = "The largest budget: mean difference, its 95% interval, and each pair of seeds."
         page.picture("differences", differences_figure(outcome), caption)
-    if any((engine.folder / "runs").glob("*")):  # a table alone has no curves
-        page.picture("curves", curves_figure(outcome, engine), "Validation loss of each run.")
     return page
 
 
@@ -120,22 +109,6 @@ def differences_figure(outcome: Comparison) -> "Figure":
     return figure
 
 
-def curves_figure(outcome: Comparison, engine: Engine) -> "Figure":
-    """Draws the validation losses of each run in the largest budget, as far as the runs' folders are there."""
-    figure, ax = new_figure("validation loss in nats per token")
-    shown: list[float] = []
-    for name, colour in zip(outcome.study.variants, cycle(COLOURS), strict=False):
-        ax.plot([], [], color=colour, label=name)
-        for result in filter(None, outcome.results[name, outcome.study.budgets[-1]]):
-            lines = read_json_lines(engine.folder_of(result.id) / "metrics.jsonl")
-            own = {line["tokens"]: line["val/loss"] for line in lines if line.get("val/loss")}
-            ax.plot([*own.keys()], [*own.values()], "o-", color=colour, markersize=3, linewidth=1)
-            shown += own.values()
-    finish_axes(ax, "tokens", shown)
-    add_legend(ax)
-    return figure
-
-
 def scaling_page(outcome: Scaling, target: float | None) -> Page:
     """Returns the page of a scaling study: the law, its remarks, with the best run of `target` FLOPs, pictures, the runs."""
     page, grid, law = Page("Scaling law"), outcome.grid, outcome.law
@@ -158,9 +131,6 @@ def scaling_page(outcome: Scaling, target: float | None) -> Page:
     page.section("Runs")
     caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
     page.picture("budgets", runs_figure(outcome), caption)
-    if law is not None:
-        caption = "Loss less the law's. A pattern means that the law has the wrong form."
-        page.picture("residuals", runs_figure(outcome, law), caption)
     page.table(RUNS, run_rows(outcome.runs))
     return page
 
@@ -211,15 +181,14 @@ def target_remarks(outcome: Scaling, law: FittedLaw, flops: float) -> list[str]:
     ]
 
 
-def runs_figure(outcome: Scaling, less: FittedLaw | None = None) -> "Figure":
-    """Draws the loss over the size for each budget, with the law's; or, with a law as `less`, the residuals."""
-    figure, ax = new_figure("residuals in nats per token" if less else "val/loss in nats per token")
+def runs_figure(outcome: Scaling) -> "Figure":
+    """Draws the loss over the size for each budget, with the law's."""
+    figure, ax = new_figure("val/loss in nats per token")
     for budget, colour in zip(outcome.grid.budgets, cycle(COLOURS), strict=False):
         N, D, losses = np.array([(run.N, run.tokens, run.loss) for run in outcome.of(budget)]).T
-        base = loss_of(less.law, N, D) if less else 0
         label = short_number(budget, True)
-        ax.plot(N, losses - base, "o", color=colour, markersize=4, label=label)
-        if outcome.law and not less:
+        ax.plot(N, losses, "o", color=colour, markersize=4, label=label)
+        if outcome.law:
             ax.plot(N, loss_of(outcome.law.law, N, D), linewidth=1.3, color=colour)
     ax.set_xscale("log")
     ax.set_xlabel("parameters")

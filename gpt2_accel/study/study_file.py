@@ -1,7 +1,6 @@
 """Reads the YAML file of a study, which docs/studies.md describes."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +13,6 @@ from gpt2_accel.study.trials import WARMUP, as_words
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 UNITS = ("tokens", "flops")
 PRUNERS = ("none", "median")
-NAME = re.compile(r"[\w.+=,:()%/ -]+")  # of a variant, in tables and pictures
 OWN = ("output_dir", "resume_from", "seed", "max_steps", "law")  # which the study sets
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
@@ -40,11 +38,7 @@ class StudyFile:
             check_kind(part.name, getattr(self, part.name), part.type)
         if not self.variants:
             raise ValueError("variants is empty: name at least one, such as `as_it_is: {}`")
-        self.variants = {name: own or {} for name, own in self.variants.items()}
-        for name in self.variants:
-            check_kind("a variant's name", name, str)
-            if not NAME.fullmatch(name):
-                raise ValueError(f"{name!r} cannot be a variant's name: use letters and digits")
+        self.variants = {str(name): own or {} for name, own in self.variants.items()}
         for name, own in {"settings": self.settings, **self.variants}.items():
             check_settings(name, own)
         self.baseline = self.baseline or next(iter(self.variants))
@@ -94,8 +88,6 @@ def check_settings(where: str, own: Any) -> None:
     for name in OWN:
         if name in own:
             raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
-    for name in [name for name, value in own.items() if value is None]:
-        raise ValueError(f"{where} has no value for {name}: give one, or leave {name} out")
     if WARMUP in own:
         check_share(own[WARMUP])
 

@@ -43,8 +43,8 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
         *("loss", "loss-over-flops", "val-perplexity", "val-steady", "train-memory_gb")
     }
     table = page.text[1]
-    assert "HellaSwag accuracy" in table and "0.2500 ± 0.0100" in table
-    assert "validation loss in nats per token" in table and "val/" not in table
+    assert "hellaswag/acc " in table and "0.2500 ± 0.0100" in table
+    assert "val/loss " in table and "stderr" not in table
     for name, figure in page.pictures.items():
         renderer, [ax] = figure._get_renderer(), figure.axes
         low, high = ax.get_ylim()

@@ -60,8 +60,6 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             texts = page.locator("svg:visible text")
             sizes = texts.evaluate_all("all => all.map(t => t.getBoundingClientRect().height)")
             assert min(sizes) > 8  # pixels: legible
-            links = page.locator("nav a").evaluate_all("all => all.map(a => a.hash)")
-            assert links and all(page.locator(link).count() == 1 for link in links)
             assert page.locator("figure").count() == len(names)
             assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
             settings = page.locator("table").last.inner_text()
@@ -86,13 +84,13 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
         (place / "evaluation.json").write_text(json.dumps({name: content}))
     first, second = read_run(folder), read_run(runs / "second")
     page = report_of([first, second]).document()
-    assert "HellaSwag accuracy" in page and "0.2500 ± 0.0100" in page
+    assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page
     assert "first: hellaswag: 12 &lt;items&gt;" in page
     assert "old, update 40" in page and "new, update 60" in page
-    assert "own text, perplexity per token" in page and "12,346" in page
+    assert "text/perplexity_per_token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second]).document()
-    assert "perplexity per token" not in page and "lambada_openai perplexity" in page
+    assert "perplexity_per_token" not in page and "lm_eval:lambada_openai/perplexity" in page
     (folder / "evaluation.json").write_text("[")
     with pytest.raises(ValueError, match="evaluation.json does not hold evaluations"):
         read_run(folder)
@@ -121,7 +119,7 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second]).document()
-    assert "validation bits per byte" in page and "validation perplexity" not in page
+    assert "val/bits_per_byte" in page and "val/perplexity" not in page
     assert "nats per token" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
 

@@ -93,7 +93,7 @@ def test_a_halved_rate_of_adamw_is_worse(studied):
     assert re.match(r"\| half +\| worse +\| \+\d\.\d+ ± 0\.\d+ +\|", row), row
     assert len(rows(folder)) == 4
     page = (folder / "study.html").read_text()
-    assert "worse" in page and "<svg" in page and (folder / "curves.png").exists()
+    assert "worse" in page and "<svg" in page and (folder / "differences.png").exists()
 
 
 def test_a_run_is_the_training_loops(tiny, studied):
@@ -251,13 +251,11 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path, monkeypatch):
         ("variants: {a: {}}", "recipe is None, expected a text"),
         ("recipe: quickstart\nvariants: {}", "variants is empty"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
-        ("recipe: quickstart\nvariants: {a: {beta2: }}", "a has no value for beta2"),
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
         ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: -1}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
         ("recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}", "tune has axes"),
-        ("recipe: quickstart\nvariants: {0.1: {}}", "a variant's name is 0.1, expected a text"),
         *(
             (f"recipe: quickstart\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
             for axes, words in (
@@ -285,6 +283,7 @@ def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
         ({"patience": 3}, "variant a: patience ends a run before its budget"),
         ({"warmup_share": "abc"}, "'abc': give a number from 0 to 1"),
         ({"beta2": {"x": 1}}, "variant a: beta2 cannot be"),
+        ({"beta2": None}, "variant a: beta2 cannot be None"),
     ],
 )
 def test_settings_that_the_recipe_refuses_are_named_by_variant(own, words, data_dir, tmp_path):
@@ -370,7 +369,7 @@ def test_a_verdict_counts_divergence_within_pairs(own, base, word):
 def test_the_shipped_studies_have_possible_settings(path, data_dir, tmp_path):
     study = read_study(path, ROOT / "recipes")
     study.settings["data_dir"] = str(data_dir)
-    for trial in first_trials(study, Engine(tmp_path, tmp_path / "runs.csv", [])).values():
+    for trial in first_trials(study, Engine(tmp_path, tmp_path / "runs.csv", [], "")).values():
         for name, values in study.axes.items():
             assert trial.resolved[name] in values
             assert all(trial.changed(**{name: value}) for value in values)
