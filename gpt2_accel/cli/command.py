@@ -19,6 +19,9 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings]
   doctor                  say whether training works here, and which launch config fits
   launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
+  estimate RECIPE CONFIG GPU
+                          print memory, FLOPs and time of a run, as in
+                          gpt2-accel estimate pretrain-124m 8xa100 A100
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
@@ -45,12 +48,14 @@ def run(words: list[str]) -> None:
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
+    elif command == "estimate":
+        estimate(*args)
     elif command == "config":
         print_config(*args)
     elif is_recipe(command, trained()):
         launch(command, *args)
     else:
-        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
+        names = [*trained(), *COMMANDS, "doctor", "launch", "estimate", "config"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -97,6 +102,17 @@ def launch(*args: str) -> None:
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
     start(*launcher, *flags, recipe, *options)
+
+
+def estimate(*args: str) -> None:
+    """Starts a recipe with `--dry_run`. `args`: recipe, launch config, GPU, settings of the recipe."""
+    if len(args) < 3:
+        raise ValueError(
+            "estimate needs three words: gpt2-accel estimate pretrain-124m 8xa100 A100"
+        )
+    recipe, config, *rest = args
+    path = find("launch config", config, launch_configs())
+    start(find("recipe", recipe, recipes()), "--dry_run", path, *rest)
 
 
 def is_recipe(word: str, names: Collection[str]) -> bool:

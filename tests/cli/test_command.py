@@ -57,6 +57,9 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
             *train,
         ]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
+    planned = [str(RECIPES / "pretrain_124m.py"), "--dry_run", str(CONFIGS / "8xa100.yaml"), "A100"]
+    flags = ["--n_layer", "24"]
+    assert started("estimate", "pretrain-124m", "8xa100", "A100", *flags) == [*planned, *flags]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py"):
         Path(file).write_text("num_processes: 1\n")
@@ -108,6 +111,7 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
         ("launch cpu", "no recipe in 'cpu': choose one of .*quickstart"),
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
+        ("estimate pretrain-124m", "estimate needs three words: gpt2-accel estimate pretrain-124m"),
         ("config", "config needs one name"),
         ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],
