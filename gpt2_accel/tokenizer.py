@@ -316,12 +316,11 @@ def prompt_tokens(
             continue
         if role not in ("system", "user"):
             raise ValueError(f"a message has the role {role!r}: use system, user or assistant")
-        name = "the message" if role == "user" else "the system prompt"
         if not content.strip():
-            raise ValueError(f"{name} is empty: write something")
+            raise ValueError("the message is empty: write something")
         if found := [token for token in special_tokens(tokenizer) if token in content]:
             raise ValueError(
-                f"{name} holds the special token {found[0]}, which would end a turn: write it otherwise"
+                f"the message holds the special token {found[0]}, which would end a turn: write it otherwise"
             )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
@@ -370,12 +369,6 @@ def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the SHA-256 (hex) of vocabulary and merges, equal for tokenizers that encode alike."""
-    return _fingerprint(tokenizer, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=4)
-def _fingerprint(tokenizer: "PreTrainedTokenizerBase", size: int) -> str:
-    """`fingerprint` of a tokenizer that has `size` tokens: it may get more later."""
     backend = tokenizer.backend_tokenizer
     merges = json.loads(backend.to_str())["model"].get("merges", [])
     content = json.dumps([sorted(backend.get_vocab().items()), merges])

@@ -13,9 +13,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.hf.convert import describe, read_config
+from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import PICTURE, check_repo_id, push_model
-from gpt2_accel.hf.model_card import model_card
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.report.figures import draw_loss
 
@@ -32,11 +31,12 @@ def main() -> None:
     config = parse_config(PushToHub)
     check_repo_id(config.repo_id)
     directory = Path(verified_directory(config.model, config.verify))
-    shape = read_config(directory)
-    weight_files(directory)  # raises an error if they are incomplete
+    read_config(
+        directory
+    )  # raises an error if the model is another or incomplete, as does the next line
+    weight_files(directory)
     draw_loss(config.model, directory / PICTURE)
-    card = model_card(config.repo_id, describe(shape))
-    url = push_model(directory, config.repo_id, private=config.private, card=card)
+    url = push_model(directory, config.repo_id, private=config.private)
     print(f"The model is at {url}.")
 
 

@@ -37,11 +37,8 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(nats: Sequence[float], text_bytes: float) -> float:
     """Returns the code length of a text in bits per byte; comparable across tokenizers.
 
-    nats: (n,), the sum of each sample; `text_bytes` is the length of all samples' text in UTF-8. Raises `ValueError` if it
-    is not positive.
+    nats: (n,), the sum of each sample; `text_bytes` is the length of all samples' text in UTF-8.
     """
-    if text_bytes <= 0:
-        raise ValueError(f"a text of {text_bytes} bytes has no bits per byte: give at least one")
     return math.fsum(nats) / math.log(2) / text_bytes
 
 
@@ -52,8 +49,8 @@ def choice_accuracy(
 
     The first of equal scores is chosen. A sample with a NaN score counts as wrong.
 
-    scores: (n, choices), the number of choices may differ between samples; labels: (n,), in [0, choices). Raises
-    `ValueError` if there are no samples, and for a label out of range.
+    scores: (n, choices), the number of choices may differ between samples; labels: (n,), in [0, choices). n is at least 1.
+    Raises `ValueError` for a label out of range.
     """
     right = []
     for i, (row, label) in enumerate(zip(scores, labels, strict=True)):
@@ -67,13 +64,8 @@ def choice_accuracy(
 
 
 def accuracy(right: Sequence[bool], name: str = "accuracy") -> dict[str, float]:
-    """Returns the share of correct samples as `name`, and its standard error as `name` + "_stderr".
-
-    Raises `ValueError` if there are no samples.
-    """
+    """Returns the share of correct samples, of one at least, as `name`, and its standard error as `name` + "_stderr"."""
     n = len(right)
-    if not n:
-        raise ValueError("the accuracy of no samples is undefined: give at least one sample")
     share = sum(right) / n
     error = {f"{name}_stderr": math.sqrt(share * (1 - share) / (n - 1))} if n > 1 else {}
     return {name: share, **error}

@@ -48,20 +48,16 @@ class TextPerplexity(LikelihoodTask):
                 f"there is nothing to predict in the text {text[:40]!r}: give a longer text"
             )
         self.questions = build_windows(ids, n_positions, stride)
-        self.words = len(text.split()) + text.count("\n") + 1
         self.bytes = len(text.encode())
-        self.notes = [
-            f"text: {self.words:,} words, {len(ids) - 1:,} tokens, read with a stride of {stride:,}"
-        ]
+        self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns `text/loss` per token in nats, with its standard error over windows, `perplexity_per_token`,
-        `perplexity_per_word`, where each line end is a word too, and `bits_per_byte`."""
+        """Returns `text/loss` per token in nats, with its standard error over windows, `perplexity_per_token`
+        and `bits_per_byte`."""
         nats = [-value for (value,) in scores]
         tokens = [len(window.continuations[0]) for window in self.questions]
         results = mean_loss(nats, tokens)
         results["perplexity_per_token"] = perplexity(results["loss"])
-        results["perplexity_per_word"] = perplexity(sum(nats) / self.words)
         results["bits_per_byte"] = bits_per_byte(nats, self.bytes)
         return {f"text/{name}": value for name, value in results.items()}
 

@@ -41,15 +41,12 @@ def read_record(path: Path) -> dict[str, dict]:
         return {}
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        valid = all(
-            isinstance(entry["results"], dict) and isinstance(entry["notes"], list)
-            for entry in record.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{path} does not hold evaluations: choose another --output")
-    return record
+        return {
+            name: {"notes": [], **entry, "results": entry["results"]}
+            for name, entry in record.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold evaluations: choose another --output") from error
 
 
 def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:

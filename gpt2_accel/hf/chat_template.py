@@ -68,12 +68,11 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> No
     The conditions are those that TRL checks before it trains on the assistant's tokens, and that it marks all answers.
     """
     try:
-        once, counts = conversation_tokens(tokenizer, TURN)
-        twice, both = conversation_tokens(tokenizer, TURN + TURN)
-        same = np.array_equal(twice[: len(once)], once) and np.array_equal(
-            both[: len(once)], counts
-        )
-        if counts.any() and same and end_of_turn(tokenizer) is not None:
+        # Two rows each: the ids of the tokens, and which of them count.
+        once = np.stack(conversation_tokens(tokenizer, TURN))
+        twice = np.stack(conversation_tokens(tokenizer, TURN + TURN))
+        same = np.array_equal(twice[:, : once.shape[1]], once)
+        if once[1].any() and same and end_of_turn(tokenizer) is not None:
             return
         problem = ""
     except Exception as error:  # of the template's author

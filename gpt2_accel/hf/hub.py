@@ -87,8 +87,8 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(f"{repo_id!r} is not a name for a Hub repository: give USER/NAME")
 
 
-def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str) -> str:
-    """Uploads a model directory and returns the repository's URL. `card` is the model card if the directory has none.
+def push_model(directory: Path, repo_id: str, *, private: bool = True) -> str:
+    """Uploads a model directory and returns the repository's URL.
 
     Raises `OSError` if the upload fails, and `ValueError` for a bad `repo_id`.
     """
@@ -96,8 +96,6 @@ def push_model(directory: Path, repo_id: str, *, private: bool = True, card: str
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "upload"
         stage(directory, folder, repo_id)
-        if not (folder / "README.md").exists():
-            (folder / "README.md").write_text(card, encoding="utf-8")
         try:
             return push(folder, repo_id, private=private)
         except Exception as error:  # from the client, its HTTP library or the network

@@ -4,7 +4,7 @@ import math
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +54,10 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 {% if training.results %}
 ## Results
 
-| metric | value | at update |
-|---|---|---|
+| metric | value |
+|---|---|
 {% for metric, value in training.results.items() -%}
-| {{ metric }} | {{ "%.4f" | format(value) }} | {{ training.updates[metric] }} |
+| {{ metric }} | {{ "%.4f" | format(value) }} |
 {% endfor %}
 {%- endif %}
 ## Settings
@@ -72,8 +72,7 @@ class Training:
     """The training section of a model card.
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training, total `flops`;
-    `hardware` and precision in words; `results`, metric -> value, such as `val/loss`; `updates`, the update at which
-    each result was computed.
+    `hardware` and precision in words; `results`, metric -> value, such as `val/loss`.
     """
 
     settings: Mapping[str, object]
@@ -83,7 +82,6 @@ class Training:
     flops: float
     hardware: str
     results: Mapping[str, float]
-    updates: Mapping[str, int] = field(default_factory=dict)
 
 
 def model_card(
@@ -154,14 +152,12 @@ def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
         task, _, metric = name.partition("/")
         if metric.endswith("_stderr") or not math.isfinite(value):
             continue
-        source, data = SOURCES.get(task), task.removeprefix("lm_eval:")
+        data = task.removeprefix("lm_eval:")
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=source.repo_id if source else data,
+                dataset_type=SOURCES[task].repo_id if task in SOURCES else data,
                 dataset_name=data,
-                dataset_config=source and source.config,
-                dataset_split=source and source.split,
                 metric_type=metric,
                 metric_name=name,
                 metric_value=round(value, 6),

@@ -65,7 +65,6 @@ def describe_training(run: "Run") -> Training:
         flops=log.tokens * log.flops_per_token,
         hardware=run.metadata["hardware"],
         results=dict(log.results),  # a card is written while training goes on
-        updates=dict(log.evaluated),
     )
 
 
