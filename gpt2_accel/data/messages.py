@@ -49,10 +49,8 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
         if any(part.get(name) for part in (fields, *found) for name in UNSUPPORTED):
             raise Problem(NOT_SUPPORTED)
         for number, message in enumerate(found):
-            role, content = (
-                role_of(message),
-                text_of(message.get("content") or message.get("value")),
-            )
+            role = role_of(message)
+            content = text_of(message.get("content") or message.get("value"))
             if content.strip():
                 messages.append({"role": role, "content": content})
                 counts.append(number >= prompt and message.get("weight") != 0)

@@ -4,6 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from gpt2_accel.optim import BatchSchedule
 AHEAD = 2  # micro-batches: one is ready, and one is being read or copied
 
 
-class Prefetch:
+class Prefetch(AbstractContextManager, Iterator[Batch]):
     """Iterates over `batches` on `device`, whose next `AHEAD` a thread reads. A context manager.
 
     The order is that of `batches`. On a CUDA device the thread copies them on a stream of its own. An error in the
@@ -28,14 +29,8 @@ class Prefetch:
         start = self._stream.start_thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
 
-    def __enter__(self) -> "Prefetch":
-        return self
-
     def __exit__(self, *_) -> None:
         self._thread.shutdown(cancel_futures=True)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         while len(self._upcoming) <= AHEAD:

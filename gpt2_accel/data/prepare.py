@@ -118,10 +118,8 @@ def prepare_sources(
     def write(folder: Path) -> dict:
         writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
         record = writer.record
-        total, done = (
-            sum(s.size for s in sources),
-            sum(s["bytes"] for s in record["splits"].values()),
-        )
+        total = sum(source.size for source in sources)
+        done = sum(entry["bytes"] for entry in record["splits"].values())
         bar = Progress(
             "tokenizing", total, shown=total > 0, initial=done, unit="B", unit_scale=True
         )
@@ -237,7 +235,7 @@ class TextWriter:
                 raise ValueError(f"{piece.place}: {error}") from error
             if piece.begins and self.separator is not None:
                 tokens = np.append(self.separator, tokens)
-            found.append((piece, tokens, len(text.encode()), invalid))
+            found.append((piece, tokens.astype(self.dtype), len(text.encode()), invalid))
         return found
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int, invalid: int) -> None:

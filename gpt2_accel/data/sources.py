@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -37,14 +36,6 @@ SAMPLED_ROWS = 2000  # that decide how rows are held out
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
-
-
-class Source(Protocol):
-    """A part of a corpus. `size` is an estimate of its text in bytes; the `repr` changes with the text."""
-
-    size: int
-
-    def documents(self) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,9 @@ class RowFile:
             for split, text in self.rule(column_of(row, self.column, place), number):
                 yield Document(split, chunks([text]), place)
 
+
+Source = Texts | TextFile | RowFile
+"""A part of a corpus. `size` is an estimate of its text in bytes; the `repr` changes with the text."""
 
 # Files of a corpus
 
