@@ -35,26 +35,22 @@ def test_keep_best_and_keep_every(tiny, tmp_path):
     assert (tmp_path / "best/config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("mounted", "stay"),
-    [("checkpoint-2", ["checkpoint-2"]), ("checkpoint-2/training_state", [])],
-)
 def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
-    tiny, mounted, stay, tmp_path, capsys, undeletable
+    tiny, tmp_path, capsys, undeletable
 ):
     settings = {"save_every": 2, "lr_schedule": "constant"}
     run(tiny("run", max_steps=4, keep_last=9, **settings))
-    undeletable(tmp_path / "run" / mounted)
+    undeletable(tmp_path / "run/checkpoint-2")
     elsewhere = (tmp_path / "run/checkpoint-4").rename(tmp_path / "elsewhere")
     (tmp_path / "run/checkpoint-4").symlink_to(elsewhere)
     resumed = tiny("run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
     said = "".join(capsys.readouterr())
-    assert ("checkpoint-2 could not be removed, training continues" in said) == bool(stay)
+    assert "checkpoint-2 could not be removed, training continues" in said
     assert "could not be written" not in said
     assert status(tmp_path / "run")["state"] == "finished"
     assert (tmp_path / "run/model.safetensors").is_file()
-    assert names(tmp_path / "run") == [*stay, "checkpoint-8"]
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-8"]
     assert find_corruption(elsewhere) is None  # only the link is removed, not its target
     assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
 

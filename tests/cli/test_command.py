@@ -103,16 +103,13 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
     ("words", "message"),
     [
         ("sampel --model x", "no command 'sampel': did you mean sample"),
-        ("nothing", "no command 'nothing': choose one of chat-dpo, .*, sample, .*, config"),
         (
             "launch cpu pretrian_124m",
             "no recipe in 'cpu pretrian_124m': did you mean pretrain-124m",
         ),
-        ("launch cpu", "no recipe in 'cpu': choose one of .*quickstart"),
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
         ("estimate pretrain-124m", "estimate needs three words: gpt2-accel estimate pretrain-124m"),
-        ("config", "config needs one name"),
         ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],
 )
@@ -161,14 +158,10 @@ def test_commands_for_the_user_are_those_of_the_installation(monkeypatch, tmp_pa
     monkeypatch.chdir(ROOT)
     python = recipe_command.program(Path(sys.executable))
     assert recipe_command.recipe_command("sample") == f"{python} recipes/sample.py"
-    bin_folder = tmp_path / "env/bin"
-    bin_folder.mkdir(parents=True)
-    for name in ("python", "gpt2-accel"):
-        (bin_folder / name).touch(0o755)
-    (tmp_path / "gpt2_accel/recipes").mkdir(parents=True)
-    monkeypatch.setattr(recipe_command, "PACKAGE", tmp_path / "gpt2_accel")
-    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
-    monkeypatch.chdir(tmp_path)
-    assert recipe_command.recipe_command("push_to_hub") == "env/bin/gpt2-accel push"
-    monkeypatch.setenv("PATH", str(bin_folder))
+    program = tmp_path / "gpt2-accel"
+    program.touch(0o755)
+    (tmp_path / "recipes").mkdir()  # of an installed package
+    monkeypatch.setattr(recipe_command, "PACKAGE", tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert recipe_command.recipe_command("push_to_hub") == "gpt2-accel push"

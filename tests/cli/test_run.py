@@ -3,9 +3,12 @@
 import os
 
 import pytest
+import torch
+from conftest import reset_accelerate
 from launching import forked, free_port, launch, launched, python
 
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.runtime.accelerator import build_accelerator
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
@@ -32,14 +35,14 @@ def test_cpu_configs_cause_no_warnings_and_use_all_cores(config, caplog):
     assert env["OMP_NUM_THREADS"] == "1"
 
 
-def test_torch_threads_are_limited_to_the_cores(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch; from gpt2_accel.runtime.accelerator import build_accelerator\n"
-        "torch.set_num_threads(1024); build_accelerator(); print(torch.get_num_threads())"
-    )
-    done = python(script, ACCELERATE_USE_CPU="true")
-    assert int(done.stdout) == usable_cpus()
+def test_torch_threads_are_limited_to_the_cores(monkeypatch):
+    limits = []
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    build_accelerator()
+    assert limits == [usable_cpus()]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -53,45 +53,19 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
     assert not threads()
 
 
-class FakeCuda:
-    """CUDA's current device of each thread, which a stream changes as `torch.cuda.stream` does."""
-
-    def __init__(self):
-        self.here, self.used = threading.local(), []
-
-    def set_device(self, device):
-        if torch.device(device).index is None:
-            raise ValueError(f"expected a device with an index, got {device}")  # as torch does
-        self.here.device = torch.device(device).index
-
-    def current(self):
-        return getattr(self.here, "device", 0)
-
-    @contextmanager
-    def stream(self, stream):
-        before = self.current()
-        self.set_device(stream.device)
-        self.used.append(self.current())
-        yield
-        self.set_device(torch.device("cuda", before))
-        self.used.append(self.current())
-
-
-@pytest.mark.parametrize("device", ["cuda:3", "cuda"])
-def test_the_thread_of_rank_3_never_uses_gpu_0(device, monkeypatch):
-    """Leaving a stream sets the thread's former device, where CUDA then opens a context. With one process Accelerate's
-    device has no index."""
-    cuda, device = FakeCuda(), torch.device(device)
-    index = torch.device("cuda", device.index or 0)  # a stream's device has one
-    event = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=index)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: event)
-    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
-    monkeypatch.setattr(torch.cuda, "set_device", cuda.set_device)
+@pytest.mark.parametrize(("given", "index"), [("cuda:3", 3), ("cuda", 0)])
+def test_the_thread_of_rank_3_never_uses_gpu_0(given, index, monkeypatch):
+    """A thread begins on GPU 0. With one process Accelerate's device has no index, which `set_device` needs."""
+    chosen, device = [], torch.device("cuda", index)
+    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext(chosen.append("stream")))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    with Prefetch((batch(number) for number in range(4)), device) as batches:
+    with Prefetch((batch(number) for number in range(4)), torch.device(given)) as batches:
         assert len(list(batches)) == 4
-    assert set(cuda.used) == {index.index}
+    assert chosen[:2] == [device, "stream"]
 
 
 def test_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):

@@ -180,7 +180,6 @@ def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bp
     for name, kind, error, message, change in [
         ("cut", f"{trained_bpe}|4", ValueError, "is not the shard", None),
         ("running", mine, ValueError, "1.ds has no readable", lambda d: (d / "1.ds").touch()),
-        ("two", mine, ValueError, "several tok", lambda d: write_ds(d, TOKENS[:9], "gpt2|2", "b")),
         ("nowhere", "not/there|2", FileNotFoundError, "no tokenizer .*/nowhere/tokenizer", None),
     ]:
         folder = tmp_path / name

@@ -2,38 +2,17 @@
 
 import json
 
-import pytest
 import torch
 from accelerate import Accelerator
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.estimate import auto_batch
 from gpt2_accel.estimate.auto_batch import fitting_batch_size
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.models.gpt2 import GPTConfig
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
-
-
-@pytest.mark.parametrize(("free", "largest", "expected"), [(2, 60, 30), (9, 20, 20), (0, 60, 1)])
-def test_a_trial_follows_the_estimate(free, largest, expected, monkeypatch):
-    """The estimate allows half of the batch, all of it, or nothing. Then sizes are tried downwards, until one fits."""
-    model, tried = SHAPE.build(), []
-    config = TrainConfig(sequence_length=128, total_batch_size=60 * 128)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    half = 12 * weights + activation_bytes(SHAPE, 30, 128, "no")
-    overrides = {"reports_out_of_memory": True, "free_memory": int(free * half / 0.9 / 2) + 1000}
-    monkeypatch.setenv(OVERRIDES, json.dumps(overrides))
-
-    def fits(config, accelerator, model, size, packed):
-        tried.append(size)
-        return size <= largest
-
-    monkeypatch.setattr(auto_batch, "trial_fits", fits)
-    assert auto_batch.fitting_batch_size(config, Accelerator(cpu=True), model) == expected
-    assert len(tried) <= 3
 
 
 def test_checkpointed_activations_need_less_than_half():

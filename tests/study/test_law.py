@@ -168,10 +168,9 @@ def test_a_law_of_something_else_is_refused(tiny, tmp_path, law_file):
     config = tiny("run", law=str(path), max_steps=TrainConfig.max_steps)
     with pytest.raises(FileNotFoundError, match="law.json: there is no such file"):
         follow_law(config)
-    for content in ("{", "{}", '{"law": 1}', "[]"):
-        path.write_text(content)
-        with pytest.raises(ValueError, match="law.json is no law of this release"):
-            follow_law(config)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="law.json is no law of this release"):
+        follow_law(config)
     other = "tokens of the tokenizer .*, not for gpt2 with sequences of 32 tokens .*: give the same"
     for changes, message in (
         ({"tokenizer": "other"}, other),

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -248,22 +247,19 @@ def test_hopeless_trials_are_pruned(data_dir, tmp_path, monkeypatch):
     [
         ("recipe: quickstart\nvarints: {a: {}}", "unknown part 'varints'"),
         ("recipe: nonsense\nvariants: {a: {}}", "there is no recipe"),
-        ("variants: {a: {}}", "recipe is None, expected a text"),
         ("recipe: quickstart\nvariants: {}", "variants is empty"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
         ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: -1}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
         ("recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}", "tune has axes"),
-        *(
-            (f"recipe: quickstart\nvariants: {{a: {{}}}}\ntune: {{trials: 3, axes: {axes}}}", words)
-            for axes, words in (
-                ("{beta3: [0.9, 0.99]}", "unknown option --beta3: did you mean --beta"),
-                ("{learning_rate: 1}", "learning_rate needs a list of at least two values"),
-                ("{beta2: [0.95, 1.5]}", "beta2 must be at least 0 and below 1"),
-                ("{seed: [1, 2]}", "tune sets seed, which the study sets"),
-            )
+        (
+            "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3, axes: {beta3: [0.9, 0.99]}}",
+            "unknown option --beta3: did you mean --beta",
+        ),
+        (
+            "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3, axes: {beta2: [0.9, 1.5]}}",
+            "beta2 must be at least 0 and below 1",
         ),
     ],
 )
@@ -393,25 +389,3 @@ def test_a_run_of_several_processes(data_dir, tmp_path):
     assert done.returncode == 0, [log.read_text() for log in tmp_path.glob("out/runs/*/log.txt")]
     [metadata] = tmp_path.glob("out/runs/*/run.json")
     assert json.loads(metadata.read_text())["hardware"].startswith("2 x cpu")
-
-
-@long
-def test_the_trainers_of_a_killed_launcher_end(data_dir, tmp_path):
-    path, out = study_file(tmp_path, data_dir, variants={"one": {}}, seeds=1), tmp_path / "out"
-    options = ("--output_dir", out, "--gpus_per_run", 2)
-    started = Started(COMPARE, path, *options, log=tmp_path / "log")
-
-    def launchers():
-        found = []
-        for process in psutil.Process(started.pids[0]).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                found += [process] if len(process.children()) == 2 else []
-        return found
-
-    wait_until(lambda: len(launchers()) == 1)
-    [launcher] = launchers()
-    trainers = launcher.children()
-    launcher.kill()
-    assert started.wait() == 1
-    psutil.wait_procs(trainers, timeout=30)
-    assert not running(trainers) and "failed: " in (tmp_path / "log").read_text()
