@@ -44,7 +44,6 @@ atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 long = pytest.mark.skipif(not LONG, reason="in make test-reliability")
-FAULTS: list[tuple[str, int, int, str]] = []
 WORDS = [
     "the",
     "cat",
@@ -308,12 +307,6 @@ def times():
 
 
 @pytest.fixture
-def report():
-    """Adds a row to the table of faults: fault, times tried, times survived, work lost."""
-    return lambda *row: FAULTS.append(row)
-
-
-@pytest.fixture
 def small_disk(tmp_path):
     """A function that mounts a disk of some MiB. Skips the test if mounting is not allowed."""
     disk = tmp_path / "disk"
@@ -348,13 +341,6 @@ def undeletable(tmp_path):
 
 def pytest_collection_finish():
     gc.freeze()  # excludes imported objects from garbage collection, which would be slow
-
-
-def pytest_terminal_summary(terminalreporter):
-    if FAULTS and LONG:
-        terminalreporter.write_line("\n| fault | tried | survived | work lost |\n|---|---|---|---|")
-        for row in FAULTS:
-            terminalreporter.write_line("| {} | {} | {} | {} |".format(*row))
 
 
 def anonymous_memory() -> int:

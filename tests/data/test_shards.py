@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, count_windows, open_split, shuffled
@@ -38,16 +38,12 @@ def copied(data_dir, tmp_path):
 # The training order
 
 
-@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
+@given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 1000))
 @settings(deadline=None, max_examples=60)
+@example(150_001, 7, 0)  # three groups of blocks, the last block short
 def test_the_order_is_a_permutation(size, seed, epoch):
     order = shuffled(np.arange(size), size, seed, epoch)
     assert sorted(order.tolist()) == list(range(size))
-
-
-def test_the_order_is_a_permutation_over_several_groups():
-    size = 150_001  # three groups of blocks, the last block short
-    assert np.array_equal(np.sort(shuffled(np.arange(size), size, 7)), np.arange(size))
 
 
 @given(size=st.integers(1, 10**13), data=st.data())
@@ -123,31 +119,6 @@ def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
 # Shards
 
 
-@given(
-    shards=st.lists(st.lists(st.integers(0, 65535), max_size=50), min_size=1, max_size=5),
-    data=st.data(),
-)
-@settings(deadline=None, max_examples=40)
-def test_a_stream_reads_across_shards(tmp_path_factory, shards, data):
-    folder = tmp_path_factory.mktemp("stream")
-    entries = [write_shard(folder / f"{i}.bin", tokens) for i, tokens in enumerate(shards)]
-    everything = [token for tokens in shards for token in tokens]
-    split = {"tokens": len(everything), "documents": 1, "bytes": 1, "shards": entries}
-    manifest = {
-        "format": "gpt2_accel token shards",
-        "version": 1,
-        "tokenizer": {"vocab_size": 65536, "fingerprint": ""},
-        "dtype": "uint16",
-        "source": "made up",
-        "splits": {"train": split},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    start = data.draw(st.integers(0, len(everything)))
-    count = data.draw(st.integers(0, len(everything) - start))
-    stream = TokenStream(folder, "train")
-    assert stream.read(start, count).tolist() == everything[start : start + count]
-
-
 def test_shards_may_be_elsewhere_and_a_short_read_is_an_error(copied):
     tokens = TokenStream(copied, "train").read(0, 200).tolist()
     [shard] = read_manifest(copied)["splits"]["train"]["shards"]
@@ -164,12 +135,6 @@ def test_shards_may_be_elsewhere_and_a_short_read_is_an_error(copied):
     assert reads == [(name, 7, 100)]
     with pytest.raises(UnreadableData, match=f"{name} gave 100 of 101 tokens"):
         stream.read(0, 101)
-    with pytest.raises(UnreadableData, match=f"{name} gave 100 of 129 tokens"):
-        list(
-            TrainLoader([(stream, 1.0)], sequence_length=128, micro_batch_size=1, seed=0).update(
-                0, 1
-            )
-        )
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
 # 5: a checkpoint that is saved again
 
 
-def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times, report):
+def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times):
     """The last save of a run that diverges is of an older step than its newest update."""
 
     def diverged(kill_at):
@@ -95,7 +95,7 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
         command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", DIVERGING, *as_flags(config))
         return python(*command)
 
-    for number in killed_before_each("a diverging run", diverged, times(30, 1), report, ends=1):
+    for number in killed_before_each(diverged, times(30, 1), ends=1):
         saved = list_checkpoints(tmp_path / f"killed-{number}")
         assert saved and all(find_corruption(path) is None for path in saved)
     # The run that was not killed keeps the checkpoint from before, and is told to resume from it.
@@ -107,31 +107,26 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
 @pytest.mark.parametrize("within", [False, True], ids=["before", "within"])
 @pytest.mark.parametrize("step", [4, 8])
 def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
-    tiny, step, within, monkeypatch
+    tiny, step, within, monkeypatch, before_update
 ):
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     expected = run(tiny("whole", **settings))
-    context = train_module.Run
-    evaluate, reduce = context.evaluate, context.reduce
+    evaluate = train_module.Run.evaluate
 
-    def interrupted(run_of):
-        run_of.interrupted = lambda: run_of.step == step
-        evaluate(run_of)
-        run_of.interrupted = lambda: False
+    def signal_at(place):
+        if place == step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def reduced(run_of, *values):
-        found = reduce(run_of, *values)
-        run_of.stopping = run_of.step + 1 == step
-        return found
-
+    if within:
+        monkeypatch.setattr(
+            train_module.Run, "evaluate", lambda run: signal_at(run.step) or evaluate(run)
+        )
+    else:
+        before_update(lambda before: signal_at(before + 1))
     config = tiny("stopped", **settings)
-    with monkeypatch.context() as patch:
-        if within:
-            patch.setattr(context, "evaluate", interrupted)
-        else:
-            patch.setattr(context, "reduce", reduced)
-        lines = run(config)
+    lines = run(config)
+    monkeypatch.undo()
     assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
     assert losses(run(config)) == losses(expected)
@@ -196,7 +191,7 @@ def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
         pytest.param(2, {"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long),
     ],
 )
-def test_a_signal_acts_between_micro_batches(tiny, processes, how, tmp_path, report):
+def test_a_signal_acts_between_micro_batches(tiny, processes, how, tmp_path):
     """An update of many micro-batches takes seconds, and is dropped within a part of them."""
     sequences = (200 if how else 1500) * processes
     settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
@@ -214,13 +209,6 @@ def test_a_signal_acts_between_micro_batches(tiny, processes, how, tmp_path, rep
     assert took < update / 2, (took, update)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
-    kind = "FSDP2" if how else "DDP"
-    report(
-        f"SIGTERM within an update of {processes} processes, {kind}",
-        1,
-        1,
-        f"{took:.1f} of {update:.1f} s",
-    )
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long)])
@@ -269,7 +257,7 @@ def test_ranks_with_different_settings_are_refused(tiny):
         *(pytest.param(*case, marks=long) for case in ((2, "val"), (1, "train"), (1, "val"))),
     ],
 )
-def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_path, report):
+def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_path):
     data = shutil.copytree(data_dir, tmp_path / "data")
     settings = {"max_steps": 10**5, "lr_schedule": "constant", "micro_batch_size": 2}
     settings |= {"eval_every": 10, "save_every": 10**6}
@@ -294,7 +282,6 @@ def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_pat
     whole = {**settings, "max_steps": step + 3}
     finish(tiny_config(data, tmp_path / "whole", **whole), processes=processes)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    report(f"a {split} shard truncated under {processes} processes", 1, 1, "one update")
 
 
 # 12: what ended in silence

@@ -80,12 +80,11 @@ def weights(folder) -> str:
     return digest(Path(folder) / "model.safetensors")
 
 
-def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times, report):
+def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
     kills, rng = times(2, 60), random.Random(0)
     settings = {"max_steps": times(100, 5000), "save_every": 7, "dropout": 0.1}
     settings |= {"resume_from": "latest", "eval_every": 50}
-    config = tiny("killed", **settings)
-    lost = []
+    config, killed = tiny("killed", **settings), 0
     for _ in range(kills):
         before = last_step(tmp_path / "killed")
         process = start(config)
@@ -95,10 +94,8 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
         process.send_signal(signal.SIGKILL)
         if process.wait() == 0:  # the run had ended before the kill
             break
-        newest = list_checkpoints(tmp_path / "killed")
-        reached = int(newest[-1].name.split("-")[1]) if newest else 0
-        lost.append(last_step(tmp_path / "killed") - reached)
-    assert len(lost) >= times(1, 50)
+        killed += 1
+    assert killed >= times(1, 50)
     # In other processes with the same number of threads, which determines the order of additions.
     finish(config)
     config = tiny("whole", **settings)
@@ -107,15 +104,9 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     resumed, whole = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
     assert losses(resumed) == losses(whole)
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole]
-    report(
-        "SIGKILL at a random time, a checkpoint every 7 updates",
-        len(lost),
-        len(lost),
-        f"{sum(lost) / len(lost):.1f} updates on average, {max(lost)} at most",
-    )
 
 
-def killed_before_each(what, start, step, report, ends=0, lost="none") -> Iterator[int]:
+def killed_before_each(start, step, ends=0) -> Iterator[int]:
     """Yields 1, 1 + `step`, … as long as `start(number)`, a completed process, was killed before its change of that number on
     the disk. The last, which was not, has the exit code `ends`."""
     for number in itertools.count(1, step):
@@ -124,13 +115,9 @@ def killed_before_each(what, start, step, report, ends=0, lost="none") -> Iterat
             break
         yield number
     assert code == ends and number > 1
-    tried = number // step
-    report(f"SIGKILL before each change that {what} makes on the disk", tried, tried, lost)
 
 
-def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
-    tiny, tmp_path, times, report
-):
+def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(tiny, tmp_path, times):
     settings = {"max_steps": 6, "save_every": 2, "keep_last": 1, "keep_best": True, "eval_every": 2}
     settings |= {"resume_from": "latest"}
 
@@ -144,7 +131,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
         return {path.name for path in folder.iterdir() if "checkpoint" in path.name}
 
     assert trained(0, tmp_path / "whole").returncode == 0
-    for number in killed_before_each("a save", trained, times(60, 1), report, lost="one save"):
+    for number in killed_before_each(trained, times(60, 1)):
         folder = tmp_path / f"killed-{number}"
         whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert whole, "a checkpoint was lost"
@@ -155,9 +142,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
 
 
 @pytest.mark.parametrize("what", ["text", "chat"])
-def test_a_preparation_killed_before_any_file_operation_resumes(
-    what, chat_base, tmp_path, times, report
-):
+def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base, tmp_path, times):
     (tmp_path / "text").mkdir()
     for i in range(12):
         (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
@@ -177,7 +162,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(
         return {path.relative_to(folder) for path in folder.rglob("*")}
 
     assert prepared(0, tmp_path / "whole").returncode == 0
-    for number in killed_before_each(f"preparing {what}", prepared, times(10, 1), report):
+    for number in killed_before_each(prepared, times(10, 1)):
         folder = tmp_path / f"killed-{number}"
         assert prepared(0, folder).returncode == 0, number
         assert left(folder) == left(tmp_path / "whole")
@@ -186,9 +171,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(
     assert number > 1
 
 
-def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
-    tiny, tmp_path, small_disk, capsys, report
-):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_disk, capsys):
     disk = small_disk(4)
     settings = {"save_every": 2, "keep_last": 1, "resume_from": "latest"}
     whole = run(tiny("whole", **settings))
@@ -209,7 +192,6 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
     resumed = run(config)
     assert losses(resumed) == losses(whole)
     assert weights(disk / "run") == weights(tmp_path / "whole")
-    report("disk full in the middle of a save", 3, 3, "none while it runs; what did not fit, after")
 
 
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
@@ -239,26 +221,23 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
     assert weights(disk / "run") == weights(disk / "run/checkpoint-8")
 
 
-def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsys, times, report):
+def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsys, times):
     settings = {"save_every": 4, "resume_from": "latest"}
     whole = run(tiny("run", **settings))
     newest = tmp_path / "run/checkpoint-8"
     assert find_corruption(newest) is None
     shutil.copytree(tmp_path / "run/checkpoint-4", tmp_path / "copy")
-    tried = 0
     for path in sorted(p for p in newest.rglob("*") if p.is_file()):
         content = path.read_bytes()
         positions = range(0, len(content), max(1, len(content) // times(5, 400)))
-        for position in [*positions, len(content) - 1]:
+        for number, position in enumerate([*positions, len(content) - 1]):
             broken = bytearray(content)
-            broken[position] ^= 1 << (tried % 8)
+            broken[position] ^= 1 << (number % 8)
             path.write_bytes(broken)
             assert find_corruption(newest), (path, position)
-            tried += 1
         for length in (0, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:length])
             assert find_corruption(newest), (path, length)
-            tried += 1
         path.unlink()
         assert find_corruption(newest), path
         path.write_bytes(content)
@@ -282,23 +261,20 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
         (tmp_path / "run/checkpoint-4/config.json").write_text("{}")
         run(tiny("run", **settings))
-    report("a bit flipped, a file cut or missing in a checkpoint", tried, tried, "one save")
 
 
 @pytest.mark.parametrize(
     ("processes", "number"),
     [(2, signal.SIGTERM), (1, signal.SIGINT), (1, signal.SIGHUP)],  # the last: a closed terminal
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, processes, number):
+def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, number):
     settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
     often = {"eval_every": 1} if processes > 1 else {}  # the signal arrives during an evaluation
     config = tiny("run", resume_from="latest", **settings, **often)
     process = start(config, processes=processes)
     wait_for(lambda: last_step(tmp_path / "run") > 20)
-    asked = time.time()
     os.kill(process.pids[-1], number)
     wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
-    took = time.time() - asked
     process.wait(30)
     found = status(tmp_path / "run")
     name = signal.Signals(number).name
@@ -311,7 +287,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, report, process
     resumed = run(tiny("run", resume_from="latest", **more))
     whole = run(tiny("whole", **more))
     assert losses(resumed)[step:] == pytest.approx(losses(whole)[step:], abs=1e-4)
-    report(f"{name} to one of {processes} processes", 1, 1, f"none; stopped in {took:.1f} s")
 
 
 def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
@@ -336,7 +311,7 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
 
 
 @pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
-def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, report, rank, state):
+def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank, state):
     config = tiny("run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant")
     process = start(config, processes=2)
     wait_for(lambda: last_step(tmp_path / "run") > 5)
@@ -344,7 +319,6 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, repor
     process.wait(60)
     found = status(tmp_path / "run")
     assert found["state"] == state and found["requeue"], found
-    report(f"SIGKILL to rank {rank} of 2", 1, 1, "what came after the last save")
 
 
 def poison(monkeypatch, bad, factor=math.nan):
@@ -362,7 +336,7 @@ def poison(monkeypatch, bad, factor=math.nan):
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 
 
-def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch, report):
+def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch):
     settings = {
         "max_steps": 12,
         "save_every": 6,
@@ -397,7 +371,6 @@ def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch
     assert (tmp_path / "many/latest").resolve().name == "checkpoint-7"
     resumed = run(tiny("many", **settings))
     assert losses(resumed)[:7] == losses(before) and len(resumed) == 12
-    report("NaN in the gradients, 2 and 5 updates in a row", 2, 2, "the poisoned updates")
 
 
 def test_spike_z_skips_a_spike_also_after_a_resume(tiny, tmp_path, monkeypatch):
@@ -424,7 +397,7 @@ ENDS = ("stopped", "complete", "complete, signalled twice")
 
 @long
 @pytest.mark.parametrize(("point", "end"), list(zip(POINTS, itertools.cycle(ENDS))))
-def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, report, point, end):
+def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, point, end):
     settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
     settings |= {"lr_schedule": "constant"}
     settings["max_steps"] = 10**5 if end == "stopped" else 8
@@ -459,13 +432,10 @@ def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, report, 
     newest = list_checkpoints(tmp_path / "run")[-1]
     assert newest.name == f"checkpoint-{found['step']}" and find_corruption(newest) is None
     assert stopped or weights(tmp_path / "run") == weights(newest)
-    report(
-        f"the Hub never answers `{point}`, run {end}", 1, 1, f"the upload; ended in {took:.0f} s"
-    )
 
 
 @long
-def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_path, report):
+def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_path):
     settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1}
     settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
     config = tiny("run", **settings)
@@ -483,7 +453,6 @@ def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_pa
         assert process.wait(60) == 0, log.read_text()
         uploaded = hub.files("user/name")["model.safetensors"]
         assert hashlib.sha256(uploaded).hexdigest() == weights(tmp_path / "run")
-    report("the main process works alone longer than a collective may take", 3, 3, "none")
 
 
 # Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
