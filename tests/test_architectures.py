@@ -9,7 +9,6 @@ from launching import launch
 from safetensors.torch import load_file
 from transformers import pipeline
 
-from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.report.page import write_report
 from gpt2_accel.report.reader import read_run
@@ -61,30 +60,6 @@ def test_final_model_opens_everywhere(architecture, trained):
     assert sample.prompt + sample.text == text
     assert f"A {architecture.capitalize()} of" in (trained / "README.md").read_text()
     assert write_report([read_run(trained)], trained / "report").exists()
-
-
-def test_resume_refuses_another_architecture(tiny, architecture, trained):
-    changes = {"resume_from": str(trained / "checkpoint-4")}
-    with pytest.raises(
-        ValueError,
-        match=f"holds architecture {architecture}.* but the settings say architecture gpt2",
-    ):
-        run(tiny("other", **changes))
-    changes |= {"init_from": None, "depth": 1, "architecture": architecture}
-    with pytest.raises(ValueError, match="holds n_layer 2, .*, but the settings say n_layer 1, "):
-        run(tiny("other", **changes))
-
-
-def test_dry_run_of_a_depth(tiny, architecture):
-    config = tiny(architecture=architecture, depth=2, dry_run=["here"])
-    found = dry_run(config)
-    vocab_size, width = 257, 128
-    attention, mlp = {
-        "llama": (2 * width * 64 * 4, 3 * width * 384),
-        "qwen3": (2 * width * 64 * 3 + 2 * 64, 3 * width * 3 * width),
-    }[architecture]
-    block = attention + mlp + 2 * width
-    assert f"model         {vocab_size * width + 2 * block + width:,} parameters" in found
 
 
 def test_a_compiled_run_in_bf16_with_hellaswag_equals_an_eager_one(

@@ -56,13 +56,6 @@ def test_files_that_a_page_names_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=str)
-def test_every_column_of_a_table_but_the_first_has_a_name(page):
-    heads = re.findall(r"^\|(.+)\|\n\| ?---", page.read_text(), re.MULTILINE)
-    names = [name.strip() for head in heads for name in head.split("|")[1:]]
-    assert "" not in names and not any("our " in name for name in names)
-
-
 @pytest.mark.parametrize(
     ("page", "defaults"),
     [

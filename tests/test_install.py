@@ -106,13 +106,6 @@ def files(folder: str) -> list[Path]:
     return [path for path in found if "__pycache__" not in path.parts]
 
 
-def test_setup_cfg_lists_every_package():
-    inside = {path.parent.relative_to(ROOT) for path in (ROOT / "gpt2_accel").rglob("*.py")}
-    expected = {".".join(path.parts) for path in inside} | {f"gpt2_accel.{n}" for n in FOLDERS}
-    listed = SETUP["options"]["packages"].split()
-    assert listed == sorted(expected)
-
-
 def test_the_installed_wheel_trains_and_samples(installed, tmp_path):
     env = environment(installed)
     (tmp_path / "accelerate.py").write_text("raise ImportError('the wrong accelerate')")
@@ -180,14 +173,3 @@ def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
     known = requirements() | {"llama-cpp-python[server]==0.3.36", "optimum-onnx[onnxruntime]"}
     assert {word: found[word] for word in named - known} == {}
     assert len(named) >= 6 and len(found) - len(named) >= 4
-
-
-def test_no_extra_needs_the_package_itself():
-    assert not any("gpt2_accel" in word for word in requirements())
-
-
-def test_a_library_of_studies_comes_with_its_extra_only():
-    options, extras = SETUP["options"], SETUP["options.extras_require"]
-    for library, extra in (("optuna", "study"), ("scipy", "study"), ("psycopg", "postgresql")):
-        assert [name for name in extras if library in extras[name]] == [extra]
-        assert library not in options["install_requires"]

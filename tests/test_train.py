@@ -46,23 +46,6 @@ def test_the_loss_falls_below_that_of_letter_frequencies(trained):
     assert history[-1] < 2.4  # letter frequencies alone give a loss of 2.50
 
 
-def test_the_logged_loss_is_the_mean_over_micro_batches(tiny, data_dir):
-    config = tiny(max_steps=1, total_batch_size=8 * 32, micro_batch_size=2)
-    [entry] = run(config)
-    torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(257, n_positions=32, n_layer=2, n_head=2, n_embd=32))
-    batches = TrainLoader(
-        open_split(data_dir, "train"),
-        sequence_length=32,
-        micro_batch_size=2,
-        seed=config.seed,
-    ).update(0, 8)
-    by_hand = [model(input_ids, targets).item() for input_ids, targets, *_ in batches]
-    assert entry["train/loss"] == pytest.approx(sum(by_hand) / 4, abs=1e-6)
-    assert entry["tokens"] == 256
-    assert by_hand[0] == pytest.approx(math.log(257), abs=0.1)
-
-
 def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
     reduces, backwards = [True], []
 

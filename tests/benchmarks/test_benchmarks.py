@@ -42,22 +42,6 @@ def test_the_error_of_a_contestant_is_shown(tmp_path):
             process.reply()
 
 
-def test_a_table_has_the_columns_of_its_rows():
-    spread = {"median": 2.5, "low": 2.0, "high": 3.0}
-    rows = [
-        {"name": "a", "tokens_per_second": dict.fromkeys(spread, 1234.5), "memory": 2**30},
-        {"name": "b", "speed_up": spread, "remark": "lacking: a reason"},
-    ]
-    machine = {"device": "a CPU", "threads": 2, "torch": "2", "date": "2026-01-01"}
-    assert table.table({"title": "x", "rows": rows, "machine": machine}) == (
-        "x. a CPU, 2 threads, torch 2, 2026-01-01:\n\n"
-        "|  | tokens/s | peak memory, GiB | speed-up over it | remark |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| a | 1,234 | 1.00 |  |  |\n"
-        "| b |  |  | 2.50 (2.00 to 3.00) | lacking: a reason |"
-    )
-
-
 def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for path in (tmp_path / "docs").rglob("*.md"):

@@ -65,12 +65,6 @@ def test_every_part_has_steps_that_are_there(tmp_path, monkeypatch, kind):
         assert found and all((ROOT / "benchmarks" / step[0]).is_file() for step in found.values())
 
 
-def test_all_checks_are_steps():
-    import gpu_checks
-
-    assert all(callable(getattr(gpu_checks, name)) for name in gpu.CHECKS)
-
-
 @pytest.mark.parametrize("name", ["resume", "auto_batch"])
 def test_checks_run_on_a_cpu(name):
     done = python("benchmarks/gpu_checks.py", name)

@@ -91,19 +91,6 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
-def test_each_accuracy_normalises_by_its_own_length():
-    endings = [
-        "b" * 9,
-        "c" * 19,
-        "é" * 10,
-    ]  # 10, 20 and 21 tokens with the space before; 9, 19 and 10 characters
-    labels = (0, 1, 1, 2, 2, 2)
-    task = build_hellaswag([{"ctx": "a", "endings": endings, "label": n} for n in labels])
-    found = task.metrics([[-10, -15, -14]] * 6)
-    names = ("acc", "acc_norm_per_token", "acc_norm_per_char")
-    assert [found[f"hellaswag/{name}"] for name in names] == [1 / 6, 3 / 6, 2 / 6]
-
-
 @pytest.mark.parametrize("stride", [None, 1, 7, 64])
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
@@ -203,12 +190,9 @@ def test_ranks_share_the_batches_and_count_each_once(accelerator, models, monkey
 def test_bad_items_are_refused_by_number():
     for change, message in [
         ({"ctx": None}, "item 2 has ctx = None: expected str"),
-        ({"ctx": " "}, "item 2 has an empty context or continuation"),
         ({"endings": ["a", "", "b", "c"]}, "item 2 has an empty context or continuation"),
         ({"endings": ["a", 5]}, "expected two strings or more"),
-        ({"endings": "abcd"}, "has endings = 'abcd': expected list"),
         ({"label": 4}, "item 2 has label = 4: expected the index of an ending, 0 to 3"),
-        ({"label": 1.5}, r"has label = 1.5: expected int \| str"),
     ]:
         items = hellaswag_items(4)
         items[2] |= change
@@ -246,25 +230,11 @@ def test_questions_of_any_shape_are_scored_alike(accelerator, models):
             encode_question(byte_tokenizer(), *case, "item 5")
 
 
-def test_texts_that_cannot_be_scored_are_refused():
-    for stride in (0, 65):
-        with pytest.raises(ValueError, match="stride must be between 1 and n_positions"):
-            build_text("the cat", stride)
-    with pytest.raises(ValueError, match="there is nothing to predict in the text"):
-        build_text("\n")
-    with pytest.raises(ValueError, match="does not know the characters"):
-        items, shape = [Item("", {"text": "abcd"})], replace(SHAPE, vocab_size=3)
-        TextPerplexity(items, char_tokenizer("abc"), shape)
-
-
 def test_items_of_a_file(tmp_path):
     path = tmp_path / "items.jsonl"
     for text, message in {
-        "": "is empty",
         "\n": "holds no items",
         '{"a": 1}\n\n{"a": ': "items.jsonl, line 3, is not valid JSON",
-        "[" * 100_000: "items.jsonl, line 1, is not valid JSON",
-        "[1]\n": "items.jsonl, line 1, is not a JSON object",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

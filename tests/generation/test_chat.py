@@ -145,9 +145,7 @@ def test_a_conversation_of_many_turns_is_rendered_few_times(tokenizer, monkeypat
 def test_refusals(model, tokenizer, chat_base):
     chat = Chat(model, tokenizer)
     for messages, message in [
-        ([], "ends with a message of the user"),
         (said("Why?", "So."), "ends with a message of the user"),
-        (said(" \n"), "the message is empty"),
         (said("a<|im_end|>b"), "holds the special token <|im_end|>"),
         (
             said("a" * 300),

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, extends, with_rows
-from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.tokenizer import byte_tokenizer, conversation_tokens, load_tokenizer, train_bpe
 
@@ -160,21 +159,3 @@ def test_pipeline_answers_messages(chat_model):
     assert [message["role"] for message in answer] == ["user", "assistant"]
     model, loading = AutoModelForCausalLM.from_pretrained(chat_model, output_loading_info=True)
     assert not any(loading.values()) and model.config.vocab_size == 259
-
-
-def test_the_gguf_file_carries_the_template(chat_base, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    bpe = train_bpe(["some text, and more of the text"], 270)
-    shape = GPTConfig(len(bpe), n_positions=64, n_layer=1, n_head=2, n_embd=64)
-    save_pretrained(GPT(shape), tmp_path, bpe)
-    tokenizer = chat_tokenizer(tmp_path)
-    model = with_rows(from_pretrained(tmp_path), len(bpe), len(tokenizer))
-    write_gguf(model, tokenizer, tmp_path / "chat.gguf")
-    read = gguf.GGUFReader(tmp_path / "chat.gguf")
-    found = {name: field.contents() for name, field in read.fields.items()}
-    assert found["tokenizer.chat_template"] == CHATML
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert found["tokenizer.ggml.eos_token_id"] == end
-    assert found["tokenizer.ggml.padding_token_id"] == tokenizer.pad_token_id != end
-    assert found["tokenizer.ggml.tokens"][end] == "<|im_end|>"
-    assert found["tokenizer.ggml.token_type"][end] == gguf.TokenType.CONTROL

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import peak_of, randomized, tokenizer_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, pipeline
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.convert import to_hf
@@ -39,11 +39,11 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 @torch.no_grad()
-def test_every_released_size_has_equal_logits_in_transformers(tmp_path, name, two_threads):
+def test_released_sizes_have_equal_logits_in_transformers(tmp_path, name, two_threads):
     n_layer, n_head, n_embd = SIZES[name]
-    # gpt2 is complete. The others have full width, fewer layers and a smaller vocabulary: files of 0.1 to 0.5 GB.
+    # gpt2 is complete. The other has full width, fewer layers and a smaller vocabulary: a file of 0.25 GB.
     n_layer, vocab_size = (n_layer, 50257) if name == "gpt2" else (2, 1000)
     hf = GPT2LMHeadModel(
         GPT2Config(
@@ -181,7 +181,6 @@ def edit(directory, change):
     ("change", "message"),
     [
         (lambda t: t.pop("transformer.h.1.ln_2.bias"), "lacks transformer.h.1.ln_2.bias"),
-        (lambda t: t.update({"transformer.extra": torch.ones(1)}), "transformer.extra"),
         (
             lambda t: t.update({"transformer.wpe.weight": torch.ones(3, 3)}),
             "wpe.weight.*does not fit",
@@ -215,10 +214,7 @@ def test_a_truncated_weights_file_is_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_other_architectures_and_unknown_options_are_refused(tmp_path):
-    T5Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'t5'"):
-        from_pretrained(tmp_path)
+def test_unknown_options_are_refused(tmp_path):
     hf_model(scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
         from_pretrained(tmp_path)

@@ -19,11 +19,9 @@ from conftest import (
     as_flags,
     hellaswag_items,
     losses,
-    make_text,
     metrics,
     run,
     status,
-    tokenizer_of,
 )
 from datasets import Dataset
 from hub_server import TOKEN, Hub
@@ -35,9 +33,7 @@ from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.results import BASELINES
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.benchmarks import SOURCES
-from gpt2_accel.hf.convert import save_pretrained
-from gpt2_accel.hf.hub import Uploads, stage
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime import signals
 
 SCRIPT = "tests/train_script.py"
@@ -288,19 +284,6 @@ def test_a_process_exits_during_an_upload_that_hangs(tiny, server, tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])
-def test_only_a_models_files_are_uploaded(kind, tmp_path):
-    text = make_text(200, 0)
-    tokenizer = tokenizer_of(kind, text)
-    model = GPT(GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=64))
-    save_pretrained(model, tmp_path / "run", tokenizer)
-    written = {path.name for path in (tmp_path / "run").iterdir()}
-    for name in ("run.json", "status.json", "notes.txt", "optimizer.safetensors"):
-        (tmp_path / "run" / name).write_text("mine")
-    stage(tmp_path / "run", tmp_path / "upload", REPO)
-    assert {path.name for path in (tmp_path / "upload").iterdir()} == written
-
-
 def test_only_a_checkpoints_files_are_uploaded_for_a_resume(tiny, here, tmp_path):
     old = {"last-checkpoint/notes.txt": b"", "notes.md": b"mine"}
     here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
@@ -357,7 +340,4 @@ def test_a_repository_without_a_checkpoint_is_refused(tiny, user, tmp_path):
     config = tiny("run", resume_from="user/weights")
     done = command(SCRIPT, *as_flags(config))
     assert "--resume_from user/weights is not a checkpoint of this toolkit" in done.stderr
-    config = tiny("run", init_from="user/other")
-    done = command(SCRIPT, *as_flags(config))
-    assert "user/other is neither a folder nor a model on the Hub" in done.stderr
     assert not Path(tmp_path / "run").exists()

@@ -21,7 +21,7 @@ from gpt2_accel.hf.convert import build, hf_config, read_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.models.rotary import RotaryScaling
-from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
 
@@ -180,11 +180,10 @@ def test_scaled_rotary_positions_of_both_spellings_are_read(tmp_path):
     assert linear == LlamaConfig(rope_scaling=RotaryScaling(4))
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scaling", [(8.0, 1.0, 4.0, 16), (4.0,)], ids=["llama3", "linear"])
-def test_a_model_with_scaled_rotary_positions_equals_that_of_transformers(scaling, tied, tmp_path):
+def test_a_model_with_scaled_rotary_positions_equals_that_of_transformers(scaling, tmp_path):
     scaling = RotaryScaling(*scaling)
-    config = LlamaConfig(100, 96, **SHAPE, tied=tied, rope_theta=500.0, rope_scaling=scaling)
+    config = LlamaConfig(100, 96, **SHAPE, rope_theta=500.0, rope_scaling=scaling)
     reference = random_hf(config)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -221,24 +220,16 @@ def test_a_model_with_scaled_rotary_positions_equals_that_of_transformers(scalin
 
 BOTH = [
     ({"attention_bias": True}, "attention_bias = True; only False"),
-    ({"attention_dropout": 0.1}, "attention_dropout = 0.1; only 0.0"),
-    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled .yarn."),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "scaled .dynamic."),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys.*low_freq"),
-    ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope_parameters have '8'; expected a number"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
-    ({"rope_theta": "much"}, "rope_parameters have 'much'; expected a number"),
     ({"num_key_value_heads": 7}, "not a multiple of n_kv_head"),
-    ({"num_key_value_heads": 1.5}, "num_key_value_heads.* 1.5"),
     ({"hidden_size": 10.5}, "hidden_size.* expected int.*10.5"),
     ({"model_type": "mistral"}, "type 'mistral'; only gpt2, llama, qwen3"),
 ]
 OF_LLAMA = [
     ({"mlp_bias": True}, "mlp_bias = True; only False"),
     ({"pretraining_tp": 2}, "pretraining_tp = 2; only 1"),
-    ({"num_attention_heads": 7}, "not a multiple of the number of attention heads .7."),
-    ({"num_attention_heads": 0}, "config.json: .*by zero"),
 ]
 OF_QWEN3 = [
     ({"use_sliding_window": True}, "use_sliding_window = True; only False"),
@@ -330,11 +321,3 @@ def test_an_id_without_a_token_is_generated_as_by_transformers(more_rows):
     assert found.ids == expected[inputs["input_ids"].shape[1] :].tolist()
     assert max(found.ids) >= len(tokenizer)
     assert found.text == tokenizer.decode([token for token in found.ids if token < len(tokenizer)])
-
-
-def test_data_of_another_smaller_vocabulary_is_refused(tiny, more_rows):
-    assert len(byte_tokenizer()) == 257
-    for changes in ({}, {"ignore_changes": True}):
-        config = tiny("run", init_from=str(more_rows), **changes)
-        with pytest.raises(ValueError, match="vocabulary of 300, but .* with one of 257"):
-            run(config)

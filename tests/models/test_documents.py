@@ -7,7 +7,7 @@ import torch
 from conftest import randomized
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel import GPTConfig, kernels
+from gpt2_accel import GPTConfig
 from gpt2_accel.hf.convert import hf_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import document_positions
@@ -76,14 +76,6 @@ def test_compiled_loss_is_the_same_without_a_graph_break(model, batch):
     forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         nats = forward(*batch[:2], documents=batch[2], reduction="none")
-        assert nats.sum().item() == pytest.approx(alone(model, *batch).item(), rel=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore")  # of FlexAttention on a CPU
-def test_block_masks_give_the_same_loss(model, batch):
-    with torch.no_grad(), kernels.chosen(block_masks=True):
-        nats = model(*batch[:2], documents=batch[2], reduction="none")
-    with torch.no_grad():
         assert nats.sum().item() == pytest.approx(alone(model, *batch).item(), rel=1e-6)
 
 

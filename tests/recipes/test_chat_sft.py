@@ -69,9 +69,7 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
 @pytest.mark.parametrize(
     ("windows", "processes", "expected"),
     [  # windows per update, updates, warmup, updates between evaluations
-        (11, 1, (1, 220, 22, 11)),
         (11, 2, (2, 120, 12, 6)),
-        (153, 1, (1, 918, 92, 153)),
         (2057, 1, (4, 1545, 154, 172)),
         (200_000, 8, (128, 4689, 469, 224)),
     ],

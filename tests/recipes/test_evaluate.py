@@ -5,17 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import yaml
 from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, write_lines
-from datasets import Dataset
-from hub_server import TOKEN, Hub
 from launching import launch, python
 
 from gpt2_accel import from_pretrained, save_pretrained
-from gpt2_accel.evals.harness import flatten
-from gpt2_accel.evals.items import hub_items
 from gpt2_accel.evals.results import markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
@@ -116,7 +111,6 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     assert again["results"].keys() == second["results"].keys()
     assert not any("first 10 items" in note for note in again["notes"])
 
-    shutil.copy(copied / "model.safetensors", tmp_path / "weights")
     plain = from_pretrained(copied)
     plain.wte.weight.data[0] += 1
     write_safetensors(copied / "model.safetensors", to_hf(plain))
@@ -126,15 +120,11 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     assert {metric.partition("/")[0] for metric in entry["results"]} == {"text"}
     both = record("hellaswag")  # of the same weights
     assert both[changed]["results"].keys() == again["results"].keys() and len(both) == 2
-    shutil.move(tmp_path / "weights", copied / "model.safetensors")
-    found = record("text")
-    assert found[str(copied)]["results"] == again["results"] and found[changed] == both[changed]
 
-    for other in ('{"a": 1}', "[" * 100_000, "no JSON"):
-        output.write_text(other)
-        with pytest.raises(ValueError, match="does not hold evaluations"):
-            record("text")
-        assert output.read_text() == other
+    output.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="does not hold evaluations"):
+        record("text")
+    assert output.read_text() == '{"a": 1}'
 
 
 def harness_tasks(items: Path, folder: Path) -> str:
@@ -206,15 +196,6 @@ def test_a_missing_harness_is_refused_with_the_install_command(model):
     assert "Traceback" not in done.stderr
 
 
-def test_results_of_the_harness_are_named_alike():
-    figures = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "ppl_stderr,none": "N/A"}
-    figures |= {"exact_match,strict": 1, "exact_match_stderr,strict": 0}
-    assert flatten({"x": figures}) == {
-        "lm_eval:x/acc": 0.5, "lm_eval:x/acc_stderr": 0.1,
-        "lm_eval:x/exact_match,strict": 1, "lm_eval:x/exact_match,strict_stderr": 0,
-    }  # fmt: skip
-
-
 def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monkeypatch):
     def mistake(*flags, message):
         with pytest.raises((ValueError, OSError), match=message):
@@ -234,34 +215,7 @@ def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monke
     broken.wte.weight.data[3, 1] = float("nan")
     write_safetensors(other / "model.safetensors", to_hf(broken))
     mistake("--model", other, *text, message="transformer.wte.weight of .*other holds NaN")
-    vocabulary = json.loads((other / "tokenizer.json").read_text())
-    vocabulary["added_tokens"].append(
-        {**vocabulary["added_tokens"][0], "id": 257, "content": "<|extra|>"}
-    )
-    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    shutil.copy(model / "model.safetensors", other)
-    shutil.copy(model / "config.json", other)
-    mistake("--model", other, *text, message="has a tokenizer of 258 tokens")
     assert scored == []
-
-
-def test_items_from_the_hub_are_read_from_its_parquet_files(tmp_path, monkeypatch):
-    lines = [{**item, "label": str(item["label"])} for item in hellaswag_items(6)]
-    Dataset.from_list(lines).to_parquet(tmp_path / "table.parquet")
-    files = {"default/validation/0000.parquet": (tmp_path / "table.parquet").read_bytes()}
-    with Hub() as hub:
-        hub.repos["Rowan/hellaswag"] = {"private": False, "commits": [("a" * 40, files)]}
-        for name, value in (
-            ("ENDPOINT", hub.url),
-            ("HF_HUB_OFFLINE", False),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"),
-            ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ):
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        found = hub_items("hellaswag", "")
-    assert [fields for _, fields in found] == lines
-    assert found[5].place == "row 5 of Rowan/hellaswag"
 
 
 def test_the_table_has_a_column_for_each_model():

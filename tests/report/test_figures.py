@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from gpt2_accel.report.page import report_of
@@ -12,15 +11,6 @@ pytest.importorskip("matplotlib")
 
 
 from gpt2_accel.report import figures
-
-
-def test_the_axis_of_a_short_run_shows_its_first_loss(tmp_path):
-    """The initial fall stays unless it would take more than half of the chart."""
-    for later, whole in ((4.9, True), (3.5, False)):
-        losses = [6.7, 6.4, 6.0, 5.5, 5.2, *np.linspace(later, 3, 95)]
-        lines = [{"step": n, "tokens": n, "train/loss": y} for n, y in enumerate(losses)]
-        [ax] = figures.loss_figure([Run(tmp_path, "run", lines=lines)]).axes
-        assert bool(ax.get_ylim()[1] > 6.7) == whole
 
 
 @pytest.mark.parametrize("updates", [2, 20, 19_000])
