@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -64,8 +64,6 @@ def command_lines() -> Iterator[Row]:
 def config_files() -> Iterator[Row]:
     for recipe, content, words in (
         ("quickstart", "sample_prompts: once", "c.yaml: sample_prompts is 'once'"),
-        ("shakespeare_char", "input: [a]", "c.yaml: input is ['a']"),
-        ("evaluate", "tasks: 5", "c.yaml: tasks is 5"),
         ("push_to_hub", "repo_id: a/b", "required: --model"),
     ):
         yield Row(f"{recipe} --config c.yaml", words, {"c.yaml": content})
@@ -75,7 +73,6 @@ def environment() -> Iterator[Row]:
     for name, value, words in (
         ("ACCELERATE_MIXED_PRECISION", "fp7", "Unknown mixed_precision mode: fp7"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", "Accelerate has no fp16 here"),
-        ("ACCELERATE_DYNAMO_BACKEND", "faster", "the Accelerate config cannot be used here"),
         ("WORLD_SIZE", "2", "WORLD_SIZE is 2, but Accelerate has num_processes 1"),
     ):
         yield Row("pretrain_124m {tiny} --output_dir run", words, {}, {name: value})
@@ -89,7 +86,6 @@ def data() -> Iterator[Row]:
         ("manifest.json", '{"format": "gpt2_accel token shards", "version": 9}', "newer release"),
         ("train_000000.bin", BINARY, "train_000000.bin"),
         ("tokenizer/tokenizer.json", None, "tokenizer"),
-        ("tokenizer/tokenizer.json", DEEP, "tokenizer"),
     ):
         yield Row(train, words, damaged("data", "d", {name: content}))
     short = "--eval_every 2 --n_positions 1000 --total_batch_size 4000"
@@ -98,8 +94,7 @@ def data() -> Iterator[Row]:
     for command in ("evaluate --model {run}", "prepare_data --verify", "prepare_data"):
         files = damaged("data", "d", {"train_000000.bin": BINARY})
         yield Row(command + " --data_dir d", "train_000000.bin", files)
-    for content, words in ((b"", "x.txt is empty"), (TEXT.encode("utf-16"), "x.txt")):
-        yield Row("shakespeare_char --input x.txt", words, {"x.txt": content})
+    yield Row("shakespeare_char --input x.txt", "x.txt", {"x.txt": TEXT.encode("utf-16")})
 
 
 def checkpoints() -> Iterator[Row]:
@@ -117,15 +112,12 @@ def checkpoints() -> Iterator[Row]:
 def models() -> Iterator[Row]:
     for command, name, content, words in (
         ("sample --model m", "config.json", None, "m"),
-        ("evaluate --model m --tasks text --data {text}", "config.json", "{", "JSON"),
         ("finetune_shakespeare --init_from m --input {text}", "config.json", DEEP, "JSON"),
-        ("push_to_hub --model m --repo_id a/b", "config.json", BINARY, "m"),
         ("sample --model m", "config.json", '{"model_type": "mistral"}', "of the type 'mistral'"),
         ("sample --model m", "config.json", '{"model_type": "gpt2", "n_embd": 76800000}', "m"),
         ("evaluate --model m --tasks text --data {text}", "model.safetensors", None, "m"),
         ("sample --model m", "model.safetensors", BINARY, "m"),
         ("sample --model m", "tokenizer.json", None, "tokenizer"),
-        ("evaluate --model m --tasks text --data {text}", "tokenizer.json", "{", "tokenizer"),
         ("finetune_shakespeare --init_from m --input {text}", "tokenizer.json", DEEP, "tokenizer"),
     ):
         yield Row(command, words, damaged("model", "m", {name: content}))
@@ -136,7 +128,6 @@ def sources() -> Iterator[Row]:
     """Files from which a recipe makes something else."""
     for task, content, words in (
         ("hellaswag", "{", "x.jsonl, line 1"),
-        ("hellaswag", '{"ctx": "a", "endings": ["b", "c"], "label": 9}', "label"),
         ("text", '{"text": ""}', "text"),
     ):
         command = f"evaluate --model {{run}} --data x.jsonl --tasks {task}"
@@ -148,7 +139,6 @@ def sources() -> Iterator[Row]:
     packed = gzip.compress(b'{"text": "a"}\n' * 1000)
     for name, content, words in (
         ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl, line 2, holds"),
-        ("x.jsonl", "", "x.jsonl"),
         ("x.jsonl.gz", packed[: len(packed) // 2], "x.jsonl.gz"),
         ("x.parquet", flipped, "x.parquet"),
         ("x.txt", "", "x.txt"),
@@ -156,12 +146,8 @@ def sources() -> Iterator[Row]:
     ):
         command = f"prepare_data text {name} --data_dir d --tokenizer bytes --workers 1"
         yield Row(command, words, {name: content})
-    for name, content, words in (
-        ("x.pt", b"", "x.pt"),
-        ("x.bin", BINARY, "x.bin"),
-    ):
-        command = f"import_checkpoint --input {name} --output_dir m --tokenizer none"
-        yield Row(command, words, {name: content})
+    command = "import_checkpoint --input x.bin --output_dir m --tokenizer none"
+    yield Row(command, "x.bin", {"x.bin": BINARY})
 
 
 def chat() -> Iterator[Row]:
@@ -170,14 +156,12 @@ def chat() -> Iterator[Row]:
     usual = "--model {model} --sequence_length 32"
     for content, options, words in (
         ('{"question": "Why?"}', usual, "r.jsonl, line 1, has the fields question, but a conv"),
-        ("[1]", usual, "r.jsonl, line 1, holds a value of type list, not an object"),
         ("not json", usual, "r.jsonl, line 1, is not valid JSON"),
         ("", usual, "holds no conversation for the split 'train'"),
         (good, "--model {model} --sequence_length 9", "3 conversations of more tokens than"),
         (good, "--model {model} --sequence_length 999", "exceeds the 32 positions"),
         (good, "--model {data} --sequence_length 32", "is not a Hugging Face model"),
         (good, "--model {chars_model} --sequence_length 32", "cannot be trained with"),
-        (good, usual + " --split test", "the data set r.jsonl cannot be opened"),
         (good, "--sequence_length 32", "required: --model"),
     ):
         command = f"prepare_data chat r.jsonl {options} --data_dir d"
@@ -189,7 +173,6 @@ def chat() -> Iterator[Row]:
     for arguments, words in (
         ("none.yaml", "none.yaml: there is no such file"),
         ("s.yaml --storage study.db", "storage must be postgresql://USER@HOST/NAME"),
-        ("s.yaml --processes 0", "processes must be at least 1"),
         ("--output_dir d", "the following arguments are required: --study"),
     ):
         study = {"s.yaml": "recipe: quickstart\nvariants: {a: {}}"}
@@ -238,15 +221,15 @@ def everything(*folders: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in found}
 
 
-def check(row: Row, command: Callable, whole: dict[str, Path], folder: Path) -> None:
-    """Runs a row's command in a folder, and checks its message, its exit code and that no path has changed."""
-    lay_out(row.files, folder, whole)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command[:70])
+def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path):
+    lay_out(row.files, tmp_path, whole)
     names = {name: str(path) for name, path in whole.items()}
     line = re.sub(r"{(small|tiny)}", lambda flags: FLAGS[flags[1]], row.command)
     recipe, *arguments = (part.format(**names) for part in shlex.split(line))
     root = whole["data"].parent
-    before = everything(folder, root)
-    done = command(ROOT / "recipes" / f"{recipe}.py", *arguments, cwd=folder, **row.env)
+    before = everything(tmp_path, root)
+    done = python(ROOT / "recipes" / f"{recipe}.py", *arguments, cwd=tmp_path, **row.env)
     words = re.sub(r"{(\w+)}", lambda name: names[name[1]], row.words)
     assert done.returncode >= 1, done
     *progress, line = done.stderr.splitlines()
@@ -254,17 +237,9 @@ def check(row: Row, command: Callable, whole: dict[str, Path], folder: Path) -> 
         re.match(r"about [\d.]+ (bytes|kB|MB) of text, |tokenizing the", text) for text in progress
     ), done.stderr
     assert line.startswith(f"{recipe}.py: ") and words in line
-    assert everything(folder, root) == before
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command[:70])
-def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path):
-    check(row, python, whole, tmp_path)
+    assert everything(tmp_path, root) == before
 
 
 def test_the_table_covers_all_recipes():
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert {row.command.split()[0] for row in ROWS} == recipes
-
-
-# One row of each kind: a setting, a config file, a folder, data, a checkpoint, a model.
