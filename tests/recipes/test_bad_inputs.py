@@ -172,7 +172,6 @@ def chat() -> Iterator[Row]:
     yield Row(command, "has no chat template", {"r.jsonl": '{"prompt": "a", "answer": "b"}'})
     for arguments, words in (
         ("none.yaml", "none.yaml: there is no such file"),
-        ("s.yaml --storage study.db", "storage must be postgresql://USER@HOST/NAME"),
         ("--output_dir d", "the following arguments are required: --study"),
     ):
         study = {"s.yaml": "recipe: quickstart\nvariants: {a: {}}"}
