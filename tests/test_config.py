@@ -7,8 +7,6 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
 from gpt2_accel.generation.sampling import Sampling
@@ -129,34 +127,6 @@ def test_every_number_has_a_range(settings_class, value):
             text = str(10**30) if value == "1e30" else value
             with pytest.raises(ValueError, match=name):
                 parse_config(settings_class, [f"--{name}={text}"])
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            ["n_layer", "learning_rate", "bias", "data_dir", "n_layers", "sample_prompts"]
-        ),
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text()
-        | st.lists(st.integers()),
-    )
-)
-@settings(deadline=None, max_examples=100)
-def test_any_yaml_gives_a_config_or_a_value_error(tmp_path_factory, values):
-    import yaml
-
-    path = tmp_path_factory.mktemp("yaml") / "c.yaml"
-    path.write_text(yaml.safe_dump(values))
-    try:
-        config = parse_config(Recipe, ["--config", str(path)])
-    except ValueError:
-        return
-    assert isinstance(config.n_layer, int) and isinstance(config.learning_rate, float)
-    assert isinstance(config.bias, bool) and isinstance(config.data_dir, str)
-    assert all(isinstance(prompt, str) for prompt in config.sample_prompts)
 
 
 def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypatch):

@@ -54,19 +54,6 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
         torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_weight_decay_applies_to_matrices_only(name):
-    model = GPT(CONFIG)
-    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.5)
-    for parameter in model.parameters():
-        parameter.data.fill_(1.0)
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter in model.parameters():
-        expected = 0.95 if parameter.ndim == 2 else 1.0
-        torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected))
-
-
 def test_known_values_of_the_schedules():
     def rate(step, schedule):
         return learning_rate(

@@ -19,7 +19,6 @@ from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.evals import likelihood
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.likelihood import Question, encode_question, log_likelihoods
@@ -171,20 +170,6 @@ def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, mode
     found = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
     assert found == {} and model.training and len(asked) == 3
     model.eval()
-
-
-def test_ranks_share_the_batches_and_count_each_once(accelerator, models, monkeypatch):
-    model, _ = models
-    task = build_hellaswag(hellaswag_items(80))
-    rows = [row for _, row in likelihood.build_rows(task.questions, POSITIONS)]
-    assert len(likelihood.build_batches(rows, 257)) % 2  # the last round has one batch
-    whole, parts = log_likelihoods(accelerator, model, task.questions), []
-    monkeypatch.setattr(likelihood, "gather_object", lambda own: parts.extend(own) or parts)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    for rank in range(2):
-        monkeypatch.setattr(Accelerator, "process_index", rank)
-        found = log_likelihoods(accelerator, model, task.questions)
-    assert found == whole and len(parts) == len(rows)
 
 
 def test_bad_items_are_refused_by_number():

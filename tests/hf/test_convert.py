@@ -7,8 +7,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.hf.convert import to_hf
-from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.gpt2 import SIZES
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -88,14 +86,6 @@ def test_logits_of_our_model_equal_hfs(tmp_path, bias):
     assert again.config == ours.config
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
-
-
-def test_the_streamed_file_equals_the_file_of_the_safetensors_library(tmp_path):
-    tensors = to_hf(GPT(GPTConfig(**SHAPE, bias=False)))
-    write_safetensors(tmp_path / "a", tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, tmp_path / "b", metadata={"format": "pt"})
-    assert same_bytes(tmp_path / "a", tmp_path / "b")
 
 
 def test_shards_are_read_and_replaced(tmp_path):

@@ -300,10 +300,6 @@ def test_only_a_checkpoints_files_are_uploaded_for_a_resume(tiny, here, tmp_path
     sent = {name.removeprefix(folder) for name in files if name.startswith(folder)}
     assert sent == {*needed, "training_state/manifest.json"}
     assert "run.json" not in files and "status.json" not in files and "notes.md" in files
-    shutil.rmtree(checkpoint / "training_state")
-    with Uploads(REPO, tmp_path / "run", said.append, strategy="checkpoint") as uploads:
-        uploads.push(tmp_path / "run", checkpoint)
-    assert "no upload to user/name" in said[-1]
 
 
 def test_the_model_card_has_data_settings_and_results(tiny, tmp_path):

@@ -143,7 +143,7 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
     file, chat_base, tmp_path
 ):
     flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
-    done = python(RECIPE, *flags, "--sample_tokens", 4)
+    done = launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
     assert done.returncode == 0, done.stderr
     (data,) = (tmp_path / "run").glob("data-*")
     assert "train: 23 conversations" in done.stdout and "learning rate 0.0063" in done.stdout
@@ -159,29 +159,6 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
     other = python(RECIPE, *flags, "--data", changed)
     assert other.returncode == 1 and "has changed since the run in" in other.stderr
     assert [data] == list((tmp_path / "run").glob("data-*"))
-
-
-def test_two_processes_and_a_kill_with_a_file_are_one_exact_run(file, chat_base, tmp_path):
-    five = tmp_path / "five.jsonl"
-    five.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
-
-    def flags(folder):
-        names = ("--model", chat_base, "--data", five, "--output_dir", tmp_path / folder)
-        return (*names, "--sample_every", 0, "--save_every", 2, "--log_every", 1)
-
-    log = tmp_path / "log"
-    run = Started(RECIPE, *flags("a"), processes=2, log=log)
-    while not any((tmp_path / "a").glob("checkpoint-[2468]")):
-        assert run.poll() is None, log.read_text()
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    for folder in ("a", "whole"):
-        done = launch(RECIPE, *flags(folder), processes=2)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("; too few conversations to learn from: 4") == 1
-    resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
-    assert resumed == whole and len(whole) == 40
 
 
 def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data, tmp_path):
