@@ -1,4 +1,6 @@
-"""FLOPs per token of training, a typical model FLOPs utilisation (MFU), and times in words."""
+"""FLOPs per token of training, a typical model FLOPs utilisation (MFU), and times as text."""
+
+from datetime import timedelta
 
 from gpt2_accel.models import ModelConfig
 
@@ -17,14 +19,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration: 14 s, 2 min 18 s, 3 h 05 min, 4 d 07 h."""
-    if seconds < 1:
-        return "less than 1 s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    for limit, unit, big, small in ((3600, 1, "min", "s"), (48 * 3600, 60, "h", "min")):
-        if seconds < limit:
-            whole, rest = divmod(round(seconds / unit), 60)
-            return f"{whole} {big} {rest:02d} {small}"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours:02d} h"
+    """Formats a duration: 0:02:18, or 4 days, 7:00:00."""
+    return str(timedelta(seconds=round(seconds)))

@@ -141,12 +141,11 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def state_of(run: Run) -> str:
-    """Describes a run's state, such as `stopped at update 120 of 2,000: SIGTERM`."""
+    """Describes a run's state, such as `stopped at update 120: SIGTERM`."""
     if not run.status:
         return ""
-    of = f" of {run.settings['max_steps']:,}" if "max_steps" in run.settings else ""
     reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-    return f"{run.status.get('state')} at update {run.step:,}{of}{reason}"
+    return f"{run.status.get('state')} at update {run.step:,}{reason}"
 
 
 def newest(run: Run, name: str) -> str:

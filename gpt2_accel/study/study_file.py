@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gpt2_accel.config import TrainConfig, load_yaml, parse_config
+from gpt2_accel.config import TrainConfig, check_ranges, load_yaml, parse_config
 from gpt2_accel.options import suggestion
 from gpt2_accel.study.trials import WARMUP, as_words
 
@@ -44,8 +44,7 @@ class StudyFile:
         self.baseline = self.baseline or next(iter(self.variants))
         check_choice("baseline", self.baseline, self.variants)
         check_choice("metric", self.metric, METRICS)
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        check_ranges(self, positive="seeds")
         self.unit, self.budgets = read_budgets(self.budget)
         self.axes, self.trials, self.pruner = read_tuning(self.tune) if self.tune else ({}, 0, "")
 
