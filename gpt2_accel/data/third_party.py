@@ -15,6 +15,7 @@ None has checksums or a count of the text's bytes.
 """
 
 import functools
+import math
 import os
 import re
 from collections import defaultdict
@@ -97,8 +98,10 @@ def find_tokens(path: Path) -> dict:
             f"{recipe_command('prepare_data')}"
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
-    tokens, offset = (tokens, LLMC_HEADER) if kind == LLMC else (path.stat().st_size // 2, 0)
-    return shard_entry(path, tokens, offset)
+    if kind == LLMC:
+        return shard_entry(path, tokens, LLMC_HEADER)
+    # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
+    return shard_entry(path, math.ceil(path.stat().st_size / 2), 0)
 
 
 def datatrove_manifest(folder: Path, names: list[str]) -> dict:

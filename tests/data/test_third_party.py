@@ -56,7 +56,7 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     assert data_fingerprint(tmp_path) != before
 
 
-@pytest.mark.parametrize("content", [llmc(TOKENS)[:-2], llmc(TOKENS)[:9]])
+@pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])
 def test_truncated_files_are_refused(tmp_path, content):
     (tmp_path / "train.bin").write_bytes(content)
     with pytest.raises(
