@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -102,6 +103,14 @@ def in_process(script: str | Path, *args: object) -> subprocess.CompletedProcess
         errors.write(code + "\n")
     number = code if isinstance(code, int) else int(code is not None)
     return subprocess.CompletedProcess(argv, number, output.getvalue(), errors.getvalue())
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
+    """Waits until a condition holds, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
 
 
 class Started:

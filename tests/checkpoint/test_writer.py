@@ -3,13 +3,11 @@
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from conftest import make_text, run, status, tiny_config
 
-from gpt2_accel.checkpoint import writer
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
@@ -89,10 +87,14 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         advance(log, step)
 
     monkeypatch.setattr(RunLog, "advance", watched)
-    run(tiny(save_every=4))
+    lines = run(tiny(save_every=4, eval_every=1, spike_z=50))
     assert (8, []) in seen  # four more updates were done before the first checkpoint was written
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
-    assert all(find_corruption(path) is None for path in list_checkpoints(tmp_path))
+    for step, path in zip((4, 8), list_checkpoints(tmp_path), strict=True):
+        assert find_corruption(path) is None
+        assert len(read_state(path)["guard"]["recent"]["loss"]) == step  # not of a later one
+        loss = lines[step - 1]["val/loss"]
+        assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
@@ -114,13 +116,3 @@ def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
     monkeypatch.setattr(Path, "rename", noted)
     run(tiny(save_every=4))
     assert held == [("checkpoint-4", 4), ("checkpoint-8", 8)]
-
-
-def test_a_slow_write_stores_the_state_of_its_own_step(tiny, tmp_path, monkeypatch):
-    save = writer.save_pretrained
-    monkeypatch.setattr(writer, "save_pretrained", lambda *a, **k: time.sleep(0.1) or save(*a, **k))
-    run(tiny(save_every=2, eval_every=1, spike_z=50, keep_last=9))
-    for step in (2, 4, 6):
-        folder = tmp_path / f"checkpoint-{step}"
-        assert len(read_state(folder)["guard"]["recent"]["loss"]) == step
-        assert f" | {step} |\n" in (folder / "README.md").read_text()

@@ -49,19 +49,16 @@ def test_torch_threads_are_limited_to_the_cores(monkeypatch):
     ("code", "ending"),
     [
         ("open('/no/such')", "x.py: /no/such: No such file or directory\n"),
-        ("Path('/dev/null/x').mkdir()", "x.py: /dev/null/x: Not a directory\n"),
         ("raise OSError(28, 'No space left')", "x.py: No space left\n"),
         ("raise ValueError('two\\n  lines')", "x.py: two lines\n"),
         ("int('a bug of ours')", "x.py: invalid literal for int() with base 10: 'a bug of ours'\n"),
         ("json.loads('another library')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"),
-        ("[][1]", "IndexError: list index out of range\n"),
     ],
 )  # fmt: skip
 def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
-        "import json; from pathlib import Path; from gpt2_accel import cli\n"
-        f"def main(): {code}\ncli.run(main)\n"
+        f"import json; from gpt2_accel import cli\ndef main(): {code}\ncli.run(main)\n"
     )
     done = python(script)
     assert done.returncode == 1 and done.stderr.endswith(ending)

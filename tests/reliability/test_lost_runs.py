@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import as_flags, contents, long, losses, metrics, run, status, tiny_config
-from launching import ROOT, launch, python
+from launching import ROOT, launch, python, wait_for
 from test_reliability import (
     KILLING_SCRIPT,
     SCRIPT,
@@ -19,7 +19,6 @@ from test_reliability import (
     killed_before_each,
     last_step,
     start,
-    wait_for,
     weights,
 )
 
@@ -184,19 +183,14 @@ def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "how"),
-    [
-        pytest.param(1, {}, marks=long),
-        (2, {}),
-        pytest.param(2, {"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long),
-    ],
+    "how", [{}, pytest.param({"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long)]
 )
-def test_a_signal_acts_between_micro_batches(tiny, processes, how, tmp_path):
+def test_a_signal_acts_between_micro_batches(tiny, how, tmp_path):
     """An update of many micro-batches takes seconds, and is dropped within a part of them."""
-    sequences = (200 if how else 1500) * processes
+    sequences = 400 if how else 3000
     settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
     config = tiny("run", **settings)
-    process = start(config, processes=processes, **how)
+    process = start(config, processes=2, **how)
     wait_for(lambda: last_step(tmp_path / "run") == 1)
     first = metrics(tmp_path / "run")[0]
     time.sleep(0.2)  # into the second update
@@ -250,26 +244,20 @@ def test_ranks_with_different_settings_are_refused(tiny):
 # 11: a shard changes under a run
 
 
-@pytest.mark.parametrize(
-    ("processes", "split"),
-    [
-        (2, "train"),
-        *(pytest.param(*case, marks=long) for case in ((2, "val"), (1, "train"), (1, "val"))),
-    ],
-)
-def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_path):
+@pytest.mark.parametrize("split", ["train", pytest.param("val", marks=long)])
+def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
     data = shutil.copytree(data_dir, tmp_path / "data")
     settings = {"max_steps": 10**5, "lr_schedule": "constant", "micro_batch_size": 2}
     settings |= {"eval_every": 10, "save_every": 10**6}
     config = tiny_config(data, tmp_path / "run", **settings)
-    process = start(config, processes=processes)
+    process = start(config, processes=2)
     wait_for(lambda: last_step(tmp_path / "run") > 20)
     shard = data / f"{split}_000000.bin"
     os.truncate(shard, HEADER.size + 100)
     assert process.wait(60) == 1, log_of(config)
     sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
     # The launcher prints one of several; without it each process does.
-    assert 1 <= len(sentences) <= processes
+    assert 1 <= len(sentences) <= 2
     assert all("or its size of 164 bytes: restore it" in line for line in sentences), sentences
     found = status(tmp_path / "run")
     [checkpoint] = list_checkpoints(tmp_path / "run")
@@ -278,9 +266,9 @@ def test_a_truncated_shard_saves_and_says_so(processes, split, data_dir, tmp_pat
     shutil.copy(data_dir / shard.name, shard)
     step = found["step"]
     again = {**settings, "max_steps": step + 3, "resume_from": "latest"}
-    finish(tiny_config(data, tmp_path / "run", **again), processes=processes)
+    finish(tiny_config(data, tmp_path / "run", **again), processes=2)
     whole = {**settings, "max_steps": step + 3}
-    finish(tiny_config(data, tmp_path / "whole", **whole), processes=processes)
+    finish(tiny_config(data, tmp_path / "whole", **whole), processes=2)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 

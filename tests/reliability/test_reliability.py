@@ -30,7 +30,7 @@ from conftest import (
     write_lines,
 )
 from hub_server import TOKEN, Hub
-from launching import ROOT, Started, ask, python
+from launching import ROOT, Started, ask, python, wait_for
 
 import gpt2_accel.finish as finish_module
 import gpt2_accel.train as train_module
@@ -38,7 +38,7 @@ from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.files import read_json_lines
+from gpt2_accel.files import digest, read_json_lines
 from gpt2_accel.runtime.signals import ECHO, GRACE
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -62,18 +62,6 @@ def finish(config, *launcher_flags, **how) -> None:
 
 def last_step(folder) -> int:
     return max((entry["step"] for entry in metrics(folder)), default=0)
-
-
-def wait_for(condition, seconds=90):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "waited too long"
-        time.sleep(0.005)
-
-
-def digest(path) -> str:
-    """The SHA-256 of a file: pytest compares unequal bytes for minutes."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def weights(folder) -> str:

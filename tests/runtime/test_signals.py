@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import as_flags, long, metrics, status
-from launching import ROOT, free_port
+from launching import ROOT, free_port, wait_for
 
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
@@ -52,10 +52,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_pa
         stderr=subprocess.DEVNULL,
     )
     try:
-        ends = time.monotonic() + 90
-        while len(metrics(tmp_path / "run")) < 5:
-            assert launcher.poll() is None and time.monotonic() < ends
-            time.sleep(0.1)
+        wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
         send(launcher.pid, number)
         launcher.wait(60)
     finally:

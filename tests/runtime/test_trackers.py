@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import as_flags, losses, run
-from launching import Started, python
+from launching import Started, python, wait_for
 from wandb_server import WandbServer
 
 from gpt2_accel.config import TRACKERS
@@ -63,11 +63,9 @@ def kill_after(config, step: int) -> None:
     """Starts the run in another process and kills it once it has logged `step` and written a checkpoint."""
     log = Path(config.output_dir) / "metrics.jsonl"
     options = {"log": Path(f"{config.output_dir}.txt"), "ACCELERATE_USE_CPU": "true"}
-    process, deadline = Started(SCRIPT, *as_flags(config), **options), time.time() + 120
-    saved = Path(config.output_dir) / f"checkpoint-{config.save_every}"
-    while not (saved.exists() and any(line["step"] >= step for line in read_json_lines(log))):
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.02)
+    process = Started(SCRIPT, *as_flags(config), **options)
+    wait_for((log.parent / f"checkpoint-{config.save_every}").exists)
+    wait_for(lambda: read_json_lines(log)[-1]["step"] >= step)
     process.send_signal(signal.SIGKILL)
     process.wait()
 

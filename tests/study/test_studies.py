@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 from conftest import LONG, long, run
-from launching import ROOT, Started, in_process, python
+from launching import ROOT, Started, in_process, python, wait_for
 
 from gpt2_accel import device
 from gpt2_accel.cores import usable_cpus
@@ -64,13 +64,6 @@ def compare(path, folder, *options):
 def rows(folder):
     with open(folder / "runs.csv", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def running(processes):
@@ -176,7 +169,7 @@ def test_a_trainer_ends_with_its_driver_while_it_imports(data_dir, tmp_path):
     )
     path, out = study_file(tmp_path, data_dir, recipe=str(slow)), tmp_path / "out"
     started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
-    wait_until(lambda: list(out.glob("runs/*/log.txt")))
+    wait_for(lambda: list(out.glob("runs/*/log.txt")))
     second = python(QUICK, path, "--output_dir", out)
     assert second.returncode == 1 and "is in use by another process" in second.stderr
     trainers = psutil.Process(started.pids[0]).children(recursive=True)
@@ -304,9 +297,9 @@ def test_a_recipe_stays_as_it_was_read_and_its_helpers_are_in_a_runs_identity(da
     path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=3)
     out, log = tmp_path / "out", tmp_path / "log"
     started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=log)
-    wait_until(lambda: list(out.glob("runs/*/config.yaml")))
+    wait_for(lambda: list(out.glob("runs/*/config.yaml")))
     script.write_text(text.replace("0.9", "0.8"))
-    wait_until(lambda: len(list(out.glob("runs/*/config.yaml"))) > 1)
+    wait_for(lambda: len(list(out.glob("runs/*/config.yaml"))) > 1)
     rates.write_text("RATE = 1e-4\n")
     assert started.wait() == 1
     assert "rates.py has changed since the study started" in log.read_text()

@@ -14,8 +14,8 @@ import optuna
 import psutil
 import pytest
 from conftest import long
-from launching import Started, free_port
-from test_studies import QUICK, compare, rows, study_file, wait_until
+from launching import Started, free_port, wait_for
+from test_studies import QUICK, compare, rows, study_file
 
 from gpt2_accel.study.engine import open_storage
 
@@ -95,7 +95,7 @@ def test_two_drivers(how, database, alone, data_dir, tmp_path):
     if how == "together":
         assert [started.wait() for started in both] == [0, 0], (tmp_path / "log0").read_text()
     else:
-        wait_until(victim, 120)
+        wait_for(victim, 120)
         number, trainer = victim()
         hit, other = drivers[number], both[1 - number]
         if how == "ctrl-c":
