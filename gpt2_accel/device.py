@@ -113,16 +113,6 @@ def precision_name(precision: str) -> str:
     return "fp32" if precision == "no" else precision
 
 
-def cpu_instructions() -> str:
-    """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
-    units = {
-        "bf16": torch.cpu._is_avx512_bf16_supported(),
-        "amx": torch.cpu._is_amx_tile_supported(),
-    }
-    found = (name for name, there in units.items() if there)
-    return " ".join((torch.backends.cpu.get_cpu_capability(), *found))
-
-
 @overridable
 def has_cpp_compiler() -> bool:
     """Whether inductor finds a C++ compiler: `CXX`, else g++ or clang++."""
@@ -183,12 +173,6 @@ def logits_at_once(memory: float, precision: str) -> int:
     Few large chunks of the loss are faster than many: 36 ms at once, 40 in 8 chunks, 57 in 64 (pytorch/pytorch#124480).
     """
     return int(memory / 16 / (2 if precision in DTYPES else 4))
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has done all that it got."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class SideStream:
@@ -255,12 +239,6 @@ def reports_out_of_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def empty_cache(device: torch.device) -> None:
-    """Returns the memory that torch keeps for later tensors to the CUDA device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @overridable
 def total_memory(device: torch.device | None = None) -> int:
     """Returns the bytes of a CUDA device's memory, or of the machine's for other devices and without one."""
@@ -269,10 +247,10 @@ def total_memory(device: torch.device | None = None) -> int:
     return psutil.virtual_memory().total
 
 
-def memory_gb(device_type: str) -> float:
+def memory_gb() -> float:
     """Returns this process's memory in GB (1e9 bytes): torch's peak reservation on the current CUDA device, or the
-    resident set size on other devices."""
-    if device_type == "cuda":
+    resident set size if the process uses none."""
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 1e9
     return psutil.Process().memory_info().rss / 1e9
 

@@ -159,12 +159,3 @@ def point_to(link: Path, target: Path) -> None:
         new.symlink_to(target.name)
         new.replace(link)
     remove(new)
-
-
-def clean_up(run_dir: str | Path) -> None:
-    """Removes partial checkpoints that killed processes left, also those of other machines.
-
-    The caller must hold the folder's lock, so that no other process is writing a checkpoint there.
-    """
-    for path in Path(run_dir).glob(".checkpoint-*"):
-        remove(path)

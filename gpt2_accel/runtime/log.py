@@ -30,7 +30,7 @@ class RunLog(AbstractContextManager):
     resumed run rewrites. An evaluation of `step` itself that a resumed run makes has a line of its own.
 
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
-    `flops_per_second` is the peak of all devices together, None if unknown; `device_type` is that whose memory is measured.
+    `flops_per_second` is the peak of all devices together, None if unknown.
 
     `seconds` is the training time, including that before a resume. `results` has the newest evaluations and `evaluated`
     the update of each. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
@@ -46,11 +46,9 @@ class RunLog(AbstractContextManager):
         *,
         flops_per_token: float,
         flops_per_second: float | None,
-        device_type: str = "cpu",
     ):
         self.step, self._first, self._tokens_at = step, step, tokens_at
         self.flops_per_token, self.flops_per_second = flops_per_token, flops_per_second
-        self.device_type = device_type
         self.seconds = 0.0
         self.results: dict[str, float] = {}
         self.evaluated: dict[str, int] = {}
@@ -104,7 +102,7 @@ class RunLog(AbstractContextManager):
         figures = figures | {
             "tokens_per_second": speed,
             "seconds": round(self.seconds, 3),
-            "memory_gb": round(memory_gb(self.device_type), 3),
+            "memory_gb": round(memory_gb(), 3),
         }
         if self.flops_per_second:
             figures["mfu"] = speed * self.flops_per_token / self.flops_per_second

@@ -100,5 +100,5 @@ def end_summary(run: "Run") -> str:
     return (
         f"trained on {log.tokens:,} tokens ({log.tokens * log.flops_per_token:.2g} FLOPs) in "
         f"{duration(log.seconds)}, {log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
-        f"{memory_gb(log.device_type):.2g} GB of memory at the end{results}"
+        f"{memory_gb():.2g} GB of memory at the end{results}"
     )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.checkpoint.find import clean_up
 from gpt2_accel.checkpoint.manifest import read_state
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state
@@ -21,7 +20,7 @@ from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, is_sharded, peak_flops
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.files import lock_folder, lock_id, sync, write_json
+from gpt2_accel.files import lock_folder, lock_id, remove, sync, write_json
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
 from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime.accelerator import profiler
@@ -175,7 +174,6 @@ class Run:
                 lambda step: self.schedule.first(step) * config.tokens_per_sequence,
                 flops_per_token=self.metadata["flops_per_token"],
                 flops_per_second=peak and peak * accelerator.num_processes,
-                device_type=accelerator.device.type,
             )
         )
         if main and config.report_to:
@@ -351,7 +349,8 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
         def lock() -> None:
             wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
-            clean_up(config.output_dir)
+            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
+                remove(partial)
 
         on_main_process(lock)
         yield
