@@ -113,14 +113,6 @@ def test_characters_are_in_code_point_order():
             encodes("abécd")
 
 
-def test_the_literal_separator_is_text(gpt2):
-    for tokenizer in (byte_tokenizer(), BPE, gpt2):
-        ids = encode(tokenizer, ["a<|endoftext|>b"])[0]
-        assert tokenizer.eos_token_id not in ids
-        assert ids == token_encoder(tokenizer)("a<|endoftext|>b").tolist()
-        assert tokenizer.decode(ids) == "a<|endoftext|>b"
-
-
 def test_special_tokens_in_a_message_are_no_control_tokens(chat_base):
     tokenizer = chat_tokenizer(chat_base)
     assert special_tokens(tokenizer) == ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]

@@ -208,16 +208,3 @@ def test_logits_that_are_not_finite_are_refused(value, temperature):
     sampling = Sampling(3, temperature=temperature)
     with pytest.raises(ValueError, match="not finite"):
         complete(model, byte_tokenizer(), ["ab"], sampling)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("top_p", 0),
-        ("max_new_tokens", 0),
-        ("stop", [""]),
-    ],
-)
-def test_setting_out_of_range_is_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        Sampling(**{name: value})

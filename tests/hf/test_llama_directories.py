@@ -25,16 +25,12 @@ from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
 
-# Values of the config.json of HuggingFaceTB/SmolLM2-135M and Qwen/Qwen3-0.6B, in the spelling of transformers 4.
+# Values that count of the config.json of HuggingFaceTB/SmolLM2-135M and Qwen/Qwen3-0.6B, in the spelling of transformers 4.
 SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
     "hidden_act": "silu",
     "hidden_size": 576,
-    "initializer_range": 0.041666666666666664,
     "intermediate_size": 1536,
     "max_position_embeddings": 8192,
     "mlp_bias": False,
@@ -48,22 +44,16 @@ SMOLLM2 = {
     "rope_theta": 100000,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "vocab_size": 49152,
 }
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
     "head_dim": 128,
     "hidden_act": "silu",
     "hidden_size": 1024,
-    "initializer_range": 0.02,
     "intermediate_size": 3072,
     "max_position_embeddings": 40960,
-    "max_window_layers": 28,
     "model_type": "qwen3",
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
@@ -74,7 +64,6 @@ QWEN3 = {
     "sliding_window": None,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 151936,
 }

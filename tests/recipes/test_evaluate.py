@@ -179,15 +179,6 @@ def test_results_of_a_qwen3_equal_the_harness(items, data_dir, tmp_path, capsys)
     )
 
 
-@needs_harness
-def test_what_the_harness_cannot_do_is_refused(model, items, tmp_path):
-    with pytest.raises(ValueError, match="lm-evaluation-harness has no task 'no_such_task'"):
-        run_recipe("evaluate", "--model", model, "--tasks", "no_such_task")
-    flags = ("--tasks", LOCAL_TASKS[0], "--lm_eval_tasks", harness_tasks(items, tmp_path))
-    with pytest.raises(ValueError, match="has no chat template: leave out --chat_template"):
-        run_recipe("evaluate", "--model", model, *flags, "--chat_template", "true")
-
-
 @pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
 def test_a_missing_harness_is_refused_with_the_install_command(model):
     done = python("recipes/evaluate.py", "--model", str(model), "--tasks", "hellaswag,arc_easy")
