@@ -46,7 +46,7 @@ def main() -> None:
     page = comparison_page(outcome, path.stem)
     print("\n\n".join(page.text))
     print(f"\n{page.save(engine.folder, 'study.html')}\n{engine.table}")
-    if outcome.failed:
+    if engine.failed:
         sys.exit(1)
 
 

@@ -83,7 +83,7 @@ def main() -> None:
         write_json(path := engine.folder / "law.json", asdict(outcome.law))
         files.append(path)
     print("\n" + "\n".join(str(path) for path in files if path.exists()))
-    if outcome.failed:
+    if engine.failed:
         sys.exit(1)
 
 

@@ -21,12 +21,11 @@ ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 @dataclass
 class Comparison:
     """The outcome of a study: the results by variant and budget, of each seed, None for a run that failed; the tuning by
-    variant; the reasons of failures by run."""
+    variant."""
 
     study: StudyFile
     results: Mapping[tuple[str, float | None], Sequence[Result | None]]
     tuned: Mapping[str, Tuning] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, variant: str, budget: float | None) -> list[float]:
         """Returns the metric of each seed, NaN for a run that failed."""
@@ -99,7 +98,7 @@ def compare(study: StudyFile, engine: Engine) -> Comparison:
     runs = runs_of(study, trials)
     engine.run([trial for own in zip(*runs.values(), strict=True) for trial in own])
     results = {at: [engine.results.get(trial.id) for trial in own] for at, own in runs.items()}
-    return Comparison(study, results, tuned, engine.failed)
+    return Comparison(study, results, tuned)
 
 
 def seeded(name: str, trial: Trial, seed: int) -> Trial:

@@ -94,7 +94,7 @@ class Engine:
     database `storage` and in the CSV file `table`. A run in the table is done.
 
     `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
-    recorded runs by id, `failed` the reasons of those that failed, `pruned` the last loss of those that the pruner ended.
+    recorded runs by id, `failed` the ids of those that failed, `pruned` the last loss of those that the pruner ended.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.shared = not self.storage.startswith("sqlite")  # by several drivers
         self.results = read_table(self.table)
-        self.failed: dict[str, str] = {}
+        self.failed: set[str] = set()
         self.pruned: dict[str, float] = {}
 
     def folder_of(self, trial: Trial) -> Path:
@@ -243,7 +243,7 @@ class Engine:
         found, reason = ending(trial, folder, process.exitcode)
         if found is None:
             if reason and stop.reason is None:
-                self.failed[trial.id] = reason
+                self.failed.add(trial.id)
                 text = f"run {trial.id} failed: {reason} ({folder / LOG})"
                 print(text, file=sys.stderr, flush=True)
             raise Ended

@@ -38,7 +38,7 @@ def comparison_page(outcome: Comparison, title: str) -> Page:
         page.table(heads, verdict_rows(outcome, budget))
     page.section("Remarks")
     used = {result for own in outcome.results.values() for result in own if result}
-    caveat = caveats(study.recipe, used, outcome.failed)
+    caveat = caveats(study.recipe, used)
     page.bullets([*shares(outcome), *tunings(outcome), *caveat])
     if len(study.variants) > 1:
         caption = "The largest budget: mean difference, its 95% interval, and each pair of seeds."
@@ -127,7 +127,7 @@ def scaling_page(outcome: Scaling, target: float | None) -> Page:
         if not SIDE <= lowest(runs := outcome.of(budget)) < len(runs) - SIDE
     ]
     results = [run.result for run in outcome.runs if run.result]
-    page.bullets(lines + caveats(grid.base.recipe, results, outcome.failed))
+    page.bullets(lines + caveats(grid.base.recipe, results))
     page.section("Runs")
     caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
     page.picture("budgets", runs_figure(outcome), caption)

@@ -156,7 +156,6 @@ class Scaling:
 
     grid: Grid
     runs: list[Run]
-    failed: dict[str, str]
     law: FittedLaw | None = None
 
     def of(self, budget: float) -> list[Run]:
@@ -175,7 +174,7 @@ def train_grid(grid: Grid, engine: Engine) -> Scaling:
     while missing := [run.trial for run in runs if not engine.knows(run.trial)]:
         engine.run(missing)
         runs = needed(grid, engine)
-    return Scaling(grid, runs, engine.failed, fit_runs(grid, runs))
+    return Scaling(grid, runs, fit_runs(grid, runs))
 
 
 def fit_runs(grid: Grid, runs: Sequence[Run]) -> FittedLaw | None:

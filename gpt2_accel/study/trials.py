@@ -199,11 +199,12 @@ def code_fingerprint(recipe: Path) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def caveats(recipe: Path, results: Collection[Result], failed: Mapping[str, str]) -> list[str]:
-    """Returns remarks on the runs that other code recorded, and on those that failed."""
+def caveats(recipe: Path, results: Collection[Result]) -> list[str]:
+    """Returns a remark on the runs that other code recorded, if there are any."""
     other = sum(result.code != code_fingerprint(recipe) for result in results)
-    lines = [f"{other} of {len(results)} runs were recorded by other code than this"]
-    return lines[: other > 0] + [f"run {id} failed: {reason}" for id, reason in failed.items()]
+    return (
+        [f"{other} of {len(results)} runs were recorded by other code than this"] if other else []
+    )
 
 
 def read_run(trial: Trial, folder: Path) -> Result | None:

@@ -54,7 +54,7 @@ def test_a_budget_grows_until_two_sizes_lie_on_each_side(data_dir, A, B):
     runs = grow(grid, 1e14, lambda N, D: loss_of(law, N, D))
     place, last = lowest(runs), len(runs) - 1
     assert min(place, last - place) == SIDE or (len(runs) == 2 * SIDE + 1 and place == SIDE)
-    assert "its minimum is not certain" not in said(Scaling(grid, runs, {}), None)
+    assert "its minimum is not certain" not in said(Scaling(grid, runs), None)
     assert all(1.2 < b.N / a.N < 3.2 for a, b in itertools.pairwise(runs))
     for one in runs:  # equal FLOPs, up to half an update
         flops = one.tokens * one.trial.flops_per_token
@@ -66,7 +66,7 @@ def test_a_minimum_at_the_edge_is_said(data_dir):
     grid = grid_of(data_dir, [1e11])
     runs = grow(grid, 1e11, lambda N, D: float(N))  # the smaller the better, down to a width of 16
     assert runs[0].trial.config.n_embd == 16 and fit_runs(grid, runs) is None
-    text = said(Scaling(grid, runs, {}), None)
+    text = said(Scaling(grid, runs), None)
     assert "no law: a fit needs at least 8 finished runs" in text and "fewer than 2 sizes" in text
 
 
@@ -79,7 +79,7 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
         runs += grow(
             grid, budget, lambda N, D, w=wrong: loss_of(law, N, D) + w + random.normal(0, 0.005)
         )
-    outcome = Scaling(grid, runs, {}, fit_runs(grid, runs))
+    outcome = Scaling(grid, runs, fit_runs(grid, runs))
     page = scaling_page(outcome, 1e14)
     said = "\n".join(page.text)
     for text in (said, page.document()):
