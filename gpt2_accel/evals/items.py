@@ -19,8 +19,7 @@ class Item(NamedTuple):
     def field(self, name: str, kind: type | UnionType) -> Any:
         """Returns a field. Raises `ValueError`, naming the item, if it is missing or not a `kind`."""
         if name not in self.fields:
-            found = ", ".join(map(repr, self.fields)) or "none"
-            raise ValueError(f"{self.place} has no field {name!r}: it has {found}")
+            raise ValueError(f"{self.place} has no field {name!r}: add it")
         value = self.fields[name]
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", kind)

@@ -34,11 +34,8 @@ UPLOADED = (
 )
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"]
-PAUSES = (
-    1.0,
-    2.0,
-    4.0,
-)  # seconds between the attempts of an upload; the client repeats some requests itself
+# Seconds between the attempts of an upload; the client repeats some requests itself.
+PAUSES = (1.0, 2.0, 4.0)
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 

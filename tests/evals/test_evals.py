@@ -184,7 +184,7 @@ def test_bad_items_are_refused_by_number():
         with pytest.raises(ValueError, match=message):
             build_hellaswag(items)
     del items[2]["ctx"]
-    with pytest.raises(ValueError, match="item 2 has no field 'ctx': it has 'ind', "):
+    with pytest.raises(ValueError, match="item 2 has no field 'ctx'"):
         build_hellaswag(items)
 
 
