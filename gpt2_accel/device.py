@@ -28,21 +28,25 @@ class Gpu(NamedTuple):
 
 
 # By words of the device's name, the longer first; the memory is that of the largest version where the name does not say
-# it. The sources are NVIDIA's data sheets.
+# it. The source stands after each: a page below nvidia.com/en-us/data-center, or another document of NVIDIA.
 GPUS = {
-    "B200": Gpu(2250e12, 180e9),
-    "H200": Gpu(989e12, 141e9),
-    "H100 PCIe": Gpu(756e12, 80e9),
-    "H100": Gpu(989e12, 80e9),
-    "A100": Gpu(312e12, 80e9),
-    "L40S": Gpu(362e12, 48e9),
-    "L4": Gpu(121e12, 24e9),
-    "A10G": Gpu(70e12, 24e9),
-    "V100": Gpu(125e12, 32e9),
-    "T4": Gpu(65e12, 16e9),
-    "RTX 5090": Gpu(209.5e12, 32e9),
-    "RTX 4090": Gpu(165e12, 24e9),
-    "RTX 3090": Gpu(71e12, 24e9),
+    "B200": Gpu(2250e12, 180e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
+    "H200 NVL": Gpu(835e12, 141e9),  # h200: 1,671 TFLOPS sparse
+    "H200": Gpu(989e12, 141e9),  # h200: 1,979 TFLOPS sparse
+    "H100 PCIe": Gpu(756e12, 80e9),  # H100 data sheet of 2023: 1,513 TFLOPS sparse
+    "H100 NVL": Gpu(835e12, 94e9),  # h100: 1,671 TFLOPS sparse
+    "H100": Gpu(989e12, 80e9),  # h100: 1,979 TFLOPS sparse
+    "A100 40GB": Gpu(312e12, 40e9),  # a100
+    "A100": Gpu(312e12, 80e9),  # a100
+    "L40S": Gpu(362e12, 48e9),  # l40s
+    "L4": Gpu(121e12, 24e9),  # l4: 242 TFLOPS sparse
+    "A10G": Gpu(70e12, 24e9),  # A10G data sheet of NVIDIA and AWS, 2022
+    "A10": Gpu(125e12, 24e9),  # products/a10-gpu
+    "V100": Gpu(125e12, 32e9),  # v100
+    "T4": Gpu(65e12, 16e9),  # tesla-t4
+    "RTX 5090": Gpu(209.5e12, 32e9),  # "NVIDIA RTX Blackwell GPU Architecture", appendix
+    "RTX 4090": Gpu(165e12, 24e9),  # "NVIDIA Ada GPU Architecture", appendix
+    "RTX 3090": Gpu(71e12, 24e9),  # "NVIDIA Ampere GA102 GPU Architecture", appendix
 }
 # The dtypes of mixed precision, by Accelerate's names.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

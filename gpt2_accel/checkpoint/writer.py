@@ -74,7 +74,7 @@ class CheckpointWriter:
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        Waits for the previous write first. All ranks call it. `state` is that of `TrainState.state_dict` with `data`,
+        Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict` with `data`,
         the fingerprint of the data, and `val_loss`, None if not evaluated at this step.
         """
         if not (accelerator.is_main_process or is_sharded(model)):

@@ -57,8 +57,10 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         raise ValueError(
             "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
         )
-    # It follows from the batch size. Accelerate would divide the loss by the number in its config.
-    accelerator.gradient_accumulation_steps = 1
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "gradient_accumulation_steps is set in the Accelerate config: remove it, it follows from --total_batch_size"
+        )
     if accelerator.mixed_precision == "bf16" and not has_bf16(accelerator.device):
         accelerator.print(
             "this device emulates bf16, slowly: on a CPU take cpu.yaml, on a GPU fp16"
