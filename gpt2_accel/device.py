@@ -179,6 +179,24 @@ def logits_at_once(memory: float, precision: str) -> int:
     return int(memory / 16 / (2 if precision in DTYPES else 4))
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has done all that it got."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Returns the memory that torch keeps for later tensors to the CUDA devices, if there are any."""
+    torch.cuda.empty_cache()
+
+
+def cpu_instructions() -> str:
+    """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
+    units = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+    found = [name for name, there in zip(("bf16", "amx"), units, strict=True) if there]
+    return " ".join((torch.backends.cpu.get_cpu_capability(), *found))
+
+
 class SideStream:
     """A stream of a CUDA device beside the one that computes, for copies to it. On other devices it does nothing."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.device import is_shard
+from gpt2_accel.device import is_shard, synchronize
 from gpt2_accel.hf.convert import build
 from gpt2_accel.models import LanguageModel
 
@@ -48,8 +48,7 @@ def gather_to_host(
                 copies[name] = full.detach().to("cpu", copy=True, non_blocking=True)
             except RuntimeError:
                 copies[name] = full.detach().to("cpu", copy=True)
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize(accelerator.device)
+    synchronize(accelerator.device)
     return copies
 
 

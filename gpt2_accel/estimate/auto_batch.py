@@ -10,6 +10,7 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import (
+    empty_cache,
     free_memory,
     is_sharded,
     reports_out_of_memory,
@@ -79,7 +80,7 @@ def trial_fits(
         # Otherwise the trials would count towards Dynamo's recompile limit, after which it runs new sizes uncompiled.
         torch.compiler.reset()
         gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache()
 
 
 def estimate_fits(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gpt2_accel.device import cpu_instructions
+
 
 @functools.cache
 def fused(function: Callable) -> Callable:
@@ -38,9 +40,7 @@ def tag_compile_cache() -> None:
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
-    units = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
-    cpu = torch.backends.cpu.get_cpu_capability(), *units
-    torch.compiler.config.cache_key_tag = f"{digest.hexdigest()} {cpu}"
+    torch.compiler.config.cache_key_tag = f"{digest.hexdigest()} {cpu_instructions()}"
 
 
 tag_compile_cache()
