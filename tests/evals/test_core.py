@@ -162,6 +162,9 @@ def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
     assert len(read_tasks(open_bundle(packed))) == len(read_tasks(open_bundle(bundle))) == 4
     assert [len(task.items) for task in read_tasks(bundle, 5)] == [5] * 4
+    lines = (bundle / "eval_data/small/Endings.jsonl").read_text().splitlines()
+    random.Random(1337).shuffle(lines)
+    assert read_tasks(bundle, 5)[3].items == [json.loads(line) for line in lines[:5]]
     with pytest.raises(FileNotFoundError, match="cannot be read as DCLM's bundle"):
         open_bundle(tmp_path)
     with pytest.raises(FileNotFoundError, match="give its folder, ZIP file or URL"):
