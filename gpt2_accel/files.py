@@ -167,7 +167,12 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
-        lock.acquire(timeout=wait)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if wait:
+                print(f"waiting for {folder}, which another process uses", flush=True)
+            lock.acquire(timeout=wait)
     except Timeout as error:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"

@@ -7,6 +7,7 @@ load it.
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,8 +82,12 @@ def _bpe(tokens: Iterable[str], merges: list[tuple[str, ...]]) -> "PreTrainedTok
     return GPT2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
 
 
+# Training takes time with the square of a word's length. Encoding does not.
+LONG_WORD = re.compile(r"\w{1000,}")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
-    """Trains a byte-level BPE with GPT-2's word splitting on `texts`.
+    """Trains a byte-level BPE with GPT-2's word splitting on `texts`, without what `LONG_WORD` matches.
 
     `vocab_size` counts the 256 bytes and `<|endoftext|>`, the last id; a small corpus may yield fewer tokens.
     Raises `ValueError` if it leaves no room for a merge or has more than seven digits.
@@ -92,6 +97,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
             f"vocab_size of a BPE is at least 258, the bytes, {END_OF_TEXT} and a merge, and below 10 million, got "
             f"{vocab_size:,}"
         )
+    texts = (LONG_WORD.sub(" ", text) for text in texts)
     print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
     progress = sys.stderr.isatty()  # elsewhere it prints empty lines to stdout
     trained = byte_tokenizer().train_new_from_iterator(texts, vocab_size, show_progress=progress)

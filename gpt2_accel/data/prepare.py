@@ -23,11 +23,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from gpt2_accel.data.shards import (
+    DTYPES,
     MANIFEST,
     MANIFEST_FORMAT,
     VERSION,
     ShardWriter,
+    listed_shards,
     read_manifest,
+    read_shard,
     token_dtype,
 )
 from gpt2_accel.data.sources import Source, Texts, split_text, text_source, tiny_shakespeare
@@ -295,7 +298,7 @@ def make_data(
     the manifest: `source`, `revision`, `command`.
 
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
-    errors of `write`.
+    errors of `write` and `read_shard`.
     """
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
@@ -334,7 +337,10 @@ def make_data(
                 "another folder"
             )
         (data_dir / RECORD).unlink(missing_ok=True)
-        return read_manifest(data_dir)
+        manifest = read_manifest(data_dir)
+        for shard in listed_shards(manifest):  # a finished folder may have lost one since
+            read_shard(data_dir, DTYPES[manifest["dtype"]], shard, 0, 0)
+        return manifest
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:

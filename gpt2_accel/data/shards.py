@@ -132,11 +132,13 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
             size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
             header = file.read(HEADER.size)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: prepare the data again") from None
+        raise FileNotFoundError(
+            f"{path} is missing: remove the folder and prepare the data again"
+        ) from None
     if size < end or (has_header and (size > end or header not in headers(shard, dtype))):
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
-            "prepare the data again"
+            "remove the folder and prepare the data again"
         )
     return np.frombuffer(data, dtype)
 
@@ -268,7 +270,7 @@ def verify_data(data_dir: str | Path) -> int:
             digest.update(read_shard(data_dir, dtype, shard, start, count))
         if shard["sha256"] not in (None, digest.hexdigest()):
             raise ValueError(
-                f"{data_dir / shard['file']} does not match its checksum: prepare the data again"
+                f"{data_dir / shard['file']} does not match its checksum: remove the folder and prepare the data again"
             )
     return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
 

@@ -36,10 +36,10 @@ def comparison_page(outcome: Comparison, title: str) -> Page:
     for budget in study.budgets:
         page.section(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
         page.table(heads, verdict_rows(outcome, budget))
-    page.section("Remarks")
     used = {result for own in outcome.results.values() for result in own if result}
-    caveat = caveats(study.recipe, used)
-    page.bullets([*shares(outcome), *tunings(outcome), *caveat])
+    if remarks := [*shares(outcome), *tunings(outcome), *caveats(study.recipe, used)]:
+        page.section("Remarks")
+        page.bullets(remarks)
     if len(study.variants) > 1:
         caption = "The largest budget: mean difference, its 95% interval, and each pair of seeds."
         page.picture("differences", differences_figure(outcome), caption)

@@ -25,7 +25,7 @@ from gpt2_accel.data.data_sets import hub_files
 from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.data.sources import corpus_files, find_files, is_text
+from gpt2_accel.data.sources import Texts, corpus_files, find_files, is_text
 from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
@@ -417,3 +417,17 @@ def test_a_folder_is_shown_and_verified(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     with pytest.raises(ValueError, match="train_000000.bin does not match its checksum"):
         run_recipe("prepare_data", "--verify", "--data_dir", tmp_path / "d")
+
+
+def test_the_same_command_notices_a_shard_that_was_lost(tmp_path):
+    texts = {"train": ["a b"], "val": ["c"]}
+    first = prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
+    same = prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
+    assert first == same
+    (tmp_path / "a/val_000000.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="remove the folder and prepare the data again"):
+        prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
+
+
+def test_a_bpe_is_trained_beside_a_long_line_without_spaces():
+    assert len(train_bpe(["x" * 3_000_000, "the cat sat on the mat " * 9], 260)) == 260
