@@ -105,7 +105,7 @@ def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch
 
 
 def orthogonalize_rows(shards: torch.Tensor, rows: int, count: int) -> torch.Tensor:
-    """Orthogonalizes matrices of which each rank has some rows: each rank gets whole matrices, and returns the others' rows.
+    """Orthogonalizes matrices whose rows are sharded. Each rank receives whole matrices and sends their new rows back.
 
     shards: (N, this rank's rows, columns), of matrices with `rows` rows, each a stack of `count` -> the same shape. The rows
     are divided as by `torch.chunk`; a rank may have none.

@@ -44,7 +44,7 @@ class Tuning:
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
         ranges = {name: places(values) for name, values in self.axes.items()}
         draw, found = random.Random(0), {}
-        with suppress(ValueError):  # the variant as it is, if its values are on the axes
+        with suppress(ValueError):  # the variant's own values may not be on the axes
             study.enqueue_trial({n: v.index(self.start.resolved[n]) for n, v in self.axes.items()})
         while len(found) < self.trials:
             batch = {}
