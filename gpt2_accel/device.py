@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import psutil
@@ -197,35 +197,11 @@ def cpu_instructions() -> str:
     return " ".join((torch.backends.cpu.get_cpu_capability(), *found))
 
 
-class SideStream:
-    """A stream of a CUDA device beside the one that computes, for copies to it. On other devices it does nothing."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def start_thread(self) -> None:
-        """Sets the device of the thread that will call `run`. Leaving a stream sets the thread's former device, and that
-        of a new thread is 0: each rank would open a context there, of 0.5 GB."""
-        if self._stream is not None:
-            torch.cuda.set_device(self._stream.device)  # with its index, which `cuda` lacks
-
-    def run(self, function: Callable[[], Answer]) -> tuple[Answer, torch.Event | None]:
-        """Calls `function` on this stream. Returns its result, and an event at its end."""
-        if self._stream is None:
-            return function(), None
-        with torch.cuda.stream(self._stream):
-            return function(), self._stream.record_event()
-
-    def hand_over(self, batch: Sequence[object], end: torch.Event | None) -> None:
-        """Lets the stream that computes wait for `end`, and keeps the memory of the batch's tensors until it has used
-        them."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(end)
-        for part in batch:
-            if isinstance(part, torch.Tensor):
-                part.record_stream(current)
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Moves a tensor from the CPU; copies to a CUDA device from pinned memory, so that the host does not wait."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -9,7 +9,7 @@ In a mixture each data set has its own order. The data set at each position is a
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,21 +208,8 @@ def read_windows(
     )
 
 
-def to_device(
-    tensors: Iterable[torch.Tensor | None], device: torch.device
-) -> list[torch.Tensor | None]:
-    """Moves tensors to the device, None stays None; copies to a GPU from pinned memory, asynchronously."""
-    moved = []
-    for tensor in tensors:
-        if tensor is not None:
-            pinned = device.type == "cuda"
-            tensor = (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
-        moved.append(tensor)
-    return moved
-
-
 class Loader:
-    """Reads the batches of rank `rank` of `world_size` from data sets with their shares (`open_split`), onto `device`.
+    """Reads the batches of rank `rank` of `world_size` from data sets with their shares (`open_split`).
 
     `packed` says whether one of them holds conversations, so that batches have `documents`.
     `problem` is the first error of a read, None before. From then on all tokens are 0, and it is raised after the last
@@ -236,13 +223,11 @@ class Loader:
         sequence_length: int,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str = "cpu",
     ):
         self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
         self.rank, self.world_size = rank, world_size
         self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
         self.packed = any(stream.sequence_length for stream in self.streams)
-        self.device = torch.device(device)
         self.problem: UnreadableData | None = None
 
     def read(self, samples: np.ndarray) -> Batch:
@@ -291,7 +276,7 @@ class TrainLoader(Loader):
         """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
 
         The update starts at position `first` of the order. A micro-batch is (micro-batch size, sequence_length) on the
-        loader's device. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
+        CPU. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
         not be read.
         """
         size, count = self.micro_batches(sequences)
@@ -306,7 +291,7 @@ class TrainLoader(Loader):
             divisor = count
             if self.packed:
                 divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
-            yield Batch(*to_device(self.read(samples[mine])[:3], self.device), divisor)
+            yield self.read(samples[mine])._replace(divisor=divisor)
         if self.problem is not None:
             raise self.problem
 
@@ -341,7 +326,7 @@ class EvalLoader(Loader):
     """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
     Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at once. A batch is
-    (batch_size, sequence_length) on `device`. Padding windows have targets of -100.
+    (batch_size, sequence_length) on the CPU. Padding windows have targets of -100.
     `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
     `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
@@ -378,6 +363,6 @@ class EvalLoader(Loader):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             batch = self.read(np.resize(samples, (self.batch_size, 2)))
             batch.targets[len(samples) :] = -100
-            yield Batch(*to_device(batch[:3], self.device))
+            yield batch
         if self.problem is not None:
             raise self.problem

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.data.loader import to_device
+from gpt2_accel.device import to_device
 from gpt2_accel.models import evaluating
 from gpt2_accel.progress import progress
 from gpt2_accel.tokenizer import encode
@@ -128,7 +128,7 @@ def collate(batch: Sequence[Question], device: torch.device) -> dict[str, torch.
         inputs.append(row + [padding] * (width - len(row)))
         row = [token for ids in continuations for token in ids]
         targets.append(row + [-100] * (predicted - len(row)))
-    inputs, targets = to_device((torch.tensor(inputs), torch.tensor(targets)), device)
+    inputs, targets = (to_device(torch.tensor(rows), device) for rows in (inputs, targets))
     input_ids, position_ids, branch = inputs.unbind(dim=2)
     mask = None
     if any(len(row.continuations) > 1 or shape([row]) != (width, predicted) for row in batch):

@@ -44,7 +44,7 @@ def validation_loss(
     Raises `UnreadableData` on all ranks if one could not read its windows.
     """
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
-    with evaluating(model), Prefetch(loader, loader.device) as batches:
+    with evaluating(model), Prefetch(loader, accelerator.device) as batches:
         rounds = zip(range(loader.rounds), batches, strict=False)
         for _, (input_ids, targets, documents, _) in progress(
             rounds, f"evaluating {prefix}", loader.rounds, shown=accelerator.is_main_process
@@ -91,7 +91,6 @@ def prepare_loss(
         max_tokens=max_tokens,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        device=accelerator.device,
     )
     note = (
         f"{split}: the first {loader.windows * length:,} of {sum(s.tokens for s in loader.streams):,} tokens of "

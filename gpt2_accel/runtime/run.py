@@ -193,7 +193,8 @@ class Run:
             CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
         )
         steps = range(self.step, self.updates)
-        self.loader = stack.enter_context(PrefetchLoader(self.train_loader, self.schedule, steps))
+        batches = PrefetchLoader(self.train_loader, self.schedule, steps, accelerator.device)
+        self.loader = stack.enter_context(batches)
         if main:
             self.writer.link(self.step)  # a kill may have prevented it
         if gc.isenabled():  # a rank that collects within an update keeps the others waiting

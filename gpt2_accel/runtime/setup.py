@@ -195,7 +195,6 @@ def build_loaders(
         "sequence_length": config.tokens_per_sequence,
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
-        "device": accelerator.device,
     }
     train_loader = TrainLoader(
         open_split(config.data_dir, "train"),

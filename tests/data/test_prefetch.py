@@ -2,14 +2,13 @@
 
 import threading
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import losses, run
 
 import gpt2_accel.data.loader as loader_module
+from gpt2_accel.data.loader import Batch
 from gpt2_accel.data.prefetch import AHEAD, Prefetch
 
 CPU = torch.device("cpu")
@@ -20,7 +19,7 @@ def threads():
 
 
 def batch(number):
-    return torch.full((1,), number), torch.full((1,), number)
+    return Batch(torch.full((1,), number), torch.full((1,), number), divisor=number)
 
 
 def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_for():
@@ -32,7 +31,7 @@ def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_
             yield batch(number)
 
     with Prefetch(read(), CPU) as batches:
-        for number, (input_ids, _) in enumerate(batches):
+        for number, (input_ids, *_) in enumerate(batches):
             assert input_ids.item() == number
             deadline = time.monotonic() + 10
             while len(started) < min(20, number + 1 + AHEAD) and time.monotonic() < deadline:
@@ -53,19 +52,19 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
     assert not threads()
 
 
-@pytest.mark.parametrize(("given", "index"), [("cuda:3", 3), ("cuda", 0)])
-def test_the_thread_of_rank_3_never_uses_gpu_0(given, index, monkeypatch):
-    """A thread begins on GPU 0. With one process Accelerate's device has no index, which `set_device` needs."""
-    chosen, device = [], torch.device("cuda", index)
-    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, device=device)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext(chosen.append("stream")))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    with Prefetch((batch(number) for number in range(4)), torch.device(given)) as batches:
-        assert len(list(batches)) == 4
-    assert chosen[:2] == [device, "stream"]
+def test_the_thread_never_touches_a_gpu(monkeypatch):
+    """A thread begins on GPU 0, where each rank would open a context. The main thread pins and copies."""
+    callers = []
+
+    def moved(tensor, *_, **__):
+        callers.append(threading.current_thread())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", moved)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    with Prefetch((batch(number) for number in range(4)), torch.device("cuda:3")) as batches:
+        assert [found.divisor for found in batches] == list(range(4))
+    assert set(callers) == {threading.main_thread()} and len(callers) == 16
 
 
 def test_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
