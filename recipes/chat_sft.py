@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, check_ranges, parse_config, setting
-from gpt2_accel.data.shards import MANIFEST, conversation_length, mixture_parts, read_manifest
+from gpt2_accel.data.shards import MANIFEST, read_manifest, read_parts
 from gpt2_accel.files import digest
 from gpt2_accel.recipe_command import recipe_command
 
@@ -126,11 +126,11 @@ def find_model(config: ChatSFT) -> None:
             f"{folder} holds no prepared conversations: give a file by --data and its model by --model, or make them by "
             f"{command} FILE_OR_HUB_ID --model MODEL --sequence_length 1024 --data_dir {folder}"
         )
-    if conversation_length(folder) is None:
+    if not read_manifest(folder).get("sequence_length"):
         raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")
     if config.init_from is None:
-        parts = [folder, *(part for part, _ in mixture_parts(folder))]
-        folder, name = next((p, name) for p in parts if (name := read_manifest(p).get("model")))
+        parts = read_parts(folder)
+        folder, name = next((part, m["model"]) for part, m, _ in parts if "model" in m)
         if (folder / name).is_dir():
             name = os.path.relpath(folder / name)
         elif name.startswith(".") or name.count("/") != 1:
@@ -147,8 +147,9 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     """
     from gpt2_accel.data.conversations import plural
 
-    train = read_manifest(config.data_dir)["splits"]["train"]
-    length = config.sequence_length = config.sequence_length or conversation_length(config.data_dir)
+    manifest = read_manifest(config.data_dir)
+    train = manifest["splits"]["train"]
+    length = config.sequence_length = config.sequence_length or manifest["sequence_length"]
     windows = train["tokens"] // length
 
     def default(name: str, value: float) -> float:

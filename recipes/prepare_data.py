@@ -12,7 +12,7 @@
 The same command, started again after a kill, does what is missing.
 
 - fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first `--shard_tokens` tokens for validation.
-- openwebtext: as in nanoGPT, 0.05% of the documents for validation, drawn with seed 2357.
+- openwebtext: as Parquet, from the Hub.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
 - text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
@@ -30,7 +30,6 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ from gpt2_accel.data.conversations import (
     prepare_conversations,
     summary,
 )
-from gpt2_accel.data.data_sets import hub_files
-from gpt2_accel.data.documents import by_number
+from gpt2_accel.data.documents import all_train, by_hash
 from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
 from gpt2_accel.data.shards import (
     TOKEN_ID,
@@ -54,15 +52,12 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import (
     Source,
-    Texts,
     corpus_files,
-    drawn_files,
     find_files,
+    hub_files,
     is_text,
+    one_text,
     row_files,
-    split_text,
-    text_source,
-    tiny_shakespeare,
 )
 from gpt2_accel.options import Parser
 from gpt2_accel.tokenizer import (
@@ -77,8 +72,6 @@ SHOWN_TOKENS = 40  # of each split
 BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
 BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
 
-# nanoGPT's split of OpenWebText, data/openwebtext/prepare.py: share and seed of its validation documents.
-OPENWEBTEXT_VAL = 0.0005, 2357
 DATASETS: dict[str, dict[str, Any]] = {
     "fineweb-edu": {"source": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
     "openwebtext": {
@@ -202,13 +195,9 @@ def corpus_sources(options: argparse.Namespace) -> tuple[list[Source], str, str 
             files |= find_files(source, is_text, "UTF-8 text", options.pattern)
         return corpus_files(files, column), ", ".join(options.source), None
     paths, revision = hub_files(options.source, **hub_options(options))
-    if options.command == "openwebtext":
-        sources = drawn_files(paths, column, *OPENWEBTEXT_VAL)
-    elif options.command == "fineweb-edu":  # its first tokens are for validation
-        sources = row_files(paths, column, partial(by_number, (), 0))
-    else:
-        sources = row_files(paths, column)
-    return sources, options.source, revision
+    # The first tokens of fineweb-edu are for validation.
+    rule = all_train if options.command == "fineweb-edu" else by_hash
+    return row_files(paths, column, rule), options.source, revision
 
 
 def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]):
@@ -230,8 +219,8 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of text; returns the manifest."""
     validation, revision = 0, None
     if options.command.startswith("shakespeare"):
-        text = tiny_shakespeare(options.input)
-        sources, source = [Texts(split_text(text))], text_source(text, options.input)
+        text, found = one_text(options.input)
+        sources, source = [found], found.name
         tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
     else:
         sources, source, revision = corpus_sources(options)
@@ -285,7 +274,7 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
 
 def summarize(manifest: dict) -> None:
     """Prints the counts of a manifest."""
-    if "sequence_length" in manifest:
+    if "template" in manifest:
         print(*summary(manifest), sep="\n")
         return
     total = sum(entry["tokens"] for entry in manifest["splits"].values())

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
-from gpt2_accel.data.stream import TokenStream
+from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer

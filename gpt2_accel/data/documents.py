@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ class Document(NamedTuple):
 
 # Held-out documents
 
-Rule = Callable[[str, int], list[tuple[str, str]]]
-"""Maps the text of a row, and its number in its file, to its parts, each with its split."""
+Rule = Callable[[str], list[tuple[str, str]]]
+"""Maps the text of a row to its parts, each with its split."""
 
 
 def name_digest(key: str) -> str:
@@ -44,9 +44,9 @@ def held_out(key: str, one_in: int = 20) -> bool:
     return int(name_digest(key), 16) % one_in == 0
 
 
-def split_of(is_held_out: bool) -> str:
-    """Returns the name of a document's split."""
-    return "val" if is_held_out else "train"
+def split_of(key: str) -> str:
+    """Returns the split of the document with the name or text `key`."""
+    return "val" if held_out(key) else "train"
 
 
 def fitting_share(share: float) -> bool:
@@ -54,17 +54,17 @@ def fitting_share(share: float) -> bool:
     return FEWEST <= share <= MOST
 
 
-def by_hash(text: str, row: int) -> list[tuple[str, str]]:
+def by_hash(text: str) -> list[tuple[str, str]]:
     """Holds out one row in 20 by a hash of its text, so that equal rows share a split."""
-    return [(split_of(held_out(text)), text)]
+    return [(split_of(text), text)]
 
 
-def by_number(drawn: Collection[int], first: int, text: str, row: int) -> list[tuple[str, str]]:
-    """Holds out the rows with the numbers `drawn`, in a corpus where row 0 of the file has the number `first`."""
-    return [(split_of(first + row in drawn), text)]
+def all_train(text: str) -> list[tuple[str, str]]:
+    """Holds out no row."""
+    return [("train", text)]
 
 
-def last_part(text: str, row: int) -> list[tuple[str, str]]:
+def last_part(text: str) -> list[tuple[str, str]]:
     """Holds out the last `VAL_SHARE` of each row, from the end of a word on, if there is one, or of a long row anyway."""
     cut = int(len(text) * (1 - VAL_SHARE))
     match = re.search(WORD_END, text[cut:])
@@ -100,11 +100,10 @@ def chunks(parts: Iterable[str]) -> Iterator[str]:
 def next_cut(path: Path, offset: int) -> int:
     """Returns the byte offset of the first end of a word in a file from `offset` on, within a megabyte.
 
-    Without one it is the next line end, or else the next character.
+    Without one it is the next character.
     """
     with open(path, "rb") as file:
         file.seek(offset)
         text = file.read(CHUNK).decode("utf-8", "surrogateescape")
-    found = (re.search(pattern, text) for pattern in (WORD_END, r".(?=\n)"))
-    match = next(filter(None, found), re.match("[\udc80-\udcff]*", text))
+    match = re.search(WORD_END, text) or re.match("[\udc80-\udcff]*", text)
     return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -16,8 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import COUNTS, STARTS, TOKEN_ID, UnreadableData, mixture_parts
-from gpt2_accel.data.stream import TokenStream
+from gpt2_accel.data.shards import (
+    COUNTS,
+    STARTS,
+    TOKEN_ID,
+    TokenStream,
+    UnreadableData,
+    read_parts,
+)
 from gpt2_accel.files import sentence
 from gpt2_accel.optim import halved
 
@@ -154,8 +160,7 @@ def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, floa
 
     Raises the errors of `TokenStream`.
     """
-    parts = mixture_parts(data_dir) or [(Path(data_dir), 1.0)]
-    return [(TokenStream(folder, split), share) for folder, share in parts]
+    return [(TokenStream(folder, split), share) for folder, _, share in read_parts(data_dir)]
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:

@@ -33,7 +33,7 @@ from gpt2_accel.data.shards import (
     read_shard,
     token_dtype,
 )
-from gpt2_accel.data.sources import Source, Texts, split_text, text_source, tiny_shakespeare
+from gpt2_accel.data.sources import Source, one_text, texts
 from gpt2_accel.files import remove, remove_leftovers, sync, sync_tree, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
@@ -67,10 +67,8 @@ def prepare(
     `source` is the manifest's description of the text. Raises the errors of `prepare_sources`. An error or an interrupt
     leaves no files.
     """
-    print(f"tokenizing {source}", file=sys.stderr)
-    return prepare_sources(
-        [Texts(splits)], tokenizer, data_dir, source=source, splits=tuple(splits)
-    )
+    found = [texts(source, splits)]
+    return prepare_sources(found, tokenizer, data_dir, source=source, splits=tuple(splits))
 
 
 def prepare_text(
@@ -86,11 +84,10 @@ def prepare_text(
     prepared = (Path(data_dir) / MANIFEST).exists()
     if prepared and path is None:
         return
-    text = tiny_shakespeare(path)
-    source = text_source(text, path)
+    text, source = one_text(path)
     if not prepared:
-        prepare(split_text(text), tokenizer_of(text), data_dir, source=source)
-    elif read_manifest(data_dir)["source"].split()[-1] != source.split()[-1]:  # SHA-256
+        prepare_sources([source], tokenizer_of(text), data_dir, source=source.name)
+    elif read_manifest(data_dir)["source"].split()[-1] != source.name.split()[-1]:  # SHA-256
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"
         )
@@ -119,6 +116,7 @@ def prepare_sources(
     """
 
     def write(folder: Path) -> dict:
+        print(f"tokenizing {source}", file=sys.stderr)
         writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
         record = writer.record
         total = sum(source.size for source in sources)

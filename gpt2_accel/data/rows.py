@@ -29,12 +29,9 @@ def reading(source: str) -> Iterator[None]:
 
 def open_file(path: str) -> io.BufferedReader:
     """Opens a local or remote file for reading, and decompresses it if its name ends in .gz or .zst."""
-    if "://" in path:
-        import fsspec
+    import fsspec
 
-        file = fsspec.open(path).open()
-    else:
-        file = open(path, "rb")
+    file = fsspec.open(path).open()
     if compression := COMPRESSED.get(Path(path).suffix):
         import pyarrow
 
@@ -95,14 +92,6 @@ def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
             for value in batch.to_pylist():
                 yield value, f"{path}, row {number:,}"
                 number += 1
-
-
-def count_rows(path: str) -> int:
-    """Returns the number of rows of a Parquet file."""
-    from pyarrow.parquet import ParquetFile
-
-    with reading(path), ParquetFile(open_file(path)) as file:
-        return file.metadata.num_rows
 
 
 def column_of(row: Any, column: str, place: str) -> str:

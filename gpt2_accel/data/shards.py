@@ -17,7 +17,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
-     "counts": {"empty": …, "not_utf8": …, …}, "first_not_utf8": place of the first such document, or null,
+     "counts": {"not_utf8": bytes, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
@@ -43,7 +43,8 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,9 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 BLOCK = 2**22  # tokens read at once where all are read
+Read = Callable[[dict, int, int], np.ndarray]
+"""`read(shard, offset, count)` returns the tokens [offset, offset + count) of a shard, (count,) integers. `shard` is its
+entry in the manifest. It raises an error, and returns no fewer tokens, if it cannot read them all."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -122,8 +126,10 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 
     Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
     """
-    path, has_header = data_dir / shard["file"], "offset" not in shard
-    offset = HEADER.size if has_header else shard["offset"]
+    path, offset, headers = data_dir / shard["file"], shard.get("offset"), []
+    if offset is None:  # of this format
+        about = dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
+        offset, headers = HEADER.size, [HEADER.pack(MAGIC, v, *about) for v in VERSIONS]
     end = offset + shard["tokens"] * dtype.itemsize
     try:
         with open(path, "rb", buffering=0) as file:
@@ -135,7 +141,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
         raise FileNotFoundError(
             f"{path} is missing: remove the folder and prepare the data again"
         ) from None
-    if size < end or (has_header and (size > end or header not in headers(shard, dtype))):
+    if size < end or (headers and (size > end or header not in headers)):
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
             "remove the folder and prepare the data again"
@@ -143,10 +149,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
     return np.frombuffer(data, dtype)
 
 
-def headers(shard: dict, dtype: np.dtype) -> list[bytes]:
-    """Returns the possible headers of a shard."""
-    digest = bytes.fromhex(shard["sha256"])
-    return [HEADER.pack(MAGIC, v, dtype.itemsize, shard["tokens"], digest) for v in VERSIONS]
+# The manifest
 
 
 def read_manifest(data_dir: str | Path) -> dict:
@@ -173,36 +176,17 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 
 def is_valid(manifest: dict) -> bool:
-    """Whether a manifest is of this format, with possible shards and counts.
+    """Whether a manifest is of this format, and its shards are files in its folder.
 
     Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if something is missing or of another type.
     """
-    shards, splits = listed_shards(manifest), manifest["splits"].values()
-    tokenizer, mixture = manifest["tokenizer"], manifest.get("mixture", [])
-    counts = [tokenizer["vocab_size"], manifest.get("sequence_length", 0)]
-    # Other trainers' files do not say how many bytes they hold, nor do conversations.
-    counts += [n for split in splits for n in (split["tokens"], split["bytes"] or 0)]
-    counts += [shard["tokens"] for shard in shards]
     return (
-        (manifest["format"], manifest["version"]) in [(MANIFEST_FORMAT, v) for v in VERSIONS]
+        manifest["format"] == MANIFEST_FORMAT
+        and manifest["version"] in VERSIONS
         and manifest["dtype"] in DTYPES
-        and isinstance(tokenizer["fingerprint"], str)
-        and isinstance(manifest["source"], str)
-        and all(type(count) is int and count >= 0 for count in counts)
-        and all(plain_name(shard["file"]) for shard in shards)
-        and all(len(bytes.fromhex(shard["sha256"])) == 32 for shard in shards)
-        and (
-            "mixture" in manifest
-            or all(split["tokens"] == total(split["shards"]) for split in splits)
-        )
-        and all(part["weight"] > 0 and isinstance(part["data_dir"], str) for part in mixture)
+        and {"tokenizer", "source"} <= manifest.keys()
+        and all(plain_name(s["file"]) and s["tokens"] >= 0 for s in listed_shards(manifest))
     )
-
-
-def total(entries: list[dict], name: str = "tokens") -> int | None:
-    """Returns the sum of a count over entries of the manifest, None if one of them is unknown."""
-    counts = [entry[name] for entry in entries]
-    return None if None in counts else sum(counts)
 
 
 def listed_shards(manifest: dict) -> list[dict]:
@@ -212,12 +196,77 @@ def listed_shards(manifest: dict) -> list[dict]:
     return shards + [split["targets"] for split in splits if "targets" in split]
 
 
+class TokenStream:
+    """One split of a data folder as one long array of tokens, across its shards.
+
+    `data_dir` holds the manifest. `read` reads the shards; by default it is `read_shard`, and all are checked now.
+    `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
+    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens;
+    both are None for text.
+
+    Raises `ValueError` if the split does not exist, and the errors of `read`.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str, read: Read | None = None):
+        manifest = read_manifest(data_dir)
+        if split not in manifest["splits"]:
+            raise ValueError(
+                f"{data_dir} has no split {split!r}, only {', '.join(manifest['splits'])}"
+            )
+        entry = manifest["splits"][split]
+        self.data_dir, self.split = Path(data_dir), split
+        self.tokens: int = entry["tokens"]
+        self.bytes: int | None = entry["bytes"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.sequence_length: int | None = manifest.get("sequence_length")
+        self.shards: list[dict] = entry["shards"]
+        self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
+        self._read = read or partial(read_shard, self.data_dir, DTYPES[manifest["dtype"]])
+        for shard in self.shards if read is None else []:
+            self._read(shard, 0, 0)
+        self.targets: np.ndarray | None = None
+        if self.sequence_length is not None:
+            targets = entry["targets"]
+            self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
+
+        Raises the errors of the stream's `read`, and `ValueError` if a token id is not below `vocab_size`.
+        """
+        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
+        out = np.empty(count, np.int64)
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < count:
+            shard, left = self.shards[number], int(self._ends[number]) - start - filled
+            size = min(count - filled, left)
+            piece = self._read(shard, shard["tokens"] - left, size)
+            if len(piece) != size:
+                raise UnreadableData(
+                    f"{self.data_dir / shard['file']} gave {len(piece):,} of {size:,} tokens: try again"
+                )
+            ids = piece if self.sequence_length is None else piece & TOKEN_ID
+            if size and ids.max() >= self.vocab_size:
+                raise ValueError(
+                    f"{self.data_dir / shard['file']} holds the token id {ids.max()}, but the vocabulary has "
+                    f"{self.vocab_size}: prepare the data again"
+                )
+            out[filled : filled + size] = piece
+            filled += size
+            number += 1
+        return out
+
+
+# A data folder
+
+
 def data_fingerprint(data_dir: str | Path) -> str:
     """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and checksums of all shards."""
     manifest = read_manifest(data_dir)
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
-    for part, weight in mixture_parts(data_dir):
-        content += [weight, data_fingerprint(part)]
+    for folder, _, share in read_parts(data_dir) if "mixture" in manifest else []:
+        content += [share, data_fingerprint(folder)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -259,31 +308,46 @@ def verify_data(data_dir: str | Path) -> int:
     Other trainers' files have no checksums, only their sizes are checked. Raises `ValueError` for the first shard that
     has changed, or if the tokenizer has changed.
     """
-    data_dir, manifest = Path(data_dir), read_manifest(data_dir)
-    if "format" in manifest:
+    if "format" in read_manifest(data_dir):
         load_data_tokenizer(data_dir)
-    shards, dtype = listed_shards(manifest), DTYPES[manifest["dtype"]]
-    for shard in progress(shards, "verifying", len(shards)):
+    parts = read_parts(data_dir)
+    shards = [(f, DTYPES[m["dtype"]], shard) for f, m, _ in parts for shard in listed_shards(m)]
+    for folder, dtype, shard in progress(shards, "verifying", len(shards)):
         digest = hashlib.sha256()
         for start in range(0, shard["tokens"], BLOCK):
             count = min(BLOCK, shard["tokens"] - start)
-            digest.update(read_shard(data_dir, dtype, shard, start, count))
+            digest.update(read_shard(folder, dtype, shard, start, count))
         if shard["sha256"] not in (None, digest.hexdigest()):
             raise ValueError(
-                f"{data_dir / shard['file']} does not match its checksum: remove the folder and prepare the data again"
+                f"{folder / shard['file']} does not match its checksum: remove the folder and prepare the data again"
             )
-    return len(shards) + sum(verify_data(part) for part, _ in mixture_parts(data_dir))
+    return len(shards)
 
 
-def check_parts(manifests: Mapping[Path, dict], tokenizer: str) -> None:
-    """Raises `ValueError` if folders of a mixture are mixtures themselves, have another tokenizer than `tokenizer`, by its
-    fingerprint, or do not fit together."""
-    expected: dict[str, str | int] = {"tokenizer": tokenizer}
+# Mixtures
+
+
+def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
+    """Returns the folders of a mixture with their manifests and shares, which add up to 1; of other data the folder itself.
+
+    Raises the errors of `read_manifest` and `check_same`, also if a part has changed since the mixture was made.
+    """
+    folder, manifest = Path(data_dir), read_manifest(data_dir)
+    if "mixture" not in manifest:
+        return [(folder, manifest, 1.0)]
+    weights = {folder / part["data_dir"]: part["weight"] for part in manifest["mixture"]}
+    parts = {part: read_manifest(part) for part in weights}
+    check_same({folder: manifest, **parts})
+    whole = sum(weights.values())
+    return [(part, parts[part], weight / whole) for part, weight in weights.items()]
+
+
+def check_same(manifests: Mapping[Path, dict]) -> None:
+    """Raises `ValueError` if folders have different tokenizers, windows of conversations or chat templates."""
+    expected: dict[str, str | int] = {}
     for folder, manifest in manifests.items():
-        if "mixture" in manifest:
-            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-        found = {"tokenizer": manifest["tokenizer"]["fingerprint"]}
-        found |= {name: manifest.get(name) for name in ("sequence_length", "template")}
+        found = {name: manifest.get(name) for name in ("sequence_length", "template")}
+        found["tokenizer"] = manifest["tokenizer"]["fingerprint"]
         for name, value in found.items():
             if value is not None and expected.setdefault(name, value) != value:
                 raise ValueError(
@@ -291,52 +355,35 @@ def check_parts(manifests: Mapping[Path, dict], tokenizer: str) -> None:
                 )
 
 
-def mixture_parts(data_dir: str | Path) -> list[tuple[Path, float]]:
-    """Returns a mixture's folders with their shares, which add up to 1; an empty list for other folders.
-
-    Raises the errors of `check_parts`, also if a part has changed since the mixture was made.
-    """
-    mixture = read_manifest(data_dir)
-    parts = {
-        Path(data_dir) / part["data_dir"]: part["weight"] for part in mixture.get("mixture", [])
-    }
-    manifests = {folder: read_manifest(folder) for folder in parts}
-    check_parts(manifests, mixture["tokenizer"]["fingerprint"])
-    return [(folder, weight / sum(parts.values())) for folder, weight in parts.items()]
-
-
-def conversation_length(data_dir: str | Path) -> int | None:
-    """Returns the length in tokens of the windows of conversations in a data folder or mixture, None if it has none."""
-    folders = [data_dir, *(folder for folder, _ in mixture_parts(data_dir))]
-    lengths = (read_manifest(folder).get("sequence_length") for folder in folders)
-    return next(filter(None, lengths), None)
-
-
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
     Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is not positive, and the errors of `check_parts`; `FileExistsError`
-    if `data_dir` exists.
+    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself, and the errors of
+    `check_same`; `FileExistsError` if `data_dir` exists.
     """
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")
     manifests = {Path(folder): read_manifest(folder) for folder in weights}
-    packed = [folder for folder, manifest in manifests.items() if "sequence_length" in manifest]
-    first = [*packed, *manifests][0]  # its tokenizer has the chat template
-    check_parts(manifests, manifests[first]["tokenizer"]["fingerprint"])
+    for folder, manifest in manifests.items():
+        if "mixture" in manifest:
+            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
+    check_same(manifests)
+    # The tokenizer of conversations has the chat template.
+    first = max(manifests, key=lambda folder: manifests[folder].get("version", VERSION))
     entries = [manifest["splits"] for manifest in manifests.values()]
     splits = {}
     for name in entries[0]:
         if all(name in entry for entry in entries):
             counts = ("tokens", "documents", "bytes")
-            found = {count: total([entry[name] for entry in entries], count) for count in counts}
-            splits[name] = {**found, "shards": []}
+            found = {count: [entry[name][count] for entry in entries] for count in counts}
+            sums = {count: None if None in n else sum(n) for count, n in found.items()}
+            splits[name] = {**sums, "shards": []}
+    about = {name: manifests[first].get(name) for name in ("tokenizer", "dtype", "sequence_length")}
     manifest = {
         "format": MANIFEST_FORMAT,
-        "version": PACKED_VERSION if packed else VERSION,
-        "tokenizer": manifests[first]["tokenizer"],
-        "dtype": manifests[first]["dtype"],
+        "version": manifests[first].get("version", VERSION),
+        **about,
         "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
         "mixture": [
             {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}

@@ -1,17 +1,15 @@
-"""Sources of text: files of plain text, files of rows, and texts in memory."""
+"""Sources of text: files of plain text, files of rows, data sets of the Hub, and texts in memory."""
 
 import codecs
 import hashlib
 import http.client
 import itertools
+import os
 import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from gpt2_accel.data.documents import (
     CHUNK,
@@ -19,7 +17,6 @@ from gpt2_accel.data.documents import (
     Document,
     Rule,
     by_hash,
-    by_number,
     chunks,
     fitting_share,
     held_out,
@@ -27,77 +24,77 @@ from gpt2_accel.data.documents import (
     next_cut,
     split_of,
 )
-from gpt2_accel.data.rows import column_of, count_rows, read_rows, reading
+from gpt2_accel.data.rows import column_of, read_rows, reading
 from gpt2_accel.files import first_line
 
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out
+SECONDS_TO_ANSWER = 8
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Documents of each split from memory or iterators."""
+class Source:
+    """A part of a corpus, with its documents.
 
-    splits: Mapping[str, Iterable[str]]
-    size: int = 0
-
-    def documents(self) -> Iterator[Document]:
-        for split, texts in self.splits.items():
-            for text in texts:
-                yield Document(split, chunks([text]))
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A file of plain text, one document. Without a `split` its last `VAL_SHARE` is for validation."""
-
-    path: Path
-    size: int
-    modified: float
-    split: str | None
-
-    def documents(self) -> Iterator[Document]:
-        cut = self.size
-        if self.split is None:
-            cut = next_cut(self.path, int(self.size * (1 - VAL_SHARE)))
-        yield Document(self.split or "train", chunks(self.read(0, cut)), str(self.path))
-        yield Document("val", chunks(self.read(cut, self.size)), str(self.path))
-
-    def read(self, start: int, end: int) -> Iterator[str]:
-        """Yields the text in bytes [start, end), without a byte-order mark."""
-        with open(self.path, "rb") as file:
-            file.seek(start)
-            encoding = "utf-8" if start else "utf-8-sig"
-            decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-            while data := file.read(min(end - file.tell(), CHUNK)):
-                yield decoder.decode(data, final=file.tell() == end)
-
-
-@dataclass(frozen=True)
-class RowFile:
-    """A local or remote file with a document in the `column` of each row, held out by `rule`.
-
-    `modified` is None for a remote file: its path names the commit.
+    `size` is an estimate of its text in bytes. `modified` is the time of a local file: a remote one's name has the commit.
+    The `repr` changes with the text.
     """
 
-    path: str
-    size: int
-    modified: float | None
-    column: str
-    rule: Rule = field(default=by_hash, repr=False)
+    name: str
+    documents: Callable[[], Iterator[Document]] = field(repr=False)
+    size: int = 0
+    modified: float | None = None
 
-    def documents(self) -> Iterator[Document]:
-        for number, (row, place) in enumerate(read_rows(self.path, self.column)):
-            for split, text in self.rule(column_of(row, self.column, place), number):
+
+def texts(name: str, splits: Mapping[str, Iterable[str]]) -> Source:
+    """Returns the source of each split's documents in memory."""
+
+    def documents() -> Iterator[Document]:
+        for split, own in splits.items():
+            for text in own:
+                yield Document(split, chunks([text]))
+
+    return Source(name, documents)
+
+
+def text_file(path: Path, split: str | None) -> Source:
+    """Returns the source of a file of plain text, one document. Without a `split` its last `VAL_SHARE` is for validation."""
+    state = path.stat()
+
+    def documents() -> Iterator[Document]:
+        size = cut = state.st_size
+        if split is None:
+            cut = next_cut(path, int(size * (1 - VAL_SHARE)))
+        yield Document(split or "train", chunks(read_part(path, 0, cut)), str(path))
+        yield Document("val", chunks(read_part(path, cut, size)), str(path))
+
+    return Source(f"{path}, {split}", documents, state.st_size, state.st_mtime)
+
+
+def read_part(path: Path, start: int, end: int) -> Iterator[str]:
+    """Yields the text in bytes [start, end) of a file, without a byte-order mark."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        encoding = "utf-8" if start else "utf-8-sig"
+        decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        while data := file.read(min(end - file.tell(), CHUNK)):
+            yield decoder.decode(data, final=file.tell() == end)
+
+
+def row_file(path: str, column: str, rule: Rule) -> Source:
+    """Returns the source of a local or remote file with a document in the `column` of each row, held out by `rule`."""
+
+    def documents() -> Iterator[Document]:
+        for row, place in read_rows(path, column):
+            for split, text in rule(column_of(row, column, place)):
                 yield Document(split, chunks([text]), place)
 
+    return Source(f"{path}, {column}", documents, *state_of(path))
 
-Source = Texts | TextFile | RowFile
-"""A part of a corpus. `size` is an estimate of its text in bytes; the `repr` changes with the text."""
 
 # Files of a corpus
 
@@ -108,27 +105,21 @@ def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
     Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
     file is held out instead. Raises `ValueError` if the first rows are not documents with a text in `column`.
     """
-    states = {path: path.stat() for path in names if not path.name.endswith(ROW_SUFFIXES)}
-    sizes = {path: state.st_size for path, state in states.items()}
+    sizes = {path: path.stat().st_size for path in names if not path.name.endswith(ROW_SUFFIXES)}
     share = sum(size for path, size in sizes.items() if held_out(names[path]))
     whole = fitting_share(share / (sum(sizes.values()) or 1))
-    texts = [
-        TextFile(
-            path, sizes[path], state.st_mtime, split_of(held_out(names[path])) if whole else None
-        )
-        for path, state in states.items()
-    ]
-    return [*texts, *row_files([str(path) for path in names if path not in states], column)]
+    found = [text_file(path, split_of(names[path]) if whole else None) for path in sizes]
+    return [*found, *row_files([str(path) for path in names if path not in sizes], column)]
 
 
-def row_files(paths: Sequence[str], column: str, rule: Rule | None = None) -> list[RowFile]:
+def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[Source]:
     """Returns the sources of files of rows.
 
-    Without a `rule`, rows are held out `by_hash` if that is a fitting share of the text in the first `SAMPLED_ROWS`
-    rows, else by `last_part`. Raises `ValueError` if one of these rows has no text in `column`.
+    Rows are held out by `rule`. If that is `by_hash`, and no fitting share of the text in the first `SAMPLED_ROWS` rows,
+    it is by `last_part`; raises `ValueError` if one of these rows has no text in `column`.
     """
-    files = [RowFile(path, *state_of(path), column, rule or by_hash) for path in paths]
-    if rule is not None:
+    files = [row_file(path, column, rule) for path in paths]
+    if rule is not by_hash:
         return files
     sizes = {"train": 0, "val": 0}
     documents = itertools.chain.from_iterable(file.documents() for file in files)
@@ -136,20 +127,7 @@ def row_files(paths: Sequence[str], column: str, rule: Rule | None = None) -> li
         sizes[document.split] += sum(map(len, document.chunks))
     if fitting_share(sizes["val"] / (sum(sizes.values()) or 1)):
         return files
-    return [replace(file, rule=last_part) for file in files]
-
-
-def drawn_files(paths: Sequence[str], column: str, share: float, seed: int) -> list[RowFile]:
-    """Returns the sources of Parquet files, of whose rows the `share` is held out that `train_test_split` of `datasets`
-    draws with `seed`."""
-    counts = [count_rows(path) for path in paths]
-    order = np.random.default_rng(seed).permutation(sum(counts))
-    drawn = frozenset(order[: int(np.ceil(share * len(order)))].tolist())
-    starts = itertools.accumulate(counts, initial=0)
-    return [
-        RowFile(path, *state_of(path), column, partial(by_number, drawn, first))
-        for path, first in zip(paths, starts, strict=False)
-    ]
+    return [row_file(path, column, last_part) for path in paths]
 
 
 def state_of(path: str) -> tuple[int, float | None]:
@@ -217,7 +195,74 @@ def read_text(path: str | Path) -> str:
     return text
 
 
+# Data sets of the Hub
+
+
+def hub_files(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    data_files: str | None = None,
+) -> tuple[list[str], str | None]:
+    """Returns the files of a data set on the Hub or in a folder, and its revision (a commit).
+
+    Raises `ValueError` if the data set, its configuration or split does not exist, or its files are neither Parquet nor
+    JSON, `OSError` if the Hub has no such data set or cannot be reached.
+    """
+    from datasets import load_dataset_builder
+
+    revision = pinned_revision(name, revision)
+    try:
+        builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
+    except Exception as error:  # for an empty name, an IndexError
+        raise ValueError(
+            f"the data set {name} cannot be opened ({first_line(error)}): check its name, --config and --data_files, and "
+            "the network; if it has a script, try --revision refs/convert/parquet"
+        ) from error
+    splits = builder.config.data_files or {}
+    if split not in splits:
+        known = ", ".join(map(str, splits)) or "none"
+        raise ValueError(f"the data set {name} has no split {split!r}, only {known}: set --split")
+    for file in splits[split]:
+        if not {".parquet", ".json", ".jsonl"} & set(Path(file).suffixes):
+            raise ValueError(
+                f"{file} is neither Parquet nor JSON: give --revision refs/convert/parquet, where the Hub has data sets as "
+                "Parquet, or convert it"
+            )
+    return list(splits[split]), revision
+
+
+def pinned_revision(name: str, revision: str | None) -> str | None:
+    """Resolves the `revision` of a data set to a commit; returns `revision` for a local folder or in offline mode.
+
+    One request, so that a wrong name or a missing network is reported within seconds, where `datasets` retries. Raises
+    `OSError` if the Hub has no such data set or revision that may be read, or cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if os.path.exists(name) or constants.HF_HUB_OFFLINE:
+        return revision
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
+    except Exception as error:  # the HTTP client's errors differ between its versions
+        raise OSError(
+            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name and the network, log in "
+            "if it is not public, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
+        ) from error
+
+
 # One text
+
+
+def one_text(path: str | Path | None = None) -> tuple[str, Source]:
+    """Returns the text of `tiny_shakespeare`, and its source: the first 90% for training, the rest for validation, as
+    nanoGPT has it. The source's name is the text's file or name, and its SHA-256."""
+    text = tiny_shakespeare(path)
+    digest, cut = hashlib.sha256(text.encode()).hexdigest(), int(len(text) * 0.9)
+    splits = {"train": [text[:cut]], "val": [text[cut:]]}
+    return text, texts(f"{path or 'tiny Shakespeare'}, SHA-256 {digest}", splits)
 
 
 def tiny_shakespeare(path: str | Path | None = None) -> str:
@@ -234,15 +279,3 @@ def tiny_shakespeare(path: str | Path | None = None) -> str:
         raise ConnectionError(
             f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text by --input FILE"
         ) from error
-
-
-def split_text(text: str) -> dict[str, list[str]]:
-    """Splits a text into its first 90% for training and the rest for validation, as nanoGPT does."""
-    cut = int(len(text) * 0.9)
-    return {"train": [text[:cut]], "val": [text[cut:]]}
-
-
-def text_source(text: str, path: str | Path | None = None) -> str:
-    """Returns the manifest's source of a text from `tiny_shakespeare(path)`: its file or name, and its SHA-256."""
-    found = hashlib.sha256(text.encode()).hexdigest()
-    return f"{path or 'tiny Shakespeare'}, SHA-256 {found}"

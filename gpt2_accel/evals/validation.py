@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.data.prefetch import Prefetch
-from gpt2_accel.data.shards import UnreadableData, check_tokenizer, conversation_length
+from gpt2_accel.data.shards import UnreadableData, check_tokenizer, read_manifest
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
@@ -82,7 +82,7 @@ def prepare_loss(
     Raises `ValueError` if the data was made with another tokenizer than the model's.
     """
     check_tokenizer(data_dir, tokenizer, "the model")
-    length = conversation_length(data_dir) or config.n_positions
+    length = read_manifest(data_dir).get("sequence_length") or config.n_positions
     tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
     loader = EvalLoader(
         open_split(data_dir, split),

@@ -14,7 +14,6 @@ from gpt2_accel.config import AUTO, PATHS, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import (
     check_tokenizer,
-    conversation_length,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
@@ -56,7 +55,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     torch.manual_seed(config.seed)
     with all_or_none():
         tokenizer = load_data_tokenizer(config.data_dir)
-        conversations = conversation_length(config.data_dir) is not None
+        conversations = bool(read_manifest(config.data_dir).get("sequence_length"))
         prompts = [
             user_turn(prompt) if conversations else prompt for prompt in config.sample_prompts
         ]
@@ -151,7 +150,7 @@ def load_model(
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         own = load_tokenizer(source)
-        if conversation_length(config.data_dir) and extends(tokenizer, own):
+        if read_manifest(config.data_dir).get("sequence_length") and extends(tokenizer, own):
             model = with_rows(model, len(own), len(tokenizer))
         else:
             check_tokenizer(config.data_dir, own, source)

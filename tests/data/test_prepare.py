@@ -21,12 +21,10 @@ from hypothesis import strategies as st
 from launching import python
 
 from gpt2_accel.data import documents
-from gpt2_accel.data.data_sets import hub_files
 from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
-from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.data.sources import Texts, corpus_files, find_files, is_text
-from gpt2_accel.data.stream import TokenStream
+from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
+from gpt2_accel.data.sources import corpus_files, find_files, hub_files, is_text, texts
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
 RECIPE = "recipes/prepare_data.py"
@@ -251,18 +249,18 @@ def test_few_rows_hold_out_their_last_parts(tmp_path):
     assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
 
 
-def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path, capsys):
-    texts, source = corpus[1], tmp_path / "set"
+def test_splits_of_openwebtext_and_fineweb_edu(corpus, tmp_path):
+    rows, source = corpus[1], tmp_path / "set"
     source.mkdir()
-    everything = [f"{i} {text}" for i in range(2) for text in texts * 10]
+    everything = [f"{i} {text}" for i in range(2) for text in rows * 10]
     for i in range(2):
         write_parquet(source / f"train-{i}.parquet", everything[2000 * i :][:2000])
     common = (source, "--tokenizer", "bytes", "--workers", 2)
     owt = ("openwebtext", *common, "--data_files", "*.parquet", "--data_dir", tmp_path / "o")
     run_recipe("prepare_data", *owt)
-    assert "val: 2 documents" in capsys.readouterr().out
-    rows = np.random.default_rng(2357).permutation(4000)[:2]
-    assert documents_in(tmp_path / "o", "val") == [everything[row] for row in sorted(rows)]
+    train, val = everything_in(tmp_path / "o")
+    assert [text for text in everything if held_out(text)] == val
+    assert [text for text in everything if not held_out(text)] == train
 
     edu = ("fineweb-edu", *common, "--config", "default")
     run_recipe("prepare_data", *edu, "--data_dir", tmp_path / "e", "--shard_tokens", 50_000)
@@ -420,13 +418,13 @@ def test_a_folder_is_shown_and_verified(tmp_path, capsys):
 
 
 def test_the_same_command_notices_a_shard_that_was_lost(tmp_path):
-    texts = {"train": ["a b"], "val": ["c"]}
-    first = prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
-    same = prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
-    assert first == same
+    source = [texts("a text", {"train": ["a b"], "val": ["c"]})]
+    options = {"source": "x", "plan": "p"}
+    first = prepare_sources(source, byte_tokenizer(), tmp_path / "a", **options)
+    assert prepare_sources(source, byte_tokenizer(), tmp_path / "a", **options) == first
     (tmp_path / "a/val_000000.bin").unlink()
     with pytest.raises(FileNotFoundError, match="remove the folder and prepare the data again"):
-        prepare_sources([Texts(texts)], byte_tokenizer(), tmp_path / "a", source="x", plan="p")
+        prepare_sources(source, byte_tokenizer(), tmp_path / "a", **options)
 
 
 def test_a_bpe_is_trained_beside_a_long_line_without_spaces():

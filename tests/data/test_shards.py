@@ -14,13 +14,13 @@ from gpt2_accel.data.shards import (
     DTYPES,
     HEADER,
     ShardWriter,
+    TokenStream,
     UnreadableData,
     load_data_tokenizer,
     read_manifest,
     read_shard,
     verify_data,
 )
-from gpt2_accel.data.stream import TokenStream
 
 
 def write_shard(path, tokens, dtype="uint16"):

@@ -8,13 +8,13 @@ from conftest import make_text, run, tiny_config
 
 from gpt2_accel.data.loader import open_split
 from gpt2_accel.data.shards import (
+    TokenStream,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
     verify_data,
     write_mixture,
 )
-from gpt2_accel.data.stream import TokenStream
 from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")

@@ -77,8 +77,8 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
 def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch):
     recipe = load_recipe("chat_sft")
     train = {"tokens": windows * 512, "documents": 2 * windows}
-    monkeypatch.setattr(recipe, "read_manifest", lambda _: {"splits": {"train": train}})
-    monkeypatch.setattr(recipe, "conversation_length", lambda _: 512)
+    manifest = {"splits": {"train": train}, "sequence_length": 512}
+    monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
     line = recipe.fit_to_data(config, 128, processes)
     assert config.total_batch_size // 512 == expected[0] and f"{expected[1]:,} updates of" in line
