@@ -1,7 +1,7 @@
-"""Evaluate a model: the loss on prepared data, CORE, HellaSwag, a text, chat, and any task of lm-evaluation-harness.
+"""Evaluate a model: the loss on prepared data, CORE, HellaSwag, a text, chat.
 
     python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
-    python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag lambada_openai wikitext
+    python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag
     accelerate launch recipes/evaluate.py --model USER/NAME --tasks core
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
@@ -10,7 +10,7 @@
 Prints a table with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
 for `core` DCLM's bundle, a folder, a ZIP file or its URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for
 `chat` with `prompt` and `answer`, for `text` a text file.
-Other tasks, and those that begin with `lm_eval:`, are lm-evaluation-harness's (`pip install 'lm-eval>=0.4.9'`).
+Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the same directories (docs/evaluation.md).
 """
 
 import hashlib
@@ -31,7 +31,6 @@ from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Core, open_bundle
-from gpt2_accel.evals.harness import Harness
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -44,18 +43,14 @@ from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
 
-OWN = ("core", "hellaswag", "text", "chat")  # the other tasks are the harness's
-HARNESS = "lm_eval:"
+TASKS = ("core", "hellaswag", "text", "chat")
 
 
 @dataclass
 class Evaluate:
     model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
     baselines: bool = setting(False, "OpenAI's four checkpoints in place of --model")
-    tasks: list[str] = setting(
-        [],
-        f"{', '.join(OWN)}, or lm-evaluation-harness's; hellaswag if nothing else is asked for",
-    )
+    tasks: list[str] = setting([], f"{', '.join(TASKS)}; hellaswag if nothing else is asked for")
     data: list[str] = setting([], "local items: TASK=FILE, or FILE where there is one task")
     limit: int | None = setting(None, "evaluate the first N items of each task")
     stride: int | None = setting(None, "tokens between a text's windows; default n_positions")
@@ -63,12 +58,6 @@ class Evaluate:
         None, "prepared data, to get the loss of its train and val splits"
     )
     eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
-    chat_template: bool = setting(
-        False, "render the harness's prompts by the model's chat template"
-    )
-    lm_eval_tasks: str | None = setting(
-        None, "folder of YAML files that add tasks to the harness's"
-    )
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of a local --model"
     )
@@ -77,26 +66,27 @@ class Evaluate:
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")
         names = dict.fromkeys(name for given in self.tasks for name in given.split(",") if name)
-        self.tasks = [n if n in OWN or n.startswith(HARNESS) else HARNESS + n for n in names]
+        if other := next((name for name in names if name not in TASKS), None):
+            raise ValueError(
+                f"--tasks {other}: the tasks are {', '.join(TASKS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
+                f"and lm_eval --model hf --model_args pretrained={self.model},dtype=float32 --tasks {other}"
+            )
+        self.tasks = [*names]
         if not (self.tasks or self.data_dir):
             self.tasks = ["hellaswag"]
 
 
 def local_files(config: Evaluate) -> dict[str, str]:
     """Returns the local file of each task that has one."""
-    own = [task for task in config.tasks if task in OWN]
     found = {}
     for entry in config.data:
         task, equals, path = entry.partition("=")
-        if not equals and len(own) == 1:
-            task, path = own[0], entry
-        if task not in own:
-            raise ValueError(
-                f"--data {entry} is for none of the --tasks, and only {', '.join(OWN)} take local items: "
-                "write TASK=FILE"
-            )
+        if not equals and len(config.tasks) == 1:
+            task, path = config.tasks[0], entry
+        if task not in config.tasks:
+            raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
         found[task] = path
-    for task in own:
+    for task in config.tasks:
         if task in ("text", "chat") and task not in found:
             raise ValueError(f"the task {task} has no data on the Hub: give --data {task}=FILE")
     return found
@@ -108,7 +98,6 @@ def evaluate(
     directory: Path,
     items: dict[str, list[Item]],
     bundle: Path | None,
-    harness: Harness | None,
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of the model in `directory`, and notes on them. `bundle` is that of CORE."""
     tokenizer, model = load_tokenizer(directory), from_pretrained(directory)
@@ -131,7 +120,7 @@ def evaluate(
         limited = [task for task in config.tasks if task != "text"]
         notes += [f"{task}: the first {config.limit} items only" for task in limited]
     accelerator.print(*notes, sep="\n", flush=True)
-    results = harness(accelerator, directory) if harness else {}
+    results: dict[str, float] = {}
     model = accelerator.prepare_model(model, evaluation_mode=True)
     for evaluation in evaluations:
         results |= evaluation(accelerator, model)
@@ -166,10 +155,6 @@ def main() -> None:
     accelerator = build_accelerator()
     output = output_file(config)
     record = {} if output is None else read_record(output)
-    harness = None
-    if tasks := [name.removeprefix(HARNESS) for name in config.tasks if name not in OWN]:
-        options = {"task_folder": config.lm_eval_tasks, "chat_template": config.chat_template}
-        harness = Harness(tasks, limit=config.limit, **options)
     items = {task: read_items(path) for task, path in files.items() if task != "core"}
     bundle = None
     if "core" in config.tasks:
@@ -184,7 +169,7 @@ def main() -> None:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = local_directory(verified_directory(name, config.verify))
         entry = describe_weights(directory)  # a run that trains meanwhile may remove the checkpoint
-        table[name], notes = evaluate(config, accelerator, directory, items, bundle, harness)
+        table[name], notes = evaluate(config, accelerator, directory, items, bundle)
         finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)

@@ -118,9 +118,8 @@ SERVERS = (
 )
 NOT_RUN = {
     "accelerate launch recipes/evaluate.py --model USER/NAME --tasks core": "tests/evals/test_core.py does",
-    "python recipes/evaluate.py --model USER/NAME --tasks hellaswag lambada_openai wikitext": (
-        "needs lm-eval and its data sets; tests/recipes/test_evaluate.py runs local ones"
-    ),
+    "lm_eval --model hf --model_args pretrained=runs/quickstart,dtype=float32 --tasks "
+    "lambada_openai,wikitext": "needs data sets; tests/recipes/test_evaluate.py runs local ones",
     "python recipes/evaluate.py --model runs/quickstart --tasks text --data my_text.txt --stride 64": (
         "tests/recipes/test_evaluate.py does"
     ),

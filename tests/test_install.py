@@ -170,6 +170,10 @@ def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
     filled_in = {"…", "{name}", "{requirement}", "{names}", "{source}"}
     named = {word for word in found if not local.match(word)} - filled_in
     # For environments of their own: no extra.
-    known = requirements() | {"llama-cpp-python[server]==0.3.36", "optimum-onnx[onnxruntime]"}
+    known = requirements() | {
+        "llama-cpp-python[server]==0.3.36",
+        "optimum-onnx[onnxruntime]",
+        "lm-eval>=0.4.9",
+    }
     assert {word: found[word] for word in named - known} == {}
     assert len(named) >= 6 and len(found) - len(named) >= 4

@@ -152,12 +152,11 @@ def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
         task, _, metric = name.partition("/")
         if metric.endswith("_stderr") or not math.isfinite(value):
             continue
-        data = task.removeprefix("lm_eval:")
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=SOURCES[task].repo_id if task in SOURCES else data,
-                dataset_name=data,
+                dataset_type=SOURCES[task].repo_id if task in SOURCES else task,
+                dataset_name=task,
                 metric_type=metric,
                 metric_name=name,
                 metric_value=round(value, 6),

@@ -172,7 +172,7 @@ def compared_metrics(runs: list[Run]) -> list[str]:
 def comparable(names: Sequence[str], runs: list[Run]) -> list[str]:
     """Returns the names of metrics without standard errors, and without per-token metrics if the tokenizers differ."""
     if not figures.same_tokens(runs):
-        names = [n for n in names if n.startswith("lm_eval:") or not n.endswith(PER_TOKEN)]
+        names = [n for n in names if not n.endswith(PER_TOKEN)]
     return [name for name in names if not name.endswith("_stderr")]
 
 

@@ -1,14 +1,16 @@
-"""Runs recipes/evaluate.py as a user does, with lm-evaluation-harness if it is installed."""
+"""Runs recipes/evaluate.py as a user does."""
 
-import importlib.util
 import json
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, write_lines
-from launching import launch, python
+from launching import launch
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.evals.results import markdown_table
@@ -16,10 +18,6 @@ from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
-
-HARNESS = importlib.util.find_spec("lm_eval") is not None
-needs_harness = pytest.mark.skipif(not HARNESS, reason="needs lm-eval")
-LOCAL_TASKS = ["lm_eval:local_hellaswag", "local_lambada_openai", "local_wikitext"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +28,7 @@ def model(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
-    """A folder of local files: HellaSwag whose texts lm-eval does not change, LAMBADA, a page of WikiText, a text."""
+    """A folder of local files: HellaSwag whose texts lm-eval does not change, a page of WikiText, a text."""
     folder = tmp_path_factory.mktemp("items")
     lines = hellaswag_items(30)
     for item in lines:
@@ -41,24 +39,21 @@ def items(tmp_path_factory):
             "label": str(item["label"]),
         }
     write_lines(folder / "hellaswag.jsonl", lines)
-    write_lines(
-        folder / "lambada_openai.jsonl", [{"text": make_text(9, i)[:-2]} for i in range(20)]
-    )
     write_lines(folder / "wikitext.jsonl", [{"page": make_text(60, 1).strip()}])
     (folder / "text.txt").write_text(make_text(60, 1))
     return folder
 
 
-def flags_of(model, items, data_dir) -> list[str]:
+def flags_of(model, items) -> list[str]:
     data = [f"hellaswag={items / 'hellaswag.jsonl'}", f"text={items / 'text.txt'}"]
     flags = ["--model", model, "--tasks", "hellaswag", "text", "--data", *data]
-    return [*map(str, flags), "--data_dir", str(data_dir)]
+    return list(map(str, flags))
 
 
 def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     model, items, data_dir, tmp_path, capsys
 ):
-    flags = flags_of(model, items, data_dir)
+    flags = [*flags_of(model, items), "--data_dir", str(data_dir)]
     run_recipe("evaluate", *flags)
     said = capsys.readouterr().out
     [[name, one]] = json.loads((model / "evaluation.json").read_text()).items()
@@ -74,19 +69,12 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     logged = [json.loads(line) for line in (model / "metrics.jsonl").open()][-1]
     assert one["results"]["val/loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
 
-    extra = []
-    if HARNESS:
-        extra = ["--tasks", "hellaswag", "text", *LOCAL_TASKS[:2]]  # a page is too few for two
-        extra += ["--lm_eval_tasks", harness_tasks(items, tmp_path)]
     done = launch(
-        "recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), *extra, processes=2
+        "recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), processes=2
     )
     assert done.returncode == 0, done.stderr
     [two] = json.loads((tmp_path / "two.json").read_text()).values()
-    ours = {key: value for key, value in two["results"].items() if not key.startswith("lm_eval:")}
-    assert ours == pytest.approx(one["results"], rel=1e-6)
-    if HARNESS:
-        assert_equal_to_harness(two["results"])
+    assert two["results"] == pytest.approx(one["results"], rel=1e-6)
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):
@@ -127,18 +115,19 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     assert output.read_text() == '{"a": 1}'
 
 
-def harness_tasks(items: Path, folder: Path) -> str:
-    """Writes copies of the harness's tasks that read the local files; returns their folder."""
+@pytest.mark.skipif(not find_spec("lm_eval"), reason="needs lm-eval")
+def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
+    """The harness opens the directory of a Qwen3 in transformers, and reads copies of its tasks with local items."""
     import lm_eval.tasks
 
+    model, output = tmp_path / "model", tmp_path / "out.json"
+    save_pretrained(Qwen3Config(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
+    run_recipe("evaluate", *flags_of(model, items), "--output", output)
+    [ours] = json.loads(output.read_text()).values()
     built_in = Path(lm_eval.tasks.__file__).parent
-    for name, split in (
-        ("hellaswag", "validation"),
-        ("lambada_openai", "test"),
-        ("wikitext", "test"),
-    ):
+    for name, split in (("hellaswag", "validation"), ("wikitext", "test")):
         task = {
-            "include": str(built_in / name.removesuffix("_openai") / f"{name}.yaml"),
+            "include": str(built_in / name / f"{name}.yaml"),
             "task": f"local_{name}",
             "dataset_path": "json",
             "dataset_name": None,
@@ -146,45 +135,20 @@ def harness_tasks(items: Path, folder: Path) -> str:
             "training_split": None,
             "validation_split": split if split == "validation" else None,
         }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    return str(folder)
-
-
-def assert_equal_to_harness(results: dict[str, float]) -> None:
-    """Asserts that HellaSwag and the perplexity of the text equal the harness's."""
-    for ours, theirs in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    words = f"--model hf --model_args pretrained={model},dtype=float32 --device cpu --include_path {tmp_path}"
+    words += f" --tasks local_hellaswag,local_wikitext --output_path {tmp_path / 'harness'}"
+    command = [sys.executable, "-m", "lm_eval", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.glob("harness/**/results_*.json")
+    theirs = json.loads(path.read_text())["results"]
+    for mine, name in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
         for error in ("", "_stderr"):
-            found = results[f"lm_eval:local_hellaswag/{theirs}{error}"]
-            assert results[f"hellaswag/{ours}{error}"] == pytest.approx(found, abs=1e-12)
-    if "lm_eval:local_wikitext/bits_per_byte" in results:
-        bits = results["lm_eval:local_wikitext/bits_per_byte"]
-        assert results["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-    assert results["lm_eval:local_lambada_openai/perplexity"] > 1
-
-
-@needs_harness
-def test_results_of_a_qwen3_equal_the_harness(items, data_dir, tmp_path, capsys):
-    model, output = tmp_path / "model", tmp_path / "out.json"
-    save_pretrained(Qwen3Config(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
-    run_recipe(
-        "evaluate", *flags_of(model, items, data_dir), "--output", output,
-        "--tasks", ",".join(["hellaswag", "text", *LOCAL_TASKS]),
-        "--lm_eval_tasks", harness_tasks(items, tmp_path),
-    )  # fmt: skip
-    [found] = json.loads(output.read_text()).values()
-    assert_equal_to_harness(found["results"])
-    accuracy = found["results"]["lm_eval:local_lambada_openai/acc"]
-    assert (
-        f"| lm_eval:local_lambada_openai/acc        | {accuracy:.4f} ± " in capsys.readouterr().out
-    )
-
-
-@pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
-def test_a_missing_harness_is_refused_with_the_install_command(model):
-    done = python("recipes/evaluate.py", "--model", str(model), "--tasks", "hellaswag,arc_easy")
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("evaluate.py: ")]
-    assert "pip install 'lm-eval>=0.4.9'" in line and "arc_easy" in line
-    assert "Traceback" not in done.stderr
+            found = theirs["local_hellaswag"][f"{name}{error},none"]
+            assert ours["results"][f"hellaswag/{mine}{error}"] == pytest.approx(found, abs=1e-12)
+    bits = theirs["local_wikitext"]["bits_per_byte,none"]
+    assert ours["results"]["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monkeypatch):

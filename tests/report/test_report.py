@@ -76,7 +76,7 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
         "weights": "00",
         "precision": "no",
         "results": {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
-        | {"text/perplexity_per_token": 12345.6, "lm_eval:lambada_openai/perplexity": None},
+        | {"text/perplexity_per_token": 12345.6, "text/loss": None},
         "notes": ["hellaswag: 12 <items>"],
     }
     older = {**entry, "step": 40}
@@ -90,7 +90,7 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     assert "text/perplexity_per_token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second]).document()
-    assert "perplexity_per_token" not in page and "lm_eval:lambada_openai/perplexity" in page
+    assert "perplexity_per_token" not in page
     (folder / "evaluation.json").write_text("[")
     with pytest.raises(ValueError, match="evaluation.json does not hold evaluations"):
         read_run(folder)
