@@ -44,27 +44,8 @@ atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 long = pytest.mark.skipif(not LONG, reason="in make test-reliability")
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "that",
-    "rat",
-    "run",
-    "from",
-    "dog",
-    "to",
-    "house",
-    "with",
-    "old",
-    "red",
-    "hat",
-]
+SENTENCE = "the cat sat on a mat and saw that rat run from dog to house with old red hat"
+WORDS = SENTENCE.split()
 
 
 def make_text(words: int, seed: int) -> str:
@@ -91,7 +72,7 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
     return items
 
 
-QUESTIONS = "What Who Where When Why How"
+QUESTIONS = ["What", "Who", "Where", "When", "Why", "How"]
 
 
 def write_lines(path: Path, rows: list[dict]) -> Path:
@@ -105,7 +86,7 @@ def chat_rows(number: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
     rows = []
     for i in range(number):
-        question = f"{rng.choice(QUESTIONS.split())} {i}?"
+        question = f"{rng.choice(QUESTIONS)} {i}?"
         answer = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4))) + "."
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append({"messages": messages})

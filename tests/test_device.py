@@ -10,15 +10,6 @@ import torch
 from gpt2_accel import device
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE, rows_at_once
 
-CPU = torch.device("cpu")
-
-
-def test_environment_overrides_the_properties(monkeypatch):
-    monkeypatch.setenv(device.OVERRIDES, json.dumps({"has_bf16": False, "free_memory": 5}))
-    assert device.free_memory(CPU) == 5
-    monkeypatch.setenv(device.OVERRIDES, json.dumps({"has_bf16": True, "has_cpp_compiler": False}))
-    assert "g++" in device.inductor_problem(CPU)
-
 
 def test_cpu_limited_to_avx2_has_no_bf16_units():
     code = (
@@ -60,11 +51,6 @@ def test_attention_kernels_follow_the_compute_capability(monkeypatch, major, fir
     flash = ("FLASH_ATTENTION",) if major >= 8 else ()
     assert device.attention_order(gpu, deterministic=True) == (*flash, "MATH")
     assert device.has_block_masks(gpu) is (major >= 8)
-
-
-def test_a_cpu_has_torchs_order_and_no_block_masks():
-    assert device.attention_order(CPU, deterministic=True) == ()
-    assert not device.has_block_masks(CPU)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import load_recipe
 from launching import ROOT
 
@@ -77,20 +76,6 @@ def test_the_defaults_of_the_settings_are_those_of_the_code(page, defaults):
             assert float(written.replace(",", "")) == default, name
         elif isinstance(default, str):
             assert written == f"`{default}`", name
-
-
-def test_one_page_says_what_was_not_run_on_a_gpu():
-    pages = [ROOT / "README.md", *PAGES]
-    saying = [
-        page for page in pages if re.search(r"No GPU was\s+available", page.read_text(), re.I)
-    ]
-    assert saying == [ROOT / "docs/hardware.md"]
-
-
-def test_the_citation_names_the_licence_and_what_the_format_requires():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
-    assert cited["license"] == "MIT" and cited["authors"][0]["name"]
 
 
 def texts_of(source: str) -> set[str]:

@@ -17,7 +17,6 @@ from gpt2_accel.files import (
     JsonLines,
     atomic_directory,
     atomic_files,
-    check_unused,
     lock_folder,
     lock_id,
     read_json_lines,
@@ -60,16 +59,6 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     assert {*tmp_path.iterdir()} == {mine, elsewhere}
 
 
-def test_an_output_folder_must_be_new_or_empty(tmp_path):
-    check_unused(tmp_path / "new")
-    check_unused(tmp_path)
-    file = tmp_path / "file"
-    file.touch()
-    for used in (tmp_path, file, ".", ""):
-        with pytest.raises(FileExistsError, match=f"{used} exists already"):
-            check_unused(used)
-
-
 def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
     path, rename = tmp_path / "checkpoint-4", Path.rename
     with atomic_directory(path) as folder:
@@ -87,51 +76,34 @@ def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkey
     assert (path / "a.txt").read_text() == "old"
 
 
-def test_a_file_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    synced, replace = {}, os.replace
+def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, named = {}, []
 
     def noted(file):
         synced[os.fstat(file).st_ino] = os.fstat(file).st_size
 
-    def checked(source, target):
-        assert synced[os.stat(source).st_ino] == os.stat(source).st_size == 3
-        replace(source, target)
+    def checked(rename):
+        def run(source, target):
+            for path in (Path(source), *Path(source).rglob("*")):
+                found = path.stat()
+                assert path.is_dir() or synced[found.st_ino] == found.st_size == 3
+                assert found.st_ino in synced
+            named.append(Path(target).name)
+            return rename(source, target)
+
+        return run
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "replace", checked)
+    monkeypatch.setattr(os, "rename", checked(os.rename))
+    monkeypatch.setattr(os, "replace", checked(os.replace))
     write_file(tmp_path / "a.txt", "new")
-    assert (tmp_path / "a.txt").read_text() == "new"
-
-
-def test_a_folder_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    synced, rename = set(), Path.rename
-    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
-
-    def checked(self, target):
-        assert {path.stat().st_ino for path in (self, *self.rglob("*"))} <= synced
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", checked)
     with atomic_directory(tmp_path / "checkpoint-4") as folder:
         (folder / "state").mkdir()
         (folder / "state/a.txt").write_text("new")
-    assert (tmp_path / "checkpoint-4/state/a.txt").exists()
-    assert tmp_path.stat().st_ino in synced  # the name too
-
-
-def test_files_are_synced_to_disk_before_they_get_their_names(tmp_path, monkeypatch):
-    synced, named, replace = set(), [], Path.replace
-    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
-
-    def checked(self, target):
-        named.append((self.name, self.stat().st_ino in synced))
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", checked)
     with atomic_files(tmp_path) as folder:
         for name in ("config.json", "model.safetensors"):
             (folder / name).write_text("new")
-    assert named == [("model.safetensors", True), ("config.json", True)]
+    assert named == ["a.txt", "checkpoint-4", "model.safetensors", "config.json"]
     assert tmp_path.stat().st_ino in synced  # the names too
 
 

@@ -1,16 +1,13 @@
 """Block masks of documents: equal to FlexAttention's own masks, and to the dense mask in the model."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
-from conftest import run
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import gpt2_accel.models.gpt2 as gpt2
 from gpt2_accel import GPT, GPTConfig, kernels
-from gpt2_accel.device import OVERRIDES
 from gpt2_accel.kernels.block_attention import document_blocks
 from gpt2_accel.models.parts import document_mask
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -59,12 +56,3 @@ def test_dropout_and_narrow_heads_keep_the_dense_mask():
         model.separator = 7
         with kernels.chosen(block_masks=True):
             model(torch.randint(50, (2, 32)))
-
-
-def test_a_run_takes_block_masks_if_the_device_has_them(tiny, monkeypatch):
-    """FlexAttention has no backward on a CPU, so the run fails at its first update."""
-    monkeypatch.setenv(OVERRIDES, json.dumps({"has_block_masks": True}))
-    with torch._dynamo.config.patch(optimize_ddp=True), kernels.chosen():
-        with pytest.raises(NotImplementedError, match="FlexAttention does not support backward"):
-            run(tiny(document_mask=True))
-        assert torch._dynamo.config.optimize_ddp is False

@@ -1,0 +1,96 @@
+"""What runs without gradients, on fake tensors of another device: every operation has its shapes, dtypes and device, without a GPU."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch._functorch import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpt2_accel import GPTConfig, kernels
+from gpt2_accel.evals.likelihood import Question, token_nats
+from gpt2_accel.generation.kv_cache import KVCache
+from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
+from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.qwen3 import Qwen3Config
+
+OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index fake CUDA tensors
+SHAPE = {"n_positions": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
+KINDS = [
+    partial(GPTConfig, 300, **SHAPE),
+    partial(LlamaConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
+    partial(Qwen3Config, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
+]
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda _: False
+    )  # autocast has no such device
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    allowed = config.patch(fake_tensor_allow_meta=True)
+    with allowed, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+def build(kind, dtype=torch.float32):
+    with OTHER:
+        model = kind().build()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tokens():
+    return torch.zeros(4, 256, dtype=torch.int64, device=OTHER)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [None, "dense", "blocks"])
+def test_forward(kind, mask, monkeypatch):
+    monkeypatch.setattr("gpt2_accel.kernels.block_attention.compiled_attention", lambda: without)
+    model = build(kind)
+    model.separator = None if mask is None else 7
+    with kernels.chosen(block_masks=mask == "blocks"):
+        logits, loss = model(tokens()), model(tokens(), tokens())
+        each = model(tokens(), tokens(), reduction="none")
+    assert logits.shape == (4, 256, 300) and logits.device == loss.device == OTHER
+    assert loss.shape == () and each.shape == (4, 256)
+    assert loss.dtype == each.dtype == torch.float32
+
+
+def without(q, k, v, block_mask, enable_gqa):
+    """Stands for compiled FlexAttention, which is not traced on fake tensors."""
+    assert block_mask.kv_num_blocks.device == OTHER and block_mask.shape == (4, 1, 256, 256)
+    return torch.empty_like(q)
+
+
+@pytest.mark.parametrize("rows", [1334, 4000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inside_of_the_chunked_loss(rows, dtype):
+    x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
+    weight = torch.zeros(50304, 32, device=OTHER)
+    targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
+    total, grad_x, grad_w = chunked_cross_entropy._init_fn(x, weight, targets, 50257, rows, False)
+    assert {part.device for part in (total, grad_x, grad_w)} == {OTHER}
+    assert {part.dtype for part in (total, grad_x, grad_w)} == {torch.float32}
+    assert grad_x.shape == x.shape and grad_w.shape == weight.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding(kind, dtype):
+    model = build(kind, dtype).eval()
+    cache = KVCache(model, [[1, 2, 3], [4, 5]], 16)
+    for _ in range(3):
+        cache.append(torch.zeros(2, 1, dtype=torch.int64, device=OTHER))
+    assert cache.logits.shape == (2, 300) and cache.logits.device == OTHER
+
+
+def test_scoring():
+    model = build(KINDS[0]).eval()
+    rows = [Question([1, 2, 3], [[4], [5, 6]]), Question([1], [[2, 3]])]
+    for batch in (rows, rows[1:]):  # with a mask, and without
+        assert token_nats(model, batch).device == OTHER
