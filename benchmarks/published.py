@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from table import markdown
 
-from gpt2_accel.estimate.law import UNKNOWNS, bootstrap_interval, holds, loss_of
 from gpt2_accel.study.intervals import interval
-from gpt2_accel.study.law_fit import fit
+from gpt2_accel.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
@@ -94,19 +93,19 @@ def law_column(
     ]
     N, D, losses, of = np.array(own).T
     found = fit(N, D, losses, of)
-    law = found["law"]
+    law = found.law
     residuals = losses - loss_of(law, N, D)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {
         "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(own)} runs",
         **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law, strict=True)},
-        "standard deviation of the residuals": f"{found['spread']:.3f}",
+        "standard deviation of the residuals": f"{found.spread:.3f}",
         "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
         **{
             f"F test by {name}": "p < 0.001" if p < 0.001 else f"p = {p:.2f}"
-            for name, p in found["form"].items()
+            for name, p in found.form.items()
         },
-        "form": "holds" if holds(found["form"]) else "refused",
+        "form": "holds" if found.holds else "refused",
         "loss of 2 layers of 160": f"{loss_of(law, *target):.3f} after {target[1] / 1e6:.2f}M tokens",
     }
 

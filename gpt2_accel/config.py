@@ -20,7 +20,7 @@ from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learn
 from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_false
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models/architectures.py`
-PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from", "law")
+PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
@@ -113,9 +113,6 @@ class TrainConfig:
         None, f"{', '.join(ARCHITECTURES)}; default gpt2, or that of init_from"
     )
     depth: int | None = setting(None, "N layers, N heads, and a width of 64 x N")
-    law: str | None = setting(
-        None, "law.json of scaling_laws.py, whose rules set what is not given"
-    )
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")

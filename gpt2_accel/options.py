@@ -39,6 +39,7 @@ REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "accelerate_config": None,
     "device": None,
+    "law": None,
 }
 
 

@@ -16,7 +16,6 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.estimate.dry_run import dry_run
-from gpt2_accel.estimate.law import follow_law
 from gpt2_accel.finish import finish, is_complete
 from gpt2_accel.optim import set_learning_rate
 from gpt2_accel.runtime.accelerator import build_accelerator, close
@@ -36,7 +35,6 @@ def train(config: TrainConfig) -> bool:
     Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `Diverged`, a
     `ValueError`, if the run diverges.
     """
-    config = follow_law(config)
     if config.dry_run:  # needs no Accelerator: the planned hardware may be another machine's
         if int(os.environ.get("RANK", 0)) == 0:
             print(dry_run(config))

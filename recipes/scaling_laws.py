@@ -5,29 +5,26 @@
 For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays for, until at least two sizes
 lie on each side of the lowest loss; docs/scaling.md describes it. One run per GPU, or per CPU core, trains at a time; the same
 command continues what was killed. `--dry_run true` prints the runs and their time first.
-Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law, for `--law`;
-`scaling.html` shows it, and the best run with `--target_flops`.
+Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
+`scaling.html` shows it, and with `--target_flops` the command of the best run.
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.estimate.law import LEARNING_RATE, MAX_EPOCHS
 from gpt2_accel.files import write_json
 from gpt2_accel.report.page import markdown
-from gpt2_accel.study.engine import require_study
+from gpt2_accel.study.engine import Engine, require_study
 from gpt2_accel.study.options import EngineOptions
 from gpt2_accel.study.outcome import RUNS, run_rows, scaling_page
-from gpt2_accel.study.scaling import SIDE, Grid, needed, train_grid
+from gpt2_accel.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
 from gpt2_accel.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
-NEVER = 10**9  # updates: only the last is evaluated
 
 
 @dataclass(kw_only=True)
@@ -42,7 +39,7 @@ class ScalingLaws(EngineOptions):
     eval_tokens: int = setting(262_144, "validation tokens of the last evaluation, at most")
     max_epochs: float = setting(MAX_EPOCHS, "leave out runs that read the data more often")
     target_flops: float | None = setting(
-        None, "FLOPs of a run: the best size, its tokens and its loss"
+        None, "FLOPs of a run: its best size, its loss and its command"
     )
 
     def __post_init__(self) -> None:
@@ -53,34 +50,32 @@ class ScalingLaws(EngineOptions):
             raise ValueError(f"budgets must be above 0, got {self.budgets}")
         self.budgets = sorted(set(self.budgets))
 
-    def grid(self, precision: Mapping[str, str]) -> Grid:
-        """Returns the grid of runs with this precision."""
+    def grid(self, engine: Engine) -> Grid:
+        """Returns the grid of runs that an engine trains."""
         if "val" not in read_manifest(self.data_dir)["splits"]:
             raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
         names = ("data_dir", "architecture", "n_positions", "eval_tokens")
         settings = {name: getattr(self, name) for name in names}
-        settings |= {"eval_every": NEVER, "sample_every": 0}
-        base = read_trial(RECIPE, settings, precision)
-        return Grid(base, self.budgets, self.learning_rate, self.max_epochs)
+        base = read_trial(RECIPE, settings | QUIET, engine.precision)
+        return Grid(base, engine, self.budgets, self.learning_rate, self.max_epochs)
 
 
 def main() -> None:
     config = parse_config(ScalingLaws)
     engine = config.engine(Path("runs/scaling_laws"))
-    grid, target = config.grid(engine.precision), config.target_flops
+    grid = config.grid(engine)
     if config.dry_run:
-        runs = needed(grid, engine)
-        left = [run.trial for run in runs if not engine.knows(run.trial)]
-        largest = grid.runs(grid.budgets[-1], engine)[SIDE].trial
-        print(f"{markdown(RUNS, run_rows(runs))}\n\n{engine.forecast(left, largest)}")
+        largest = grid.runs[grid.budgets[-1]][SIDE]
+        print(f"{markdown(RUNS, run_rows(grid))}\n\n{engine.forecast(grid.left(), largest)}")
         return
     require_study()
-    outcome = train_grid(grid, engine)
-    page = scaling_page(outcome, target)
+    law = grid.train()
+    page = scaling_page(grid, law, config.target_flops)
     print("\n\n".join(page.text))
     files = [engine.table, page.save(engine.folder, "scaling.html")]
-    if outcome.law is not None:
-        write_json(path := engine.folder / "law.json", asdict(outcome.law))
+    if law is not None:
+        record = {"settings": grid.base.changes, "budgets": grid.budgets, **asdict(law)}
+        write_json(path := engine.folder / "law.json", record)
         files.append(path)
     print("\n" + "\n".join(str(path) for path in files if path.exists()))
     if engine.failed:

@@ -7,7 +7,6 @@ from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.device import GPUS, logits_at_once, precision_name
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
-from gpt2_accel.estimate.law import prediction
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.files import readable_size
 from gpt2_accel.hf import hub
@@ -57,7 +56,6 @@ def dry_run(config: TrainConfig) -> str:
         f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if available else ''}: {parts}; "
         f"micro-batch {micro_batch_size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
-        f"law           {predicted}" if (predicted := prediction(config, shape)) else None,
         note,
     ]
     if available and needed > available:

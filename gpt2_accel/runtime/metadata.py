@@ -1,14 +1,12 @@
 """Collects the metadata of a run for `run.json`, the trackers, the model card and the terminal."""
 
 import subprocess
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import device_name, is_sharded, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
-from gpt2_accel.estimate.law import Prediction, prediction
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.runtime.log import in_words
 
@@ -22,8 +20,7 @@ def describe_run(run: "Run") -> dict:
     `tokens` are those of the run's `updates` updates. `batch` describes how the tokens of a full update are divided;
     `micro_batch_size` and `sequence_length` are those that the settings lead to. `tokenizer` is the fingerprint of the
     data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
-    repository. `prediction` is that of `law`, None without one. Only the main process looks up what takes time: the commit
-    and the versions.
+    repository. Only the main process looks up what takes time: the commit and the versions.
     """
     config, accelerator, loader = run.config, run.accelerator, run.train_loader
     shape = unwrap(accelerator, run.model).config
@@ -32,7 +29,6 @@ def describe_run(run: "Run") -> dict:
     tokens = run.schedule.first(run.updates) * length
     size, count = loader.micro_batches(run.schedule.sequences)
     sharded = ", sharded by FSDP2" if is_sharded(run.model) else ""
-    predicted = prediction(config, shape) if main else None
     return {
         "run_id": run.run_id,
         "parameters": shape.parameter_count,
@@ -50,7 +46,6 @@ def describe_run(run: "Run") -> dict:
         f"{precision_name(accelerator.mixed_precision)}",
         "git_commit": git_commit() if main else None,
         "versions": installed_versions() if main else {},
-        "prediction": predicted and asdict(predicted),
     }
 
 
@@ -83,13 +78,11 @@ def start_summary(run: "Run") -> str:
     about = run.metadata
     compiled = run.accelerator.state.dynamo_plugin.backend.value.lower()
     flops = float(about["flops_per_token"]) * about["tokens"]
-    law = about["prediction"]
     return (
         f"{about['parameters']:,} parameters on {about['hardware']}, compile backend {compiled}\n"
         f"{about['batch']}\n"
         f"updates {run.step:,} to {run.updates:,}: {about['tokens']:,} tokens, {about['epochs']:.3g} epochs, "
         f"{flops:.2g} FLOPs, into {run.config.output_dir}"
-        + (f"\nthe law predicts {Prediction(**law)}" if law else "")
     )
 
 

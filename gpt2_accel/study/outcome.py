@@ -1,12 +1,12 @@
 """The pages of a comparison and of a scaling study, which are also printed."""
 
 import math
+import shlex
 from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.estimate.law import UNKNOWNS, FittedLaw, bootstrap_interval, holds, loss_of
 from gpt2_accel.report.figures import (
     COLOURS,
     INK,
@@ -18,7 +18,8 @@ from gpt2_accel.report.figures import (
 from gpt2_accel.report.page import Page
 from gpt2_accel.study.compare import Comparison
 from gpt2_accel.study.intervals import interval
-from gpt2_accel.study.scaling import FEWEST_BUDGETS, FEWEST_RUNS, SIDE, Run, Scaling, lowest
+from gpt2_accel.study.law import UNKNOWNS, FittedLaw, bootstrap_interval, loss_of
+from gpt2_accel.study.scaling import FEWEST_BUDGETS, FEWEST_RUNS, SIDE, Grid
 from gpt2_accel.study.study_file import METRICS
 from gpt2_accel.study.trials import caveats
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RUNS = ("run", "val/loss", "parameters", "tokens")
-BEST = ("n_layer", "n_head", "n_embd", "total_batch_size", "max_steps")  # what `--law` needs
 
 
 def comparison_page(outcome: Comparison, title: str) -> Page:
@@ -109,9 +109,9 @@ def differences_figure(outcome: Comparison) -> "Figure":
     return figure
 
 
-def scaling_page(outcome: Scaling, target: float | None) -> Page:
+def scaling_page(grid: Grid, law: FittedLaw | None, target: float | None) -> Page:
     """Returns the page of a scaling study: the law, its remarks, with the best run of `target` FLOPs, pictures, the runs."""
-    page, grid, law = Page("Scaling law"), outcome.grid, outcome.law
+    page, runs = Page("Scaling law"), grid.runs
     page.section("Law")
     if law is None:
         lines = [
@@ -119,31 +119,32 @@ def scaling_page(outcome: Scaling, target: float | None) -> Page:
         ]
     else:
         page.table(("law", "value", "95% interval"), law_rows(law))
-        lines = [form_remark(law), *(target_remarks(outcome, law, target) if target else [])]
+        lines = [form_remark(law), *(target_remarks(grid, law, target) if target else [])]
     lines += [
         f"with {short_number(budget, True)} FLOPs fewer than {SIDE} sizes stand on a side of the lowest loss, as others repeat the "
         "data too often or have too few updates: its minimum is not certain"
-        for budget in grid.budgets
-        if not SIDE <= lowest(runs := outcome.of(budget)) < len(runs) - SIDE
+        for budget, trials in runs.items()
+        if not SIDE <= grid.lowest(trials) < len(trials) - SIDE
     ]
-    results = [run.result for run in outcome.runs if run.result]
-    page.bullets(lines + caveats(grid.base.recipe, results))
+    results = [grid.engine.results.get(trial.id) for trials in runs.values() for trial in trials]
+    page.bullets(lines + caveats(grid.base.recipe, [*filter(None, results)]))
     page.section("Runs")
     caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
-    page.picture("budgets", runs_figure(outcome), caption)
-    page.table(RUNS, run_rows(outcome.runs))
+    page.picture("budgets", runs_figure(grid, law), caption)
+    page.table(RUNS, run_rows(grid))
     return page
 
 
-def run_rows(runs: list[Run]) -> dict[str, list[str]]:
+def run_rows(grid: Grid) -> dict[str, list[str]]:
     """Returns loss, parameters and tokens of each run."""
     return {
-        f"{short_number(run.budget, True)} FLOPs, width {run.trial.config.n_embd}": [
-            "missing" if run.result is None else f"{run.loss:.4f}",
-            short_number(run.N),
-            short_number(run.tokens),
+        f"{short_number(budget, True)} FLOPs, width {trial.config.n_embd}": [
+            f"{grid.loss(trial):.4f}" if trial.id in grid.engine.results else "missing",
+            short_number(trial.shape.parameter_count),
+            short_number(trial.tokens),
         ]
-        for run in runs
+        for budget, trials in grid.runs.items()
+        for trial in trials
     }
 
 
@@ -152,7 +153,7 @@ def law_rows(law: FittedLaw) -> dict[str, list[str]]:
     rows = {}
     for name, value, *drawn in zip(UNKNOWNS, law.law, *law.samples, strict=False):
         low, high = bootstrap_interval(drawn)
-        rows[name] = [f"{value:.4g}", f"{low:.4g} to {high:.4g}" if holds(law.form) else "none"]
+        rows[name] = [f"{value:.4g}", f"{low:.4g} to {high:.4g}" if law.holds else "none"]
     return rows
 
 
@@ -160,7 +161,7 @@ def form_remark(law: FittedLaw) -> str:
     """Returns whether the law's form holds over its runs."""
     tests = ", ".join(f"by {name} p = {p:.2g}" for name, p in law.form.items())
     tests = f"F tests of the residuals' means {tests or 'need more runs'}"
-    if holds(law.form):
+    if law.holds:
         return f"no test refuses the form of the law: {tests}; the residuals spread by {law.spread:.4f} nats"
     return (
         f"do not extrapolate this law: its form does not hold over its own runs, and no interval covers that error ({tests}); add a "
@@ -168,28 +169,35 @@ def form_remark(law: FittedLaw) -> str:
     )
 
 
-def target_remarks(outcome: Scaling, law: FittedLaw, flops: float) -> list[str]:
-    """Returns the best run with `flops` FLOPs, its prediction and its settings, or that there is none."""
+def target_remarks(grid: Grid, law: FittedLaw, flops: float) -> list[str]:
+    """Returns the best run with `flops` FLOPs, its predicted loss, and its command, or that there is none."""
     if not law.has_best:
         return ["the law has no best size, since a term is 0: add a larger budget"]
-    run = outcome.grid.best(law, flops)
-    words = " ".join(f"--{name} {getattr(run.trial.config, name)}" for name in BEST)
-    return [
-        f"the best run with {short_number(flops, True)} FLOPs has {short_number(run.N)} parameters and {short_number(run.tokens)} "
-        f"tokens, {outcome.grid.epochs(run):.2g} times the data: {law.predict(run.N, run.tokens, flops)}. Train it with --law and "
-        + words
+    run = grid.best(law, flops)
+    N, D, epochs = run.shape.parameter_count, run.tokens, grid.epochs(run)
+    sure = "without an interval, since the law does not fit its own runs"
+    if law.holds:
+        sure = "95% interval {:.4f} to {:.4f}".format(*law.interval(N, D))
+    size = f"{short_number(flops, True)} FLOPs, {flops / grid.budgets[-1]:.3g} times the largest budget,"
+    lines = [
+        f"the best run with {size} has {short_number(N)} parameters and {short_number(D)} tokens, {epochs:.2g} times the data: "
+        f"val/loss {loss_of(law.law, N, D):.4f}, {sure}, by these settings and on this text",
+        f"train it: gpt2-accel {run.recipe.stem} {shlex.join(grid.words(run, f'best-{flops:.3g}'))}",
     ]
+    if epochs > grid.max_epochs:
+        lines.append("the law knows no repetition of data: prepare more text for the best run")
+    return lines
 
 
-def runs_figure(outcome: Scaling) -> "Figure":
+def runs_figure(grid: Grid, law: FittedLaw | None) -> "Figure":
     """Draws the loss over the size for each budget, with the law's."""
     figure, ax = new_figure("val/loss in nats per token")
-    for budget, colour in zip(outcome.grid.budgets, cycle(COLOURS), strict=False):
-        N, D, losses = np.array([(run.N, run.tokens, run.loss) for run in outcome.of(budget)]).T
+    for (budget, trials), colour in zip(grid.runs.items(), cycle(COLOURS), strict=False):
+        N, D = np.array([(trial.shape.parameter_count, trial.tokens) for trial in trials], float).T
         label = short_number(budget, True)
-        ax.plot(N, losses, "o", color=colour, markersize=4, label=label)
-        if outcome.law:
-            ax.plot(N, loss_of(outcome.law.law, N, D), linewidth=1.3, color=colour)
+        ax.plot(N, [*map(grid.loss, trials)], "o", color=colour, markersize=4, label=label)
+        if law:
+            ax.plot(N, loss_of(law.law, N, D), linewidth=1.3, color=colour)
     ax.set_xscale("log")
     ax.set_xlabel("parameters")
     add_legend(ax)

@@ -20,6 +20,7 @@ from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.files import digest, read_json_lines, write_file
 from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.study.children import ask, settings_of
 
@@ -87,12 +88,15 @@ class Trial:
         return TrainConfig(**{name: v for name, v in self.resolved.items() if name in names})
 
     @cached_property
-    def flops_per_token(self) -> int:
-        """The FLOPs of forward and backward per token. Raises `ValueError` if the model's shape is not possible."""
+    def shape(self) -> ModelConfig:
+        """The shape of the model. Raises `ValueError` if it is not possible."""
         vocab_size = read_manifest(self.config.data_dir)["tokenizer"]["vocab_size"]
-        return flops_per_token(
-            model_shape(self.config, vocab_size), self.config.tokens_per_sequence
-        )
+        return model_shape(self.config, vocab_size)
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of forward and backward per token."""
+        return flops_per_token(self.shape, self.config.tokens_per_sequence)
 
     @property
     def tokens(self) -> int:

@@ -1,38 +1,82 @@
-"""Fits L(N, D) = E + A/N^alpha + B/D^beta to runs, draws laws for intervals, and tests whether the form holds.
+"""A scaling law: fits L(N, D) = E + A/N^alpha + B/D^beta to runs, draws laws for intervals, tests the form, and predicts.
 
-For each (alpha, beta) the best E, A, B >= 0 are a linear problem, and SciPy searches (alpha, beta) on what this leaves
-(variable projection; Golub and Pereyra, 1973). Parabolas through runs of equal FLOPs would be biased even without noise
-(arXiv:2603.22339). N, D and the losses are float64 arrays of shape (runs,); a law is E, A, alpha, B, beta, (5,).
+L is the loss in nats per token of N parameters, all of them, after D tokens (Hoffmann et al., 2022, arXiv:2203.15556,
+approach 3). For each (alpha, beta) the best E, A, B >= 0 are a linear problem, and SciPy searches (alpha, beta) on what this
+leaves (variable projection; Golub and Pereyra, 1973). Parabolas through runs of equal FLOPs would be biased even without
+noise (arXiv:2603.22339). N, D and the losses are float64 arrays of shape (runs,); a law is E, A, alpha, B, beta, (5,).
 """
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from gpt2_accel.estimate.law import UNKNOWNS, loss_of
-
+UNKNOWNS = ("E", "A", "alpha", "B", "beta")
 STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
 SAMPLES = 400
 # Few runs vary less in refits than in truth: without it, simulated 95% intervals cover in 93% to 95% of studies, with it in 95%
 # to 97% (1,000 studies of each of two grids).
 WIDER = 1.1
+LEVEL = 0.05  # probability that the tests of the form refuse one that is right
+NOISE = [NormalDist().inv_cdf((k + 0.5) / 50) for k in range(50)]  # a normal distribution
 
 
-def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> dict[str, Any]:
-    """Returns what `FittedLaw` has of a fit: `law`, `samples`, `spread`, and `form` with the tests that are possible."""
+def loss_of(law: Sequence, N: Any, D: Any) -> Any:
+    """Returns the loss in nats per token of N parameters after D tokens. `law` is E, A, alpha, B, beta: numbers, or arrays of
+    shape (laws, 1) for many laws."""
+    E, A, alpha, B, beta = law
+    return E + A * N**-alpha + B * D**-beta
+
+
+def bootstrap_interval(samples: np.ndarray) -> tuple[float, float]:
+    """Returns the 95% interval of bootstrap samples of any shape."""
+    low, high = np.quantile(samples, (0.025, 0.975))
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """A law that was fitted to runs, as `law.json` records it.
+
+    `law` has E, A, alpha, B, beta; `samples` are draws of these and of the standard deviation of one run's noise in nats per
+    token, from the bootstrap; `spread` is that of the residuals. `form` has the p-values of `form_test` by budget and by
+    size, as far as the tests are possible.
+    """
+
+    law: list[float]
+    samples: list[list[float]]
+    spread: float
+    form: dict[str, float]
+
+    @property
+    def has_best(self) -> bool:
+        """Whether a number of FLOPs has a best size: no term is missing."""
+        _, A, _, B, _ = self.law
+        return A > 0 and B > 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether no test refuses the law's form. If one does, no interval has a stated coverage."""
+        return bool(self.form) and min(self.form.values()) >= LEVEL / len(self.form)
+
+    def interval(self, N: float, D: float) -> tuple[float, float]:
+        """Returns the 95% interval of the loss of one run, if the form `holds`: the uncertainty of the law, and a run's noise."""
+        *drawn, noise = np.array(self.samples).T[:, :, None]
+        return bootstrap_interval(loss_of(drawn, N, D) + noise * NOISE)
+
+
+def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> FittedLaw:
+    """Fits a law to runs, whose `budgets` are in FLOPs."""
     law, spread = fit_law(N, D, losses)
-    tests = {"budget": budgets, "size": N}
-    tests = {name: form_test(N, D, losses, law, groups) for name, groups in tests.items()}
-    return {
-        "law": law.tolist(),
-        "samples": bootstrap(N, D, law, spread).tolist(),
-        "spread": spread,
-        "form": {name: p for name, p in tests.items() if p is not None},
-    }
+    groups = {"budget": budgets, "size": N}
+    tests = {name: form_test(N, D, losses, law, own) for name, own in groups.items()}
+    form = {name: p for name, p in tests.items() if p is not None}
+    return FittedLaw(law.tolist(), bootstrap(N, D, law, spread).tolist(), spread, form)
 
 
 def fit_law(
