@@ -1,16 +1,15 @@
 """Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/results.md.
 
-`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_published.py` compares the pages.
+`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_benchmarks.py` compares the pages.
 """
 
-import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 from table import markdown
 
 from gpt2_accel.study.intervals import interval
@@ -21,38 +20,26 @@ LAWS = (
     ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096), "law-1e14.json"),
     ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192), "law-2e14.json"),
 )
-SETTINGS = (
-    "optimizer",
-    "learning_rate",
-    "total_batch_size",
-    "lr_schedule",
-    "min_lr_ratio",
-    "weight_decay",
-)
-SETTINGS += ("beta2", "warmup_share")
-# The table of each corpus, and AdamW's and Muon's settings by `SETTINGS`.
-OPTIMIZERS = {
-    "Python's library": (
-        "muon_python.csv",
+CORPORA = {"Python's library": "python", "tiny Shakespeare": "shakespeare"}
+# The tuned settings of AdamW and Muon on each corpus: optimizer, rate, batch, schedule, last rate, decay, beta2, warmup.
+SETTINGS = ["optimizer", "learning_rate", "total_batch_size", "lr_schedule", "min_lr_ratio"]
+SETTINGS += ["weight_decay", "beta2"]
+TUNED = {
+    "python": (
         ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9999, 0.1),
         ("muon", 0.022, 768, "linear", 0.03, 0.1, 0.999, 0.05),
     ),
-    "tiny Shakespeare": (
-        "muon_shakespeare.csv",
+    "shakespeare": (
         ("adamw", 0.0056, 192, "wsd", 0.03, 0.03, 0.8, 0.1),
         ("muon", 0.011, 384, "linear", 0.0, 0.1, 0.95, 0.003),
     ),
 }
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a study's table, with numbers and settings."""
-    with path.open(encoding="utf-8") as file:
-        rows = [{**row, **json.loads(row["settings"])} for row in csv.DictReader(file)]
-    for row in rows:
-        row |= {name: float(row[name]) for name in ("parameters", "tokens", "flops", "loss")}
-        row["warmup_share"] = row.get("warmup_steps", 0) / row["max_steps"]
-    return rows
+def read_runs(path: Path) -> pd.DataFrame:
+    """Returns the runs of a study's table, with a column for each setting."""
+    runs = pd.read_csv(path)
+    return runs.join(pd.DataFrame([json.loads(text) for text in runs.pop("settings")]))
 
 
 def scaling(folder: Path) -> str:
@@ -82,22 +69,19 @@ def predicted(path: Path, target: tuple[int, int]) -> str:
 
 
 def law_column(
-    runs: list[dict], budgets: Sequence[float], target: tuple[int, int]
+    runs: pd.DataFrame, budgets: Sequence[float], target: tuple[int, int]
 ) -> dict[str, str]:
     """Returns the cells of one law."""
-    nearest = [min(budgets, key=lambda b, run=run: abs(math.log(run["flops"] / b))) for run in runs]
-    own = [
-        (run["parameters"], run["tokens"], run["loss"], budget)
-        for run, budget in zip(runs, nearest, strict=True)
-        if abs(run["flops"] / budget - 1) < 0.05  # whole updates
-    ]
-    N, D, losses, of = np.array(own).T
+    away = np.abs(np.divide.outer(runs.flops.to_numpy(), budgets) - 1)  # (runs, budgets)
+    own = away.min(1) < 0.05  # whole updates
+    of = np.array(budgets)[away.argmin(1)[own]]
+    N, D, losses = runs.loc[own, ["parameters", "tokens", "loss"]].to_numpy(float).T
     found = fit(N, D, losses, of)
     law = found.law
     residuals = losses - loss_of(law, N, D)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {
-        "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(own)} runs",
+        "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs",
         **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law, strict=True)},
         "standard deviation of the residuals": f"{found.spread:.3f}",
         "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
@@ -112,44 +96,42 @@ def law_column(
 
 def rates(folder: Path) -> str:
     """Returns the lowest loss and the best rate of each width."""
-    by_width: dict[int, dict[float, float]] = {}
-    for run in read_runs(folder / "cpu/scaling_rates.csv"):
-        by_width.setdefault(run["n_embd"], {})[run["learning_rate"]] = run["loss"]
     rows = []
-    for width, losses in sorted(by_width.items()):
-        tried, best = sorted(losses), min(losses, key=losses.get)
-        span, lowest = f"{tried[0]:g} to {tried[-1]:g}", f"{losses[best]:.3f} at {best:g}"
+    for width, runs in read_runs(folder / "cpu/scaling_rates.csv").groupby("n_embd"):
+        losses = by_rate(runs)
+        span = f"{losses.index[0]:g} to {losses.index[-1]:g}"
+        lowest = f"{losses.min():.3f} at {losses.idxmin():g}"
         rows.append([str(width), span, lowest, f"{best_rate(losses):.4f}"])
     return markdown(("width", "rates", "lowest loss", "minimum of the parabola"), rows)
 
 
-def best_rate(losses: dict[float, float]) -> float:
+def by_rate(runs: pd.DataFrame) -> pd.Series:
+    return runs.set_index("learning_rate").loss.sort_index()
+
+
+def best_rate(losses: pd.Series) -> float:
     """Returns the minimum of a parabola in the logarithm of the rate through the lowest loss and up to two neighbours on each
     side. `losses` are by rate."""
-    tried, best = sorted(losses), min(losses, key=losses.get)
-    near = tried[max(0, tried.index(best) - 2) : tried.index(best) + 3]
-    a, b, _ = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
+    best = losses.argmin()
+    near = losses.iloc[max(0, best - 2) : best + 3]
+    a, b, _ = np.polyfit(np.log(near.index), near, 2)
     return math.exp(-b / (2 * a))
 
 
 def widths(folder: Path) -> str:
     """Returns Muon's best rate by width on two corpora, and for each seed the power of the width that fits it."""
     rows, lines = [], []
-    for corpus, name in (("Python's library", "python"), ("tiny Shakespeare", "shakespeare")):
-        losses: dict[int, dict[int, dict[float, float]]] = {}  # by width, seed and rate
-        for run in read_runs(folder / f"cpu/widths_{name}.csv"):
-            by_seed = losses.setdefault(run["n_embd"], {}).setdefault(run["seed"], {})
-            by_seed[run["learning_rate"]] = run["loss"]
-        of_width = sorted(losses)
-        found = [[best_rate(own) for _, own in sorted(losses[width].items())] for width in of_width]
-        for width, best in zip(of_width, found, strict=True):
-            lowest = [min(own.values()) for own in losses[width].values()]
-            rates = ", ".join(f"{rate:.4f}" for rate in best)
-            rows.append((corpus, str(width), rates, f"{np.mean(lowest):.3f}"))
-        fits = [np.polyfit(np.log(of_width), np.log(best), 1) for best in zip(*found, strict=True)]
-        power = plus_minus(np.array([slope for slope, _ in fits]), ".2f")
-        at_768 = np.exp([slope * math.log(768) + start for slope, start in fits])
+    for corpus, name in CORPORA.items():
+        runs = read_runs(folder / f"cpu/widths_{name}.csv").groupby(["n_embd", "seed"])
+        best = runs.apply(lambda own: best_rate(by_rate(own))).unstack()  # (widths, seeds)
+        lowest = runs.loss.min().unstack().mean(axis=1)
+        for width in best.index:
+            found = ", ".join(f"{rate:.4f}" for rate in best.loc[width])
+            rows.append((corpus, str(width), found, f"{lowest[width]:.3f}"))
+        slopes, starts = np.polyfit(np.log(best.index), np.log(best), 1)
+        at_768 = np.exp(slopes * math.log(768) + starts)
         values = f"{at_768.min():.4f} to {at_768.max():.4f}"
+        power = plus_minus(slopes, ".2f")
         lines.append(
             f"- {corpus}: the rate falls as the width to the power of {power}; at 768 {values}."
         )
@@ -160,71 +142,49 @@ def widths(folder: Path) -> str:
 def optimizers(folder: Path) -> str:
     """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
     rows, shares = [], []
-    for corpus, (name, *settings) in OPTIMIZERS.items():
-        runs = read_runs(folder / "cpu" / name)
-        adamw, muon = (losses_of(runs, each) for each in settings)
-        for tokens in sorted(adamw):
-            losses = plus_minus(adamw[tokens]), plus_minus(muon[tokens])
-            difference = plus_minus(muon[tokens] - adamw[tokens], "+.4f")
+    for corpus, name in CORPORA.items():
+        runs = read_runs(folder / f"cpu/muon_{name}.csv")
+        adamw, muon = (tuned(runs, *settings) for settings in TUNED[name])
+        for tokens in adamw.index:
+            losses = plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])
+            difference = plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f")
             rows.append((corpus, f"{tokens:,.0f}", *losses, difference))
-        shares.append(f"{share(adamw, muon)} on {corpus}")
+        # Where each seed's losses by the logarithm of the tokens reach AdamW's last.
+        goals = zip(adamw.iloc[-1], muon.T.to_numpy(), strict=True)
+        logs = [np.interp(-goal, -losses, np.log(muon.index)) for goal, losses in goals]
+        shares.append(f"{plus_minus(np.exp(logs) / adamw.index[-1], '.1%')} on {corpus}")
     return (
         f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
         f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}."
     )
 
 
-def losses_of(runs: list[dict], settings: Sequence) -> dict[float, np.ndarray]:
-    """Returns the losses of the seeds 1 to 5 by tokens, for settings by `SETTINGS`."""
-    found: dict[float, dict[int, float]] = {}
-    for run in runs:
-        warmup = abs(run["warmup_share"] - settings[-1]) <= 0.6 / run["max_steps"]
-        same = warmup and all(
-            run[name] == value for name, value in zip(SETTINGS[:-1], settings, strict=False)
-        )
-        if same and run["seed"]:
-            found.setdefault(run["tokens"], {})[run["seed"]] = run["loss"]
-    return {tokens: np.array([own[seed] for seed in range(1, 6)]) for tokens, own in found.items()}
+def tuned(runs: pd.DataFrame, *settings: object) -> pd.DataFrame:
+    """Returns the losses of the runs with these settings and a warmup: tokens by seeds 1 to 5."""
+    *values, warmup = settings
+    same = (runs[SETTINGS] == values).all(axis=1) & (runs.seed > 0)
+    same &= (runs.warmup_steps / runs.max_steps - warmup).abs() <= 0.6 / runs.max_steps
+    return runs[same].pivot(index="tokens", columns="seed", values="loss")
 
 
-def share(adamw: dict[float, np.ndarray], muon: dict[float, np.ndarray]) -> str:
-    """Returns the share of tokens, on the line through Muon's losses over the logarithm of the tokens, for each seed."""
-    logs, last = np.log(sorted(muon)), max(adamw)
-    shares = []
-    for seed, goal in enumerate(adamw[last]):
-        curve = [muon[tokens][seed] for tokens in sorted(muon)]
-        shares.append(math.exp(np.interp(-goal, [-loss for loss in curve], logs)) / last)
-    mean, half = interval(shares)
-    return f"{mean:.1%} ± {half:.1%}"
-
-
-def plus_minus(values: np.ndarray, form: str = ".3f") -> str:
+def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    mean, half = interval(values.tolist())
+    mean, half = interval([*values])
     return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
 
 
 def architectures(folder: Path) -> str:
     """Returns the losses of models that each add one change to the one before, after equal tokens and after equal time."""
-    with (folder / "cpu/architectures.csv").open(encoding="utf-8") as file:
-        runs = [row for row in csv.DictReader(file) if row["seed"] != "0"]  # which tuned the rate
-    rows = {name: [name] for name in dict.fromkeys(run["model"] for run in runs)}
+    runs = pd.read_csv(folder / "cpu/architectures.csv").query("seed > 0")  # 0 tuned the rate
+    rows = {name: [name] for name in runs.model.unique()}
     heads = ["model"]
-    for corpus, name in (
-        ("Python", "data/python_stdlib"),
-        ("Shakespeare", "data/shakespeare_char"),
-    ):
+    for corpus, name in (("Python", "python_stdlib"), ("Shakespeare", "shakespeare_char")):
         heads += [f"{corpus}: equal tokens", "change", "equal time"]
         before = None
         for model, row in rows.items():
-            found: dict[int, dict[str, float]] = {}
-            for run in runs:
-                if (run["corpus"], run["model"]) == (name, model):
-                    found.setdefault(int(run["tokens"]), {})[run["seed"]] = float(run["loss"])
-            last, timed = (
-                np.array([loss for _, loss in sorted(found[of(found)].items())])
-                for of in (max, min)
-            )
+            own = runs[(runs.corpus == f"data/{name}") & (runs.model == model)]
+            found = own.pivot(index="tokens", columns="seed", values="loss")
+            last, timed = found.iloc[-1], found.iloc[0]  # the most and the fewest tokens
             change = "" if before is None else plus_minus(last - before, "+.3f")
             row += [plus_minus(last), change, f"{timed.mean():.3f}"]
             before = last

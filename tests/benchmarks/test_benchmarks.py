@@ -1,4 +1,4 @@
-"""The benchmarks, and the tables of their results."""
+"""The benchmarks, and the pages' tables and figures of their results."""
 
 import re
 import shutil
@@ -12,6 +12,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import measure
 import table
 from processes import Job
+from results import read_results
 
 TINY = {"shape": measure.TINY, "batch_size": 4}
 GENERATION = TINY | {"new_tokens": 4}
@@ -46,3 +47,32 @@ def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monke
         assert copy.read_text() == path.read_text(), path
     with pytest.raises(FileNotFoundError, match=r"has no none\.json: measure it first"):
         table.section("none")
+
+
+def values(name: str, column: str, *names: str) -> list[str]:
+    """Returns the figures of a column of a result on a CPU in the README's form, of rows by the start of name and setting."""
+    rows = {f"{row['name']}, {row['setting']}": row for row in read_results(name)[0]["rows"]}
+    found = [row[column] for start in names for key, row in rows.items() if key.startswith(start)]
+    return [f"{value['median'] if isinstance(value, dict) else value:.2f}" for value in found]
+
+
+def test_the_figures_of_the_readme_are_recorded():
+    readme = (ROOT / "README.md").read_text()
+    others = ("nanoGPT's loop", "HF Trainer")
+    expected = {
+        "speed-up over it: 124M on a CPU": values("gpt2", "speed_up", *others),
+        "peak memory relative to it: 124M on a CPU": values("gpt2", "memory_ratio", *others),
+        "speed-up over it: nanoGPT's CPU model": values("baby", "speed_up", *others),
+        "speed-up of another recipe": values("shakespeare", "speed_up", others[0]),
+        "speed-up over it: one sample": values("generate", "speed_up", "HF generate, bf16")[:1],
+    }
+    for head, found in expected.items():
+        [line] = re.findall(rf"^\| {head}.*$", readme, re.MULTILINE)
+        assert re.findall(r"(\d\.\d\d) x", line) == found, line
+    rate = read_results("gpt2")[0]["rows"][0]["matmul_flops"]["median"]
+    assert f"here {rate / 1e12:.2f} TFLOP/s" in readme
+    [quickstart] = read_results("quickstart")
+    line = "val/loss {val/loss:.4f} ± {val/loss_stderr:.4f}, val/perplexity {val/perplexity:.4f}, "
+    assert (line + "val/bits_per_byte {val/bits_per_byte:.4f}").format(**quickstart) in readme
+    assert f"`xz -9` needs {quickstart['xz -9']:.3f} bits per byte" in readme
+    assert f"to {quickstart['val/bits_per_byte']:.2f} bits per byte" in readme

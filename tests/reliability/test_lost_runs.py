@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from conftest import as_flags, contents, long, losses, metrics, run, status, tiny_config
 from launching import ROOT, launch, python, wait_for
-from test_reliability import (
+from runs import (
     KILLING_SCRIPT,
     SCRIPT,
     finish,
     killed_before_each,
     last_step,
+    log_of,
     start,
     weights,
 )
@@ -26,14 +27,10 @@ import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.checkpoint.manifest import find_corruption
 from gpt2_accel.data.shards import HEADER
-from gpt2_accel.runtime.signals import lasting_output
+from gpt2_accel.runtime.signals import ECHO
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
 FSDP = str(ROOT / "tests/fsdp_script.py")
-
-
-def log_of(config) -> str:
-    return Path(f"{config.output_dir}.log").read_text()
 
 
 # 1: the lock comes before the look at the folder
@@ -42,14 +39,10 @@ def log_of(config) -> str:
 def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     settings = {"max_steps": 1500, "save_every": 500}
     first = tiny("run", **settings)
-    second = tiny(
-        "run",
-        **{**settings, "resume_from": "latest", "learning_rate": 0.1},
-    )
-    fresh = tiny("run", **settings)
+    second = tiny("run", **settings, resume_from="latest", learning_rate=0.1)
     a = start(first)
     wait_for(lambda: list_checkpoints(tmp_path / "run"))
-    refused = python(SCRIPT, *as_flags(fresh), ACCELERATE_USE_CPU="true")
+    refused = python(SCRIPT, *as_flags(first), ACCELERATE_USE_CPU="true")
     b = start(second)
     assert a.poll() is None, "the first run ended too soon for this test"
     assert refused.returncode == 1
@@ -103,8 +96,7 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
     assert "resume from checkpoint-6" in status(whole)["reason"]
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["before", "within"])
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize(("step", "within"), [(4, True), (8, False), (8, True)])
 def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     tiny, step, within, monkeypatch, before_update
 ):
@@ -164,22 +156,61 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 301))
 
 
-def test_a_terminal_that_is_gone_raises_no_error(monkeypatch):
-    """Writes to a terminal whose other end is closed raise EIO."""
-    terminal, side = os.openpty()
-    with open(side, "w", buffering=1, encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        monkeypatch.setattr(sys, "stderr", None)  # as of a process that was started without one
-        with lasting_output():
-            print("seen")
-            assert b"seen" in os.read(terminal, 10)
-            os.close(terminal)
-            print("unseen")
-        assert sys.stdout is stream
-        print("also after the run")
+# 7: signals
 
 
-# 7: signals act between micro-batches
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [(2, signal.SIGTERM), (1, signal.SIGINT), (1, signal.SIGHUP)],  # the last: a closed terminal
+)
+def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, number):
+    settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
+    if processes > 1:
+        settings["eval_every"] = 1  # the signal arrives during an evaluation
+    config = tiny("run", **settings)
+    process = start(config, processes=processes)
+    wait_for(lambda: last_step(tmp_path / "run") > 20)
+    os.kill(process.pids[-1], number)
+    wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
+    process.wait(30)
+    found = status(tmp_path / "run")
+    name = signal.Signals(number).name
+    told = name if processes == 1 else "a signal to another process"
+    assert (found["state"], found["reason"]) == ("stopped", told)
+    assert found["requeue"] == (number != signal.SIGINT)
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert checkpoint.name == f"checkpoint-{found['step']}"
+
+
+def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
+    """Not its echo, which the launcher passes on at once."""
+
+    def endless(step):
+        if step == 7:
+            for pause in (0, ECHO + 0.1, 60):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(pause)
+            raise AssertionError("the second Ctrl-C did not stop the run")
+
+    before_update(endless)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(save_every=5))
+    found = status(tmp_path)
+    assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice")
+    assert not found["requeue"]
+    [checkpoint] = list_checkpoints(tmp_path)
+    assert checkpoint.name == "checkpoint-5" and find_corruption(checkpoint) is None
+
+
+@pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
+def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank, state):
+    config = tiny("run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant")
+    process = start(config, processes=2)
+    wait_for(lambda: last_step(tmp_path / "run") > 5)
+    os.kill(process.pids[rank], signal.SIGKILL)
+    process.wait(60)
+    found = status(tmp_path / "run")
+    assert found["state"] == state and found["requeue"], found
 
 
 @pytest.mark.parametrize(

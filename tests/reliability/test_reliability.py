@@ -13,8 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import (
@@ -31,41 +29,15 @@ from conftest import (
 )
 from hub_server import TOKEN, Hub
 from launching import ROOT, Started, ask, python, wait_for
+from runs import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start, weights
 
 import gpt2_accel.finish as finish_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
 from gpt2_accel.checkpoint.manifest import find_corruption
-from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.files import digest, read_json_lines
-from gpt2_accel.runtime.signals import ECHO, GRACE
-from gpt2_accel.tokenizer import byte_tokenizer
-
-SCRIPT = str(ROOT / "tests/train_script.py")
-SLOW_SCRIPT = str(ROOT / "tests/reliability/slow_main_process.py")
-KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
-
-
-def start(config, *launcher_flags, processes=1, script=SCRIPT, launch="cpu", **env) -> Started:
-    """Starts a run in forked processes. `launch` names the launch config."""
-    log = Path(f"{config.output_dir}.log")
-    command = [*launcher_flags, script, *as_flags(config)]
-    return Started(*command, processes=processes, log=log, config=launch, **env)
-
-
-def finish(config, *launcher_flags, **how) -> None:
-    """Runs to the end in other processes."""
-    code = start(config, *launcher_flags, **how).wait(300)
-    assert code == 0, Path(f"{config.output_dir}.log").read_text()
-
-
-def last_step(folder) -> int:
-    return max((entry["step"] for entry in metrics(folder)), default=0)
-
-
-def weights(folder) -> str:
-    return digest(Path(folder) / "model.safetensors")
+from gpt2_accel.files import digest
+from gpt2_accel.runtime.signals import GRACE
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
@@ -92,17 +64,6 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     resumed, whole = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
     assert losses(resumed) == losses(whole)
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole]
-
-
-def killed_before_each(start, step, ends=0) -> Iterator[int]:
-    """Yields 1, 1 + `step`, … as long as `start(number)`, a completed process, was killed before its change of that number on
-    the disk. The last, which was not, has the exit code `ends`."""
-    for number in itertools.count(1, step):
-        code = start(number).returncode
-        if code != -signal.SIGKILL:
-            break
-        yield number
-    assert code == ends and number > 1
 
 
 def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(tiny, tmp_path, times):
@@ -251,64 +212,6 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
         run(tiny("run", **settings))
 
 
-@pytest.mark.parametrize(
-    ("processes", "number"),
-    [(2, signal.SIGTERM), (1, signal.SIGINT), (1, signal.SIGHUP)],  # the last: a closed terminal
-)
-def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, number):
-    settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
-    often = {"eval_every": 1} if processes > 1 else {}  # the signal arrives during an evaluation
-    config = tiny("run", resume_from="latest", **settings, **often)
-    process = start(config, processes=processes)
-    wait_for(lambda: last_step(tmp_path / "run") > 20)
-    os.kill(process.pids[-1], number)
-    wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
-    process.wait(30)
-    found = status(tmp_path / "run")
-    name = signal.Signals(number).name
-    told = name if processes == 1 else "a signal to another process"
-    assert (found["state"], found["reason"]) == ("stopped", told)
-    assert found["requeue"] == (number != signal.SIGINT)
-    step = found["step"]
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"checkpoint-{step}"]
-    more = {**settings, "max_steps": step + 5}
-    resumed = run(tiny("run", resume_from="latest", **more))
-    whole = run(tiny("whole", **more))
-    assert losses(resumed)[step:] == pytest.approx(losses(whole)[step:], abs=1e-4)
-
-
-def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
-    """Not its echo, which the launcher passes on at once."""
-
-    def endless(step):
-        if step == 7:
-            for pause in (0, ECHO + 0.1, 60):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(pause)
-            raise AssertionError("the second Ctrl-C did not stop the run")
-
-    before_update(endless)
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny(save_every=5))
-    found = status(tmp_path)
-    assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice") and not found[
-        "requeue"
-    ]
-    [checkpoint] = list_checkpoints(tmp_path)
-    assert checkpoint.name == "checkpoint-5" and find_corruption(checkpoint) is None
-
-
-@pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
-def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank, state):
-    config = tiny("run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant")
-    process = start(config, processes=2)
-    wait_for(lambda: last_step(tmp_path / "run") > 5)
-    os.kill(process.pids[rank], signal.SIGKILL)
-    process.wait(60)
-    found = status(tmp_path / "run")
-    assert found["state"] == state and found["requeue"], found
-
-
 def poison(monkeypatch, bad, factor=math.nan):
     """Multiplies the gradients of the updates in `bad`. With NaN their loss is NaN as well."""
     honest = train_module.accumulate_gradients
@@ -325,12 +228,8 @@ def poison(monkeypatch, bad, factor=math.nan):
 
 
 def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch):
-    settings = {
-        "max_steps": 12,
-        "save_every": 6,
-        "resume_from": "latest",
-        "lr_schedule": "constant",
-    }
+    settings = {"max_steps": 12, "save_every": 6}
+    settings |= {"resume_from": "latest", "lr_schedule": "constant"}
     with monkeypatch.context() as patch:
         poison(patch, {3, 4})
         history = run(tiny("some", **settings))
@@ -368,13 +267,8 @@ def test_spike_z_skips_a_spike_also_after_a_resume(tiny, tmp_path, monkeypatch):
     [skipped] = [entry for entry in whole if "skipped" in entry]
     assert skipped["step"] == 116 and "the gradient norm is" in skipped["skipped"]
     # The window of recent values is resumed too.
-    resumed = run(
-        tiny(
-            "resumed",
-            resume_from=str(tmp_path / "whole/checkpoint-60"),
-            **settings,
-        )
-    )
+    checkpoint = str(tmp_path / "whole/checkpoint-60")
+    resumed = run(tiny("resumed", resume_from=checkpoint, **settings))
     assert [entry["step"] for entry in resumed if "skipped" in entry] == [116]
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
 
@@ -430,8 +324,8 @@ def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_pa
     with Hub() as hub:
         hub.gate.clear()
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        log = tmp_path / "log"
-        process = Started(SLOW_SCRIPT, *as_flags(config), processes=2, log=log, **env)
+        log, slow = tmp_path / "log", ROOT / "tests/reliability/slow_main_process.py"
+        process = Started(slow, *as_flags(config), processes=2, log=log, **env)
         wait_for(lambda: None not in (codes := ask({"poll": process.pids}))[1:] or any(codes), 200)
         assert ask({"poll": process.pids}) == [None, 0], log.read_text()
         assert status(tmp_path / "run")["state"] == "finished"
@@ -441,99 +335,3 @@ def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_pa
         assert process.wait(60) == 0, log.read_text()
         uploaded = hub.files("user/name")["model.safetensors"]
         assert hashlib.sha256(uploaded).hexdigest() == weights(tmp_path / "run")
-
-
-# Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
-EXACT = [
-    (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
-    (1, 1, "bf16", "no", "muon", "warmup"),
-    (2, 2, "no", "no", "muon", "warmup"),
-]
-MORE = [
-    (1, 1, "no", "no", "adamw", "mid-epoch"),
-    (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
-    (2, 1, "no", "no", "adamw", "across epochs"),
-    (1, 2, "bf16", "inductor", "muon", "long"),
-    (2, 1, "bf16", "inductor", "adamw", "long"),
-]
-EXACT += [pytest.param(case, marks=long) for case in MORE]
-
-
-@pytest.fixture(scope="module")
-def short_data(tmp_path_factory):
-    """76 windows of 32 tokens to train on, 8 for validation: bf16 is slow on CPUs without bf16 units."""
-    path = tmp_path_factory.mktemp("short") / "words"
-    splits = {"train": [make_text(150, seed) for seed in range(4)], "val": [make_text(60, 100)]}
-    prepare(splits, byte_tokenizer(), path, source="made up")
-    return path
-
-
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
-def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, case):
-    processes, micro_batches, precision, backend, optimizer, cut = case
-    sequences = 16 if cut == "across epochs" else 4
-    settings = {
-        "n_layer": 2 if backend == "no" else times(1, 2),  # compilation takes long
-        "total_batch_size": sequences * 32,
-        "micro_batch_size": sequences // micro_batches // processes,
-        "max_steps": 12,
-        "warmup_steps": 9 if cut == "warmup" else 2,
-        "save_every": 6,
-        "sample_every": 6,
-        "eval_every": 3,
-        "sample_tokens": 10,
-        "dropout": 0.1,
-        "optimizer": optimizer,
-        "deterministic": backend != "no",
-    }
-    launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
-    env = {}
-    if cut == "long":  # long sequences: the loss is computed in chunks of rows
-        long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
-        settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
-        env["LOGITS_AT_ONCE"] = str(100 * 384)
-
-    def complete(folder, **changes):
-        data = data_dir if cut == "long" else short_data
-        config = tiny_config(data, tmp_path / folder, **settings, **changes)
-        finish(config, *launcher_flags, processes=processes, **env)
-
-    complete("whole")
-    said = (tmp_path / "whole.log").read_text()
-    assert (
-        f"on {processes} x cpu, {precision.replace('no', 'fp32')}, compile backend {backend}"
-        in said
-    )
-    windows = read_manifest(short_data)["splits"]["train"]["tokens"] // 32
-    assert (sequences * 6 > windows) == (cut == "across epochs")
-    shutil.copytree(tmp_path / "whole/checkpoint-6", tmp_path / "cut/checkpoint-6")
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        lines = read_json_lines(tmp_path / "whole" / name)
-        write_lines(tmp_path / "cut" / name, [entry for entry in lines if entry["step"] <= 6])
-    complete("cut", resume_from="latest")
-    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
-    state = "checkpoint-12/training_state/optimizer.safetensors"
-    assert digest(tmp_path / "cut" / state) == digest(tmp_path / "whole" / state)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        histories = [read_json_lines(tmp_path / folder / name) for folder in ("cut", "whole")]
-        for entry in (entry for history in histories for entry in history):
-            for measured in ("tokens_per_second", "seconds", "memory_gb"):
-                entry.pop(f"train/{measured}", None)
-        assert histories[0] == histories[1], name
-
-
-def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
-    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
-    whole = losses(run(tiny("whole", **settings)))
-    two = tiny("two", micro_batch_size=2, **settings)
-    finish(two, processes=2)
-    checkpoint = str(tmp_path / "two/checkpoint-6")
-    for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
-        folder = tmp_path / f"on-{processes}-{micro_batch_size}"
-        config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
-        if processes == 1:
-            run(config)
-        else:
-            finish(config, processes=processes)
-        resumed = losses(metrics(folder))
-        assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)

@@ -1,0 +1,104 @@
+"""A resumed run equals one that was not interrupted, to the bit: on one process and several, compiled, in bf16."""
+
+import shutil
+
+import pytest
+from conftest import long, losses, make_text, metrics, run, tiny_config, write_lines
+from runs import finish, weights
+
+from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.files import digest, read_json_lines
+from gpt2_accel.tokenizer import byte_tokenizer
+
+# Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
+EXACT = [
+    (1, 1, "no", "no", "adamw", "mid-epoch"),
+    (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
+    (1, 1, "bf16", "no", "muon", "warmup"),
+    (2, 2, "no", "no", "muon", "warmup"),
+]
+MORE = [
+    (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
+    (2, 1, "no", "no", "adamw", "across epochs"),
+    (1, 2, "bf16", "inductor", "muon", "long"),
+    (2, 1, "bf16", "inductor", "adamw", "long"),
+]
+EXACT += [pytest.param(case, marks=long) for case in MORE]
+
+
+@pytest.fixture(scope="module")
+def short_data(tmp_path_factory):
+    """76 windows of 32 tokens to train on, 8 for validation: bf16 is slow on CPUs without bf16 units."""
+    path = tmp_path_factory.mktemp("short") / "words"
+    splits = {"train": [make_text(150, seed) for seed in range(4)], "val": [make_text(60, 100)]}
+    prepare(splits, byte_tokenizer(), path, source="made up")
+    return path
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
+def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, case):
+    processes, micro_batches, precision, backend, optimizer, cut = case
+    sequences = 16 if cut == "across epochs" else 4
+    settings = {
+        "n_layer": 2 if backend == "no" else times(1, 2),  # compilation takes long
+        "total_batch_size": sequences * 32,
+        "micro_batch_size": sequences // micro_batches // processes,
+        "max_steps": 12,
+        "warmup_steps": 9 if cut == "warmup" else 2,
+        "save_every": 6,
+        "sample_every": 6,
+        "eval_every": 3,
+        "sample_tokens": 10,
+        "dropout": 0.1,
+        "optimizer": optimizer,
+        "deterministic": backend != "no",
+    }
+    launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
+    env = {}
+    if cut == "long":  # long sequences: the loss is computed in chunks of rows
+        long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
+        settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
+        env["LOGITS_AT_ONCE"] = str(100 * 384)
+
+    def complete(folder, **changes):
+        data = data_dir if cut == "long" else short_data
+        config = tiny_config(data, tmp_path / folder, **settings, **changes)
+        finish(config, *launcher_flags, processes=processes, **env)
+
+    complete("whole")
+    how = f"on {processes} x cpu, {precision.replace('no', 'fp32')}, compile backend {backend}"
+    assert how in (tmp_path / "whole.log").read_text()
+    windows = read_manifest(short_data)["splits"]["train"]["tokens"] // 32
+    assert (sequences * 6 > windows) == (cut == "across epochs")
+    shutil.copytree(tmp_path / "whole/checkpoint-6", tmp_path / "cut/checkpoint-6")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = read_json_lines(tmp_path / "whole" / name)
+        write_lines(tmp_path / "cut" / name, [entry for entry in lines if entry["step"] <= 6])
+    complete("cut", resume_from="latest")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    state = "checkpoint-12/training_state/optimizer.safetensors"
+    assert digest(tmp_path / "cut" / state) == digest(tmp_path / "whole" / state)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        histories = [read_json_lines(tmp_path / folder / name) for folder in ("cut", "whole")]
+        for entry in (entry for history in histories for entry in history):
+            for measured in ("tokens_per_second", "seconds", "memory_gb"):
+                entry.pop(f"train/{measured}", None)
+        assert histories[0] == histories[1], name
+
+
+def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
+    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
+    whole = losses(run(tiny("whole", **settings)))
+    two = tiny("two", micro_batch_size=2, **settings)
+    finish(two, processes=2)
+    checkpoint = str(tmp_path / "two/checkpoint-6")
+    for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
+        folder = tmp_path / f"on-{processes}-{micro_batch_size}"
+        config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
+        if processes == 1:
+            run(config)
+        else:
+            finish(config, processes=processes)
+        resumed = losses(metrics(folder))
+        assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
