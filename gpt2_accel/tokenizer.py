@@ -257,19 +257,14 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[l
 def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.ndarray]:
     """Returns a function that encodes one text as `encode`, on one core, to (tokens,) of an integer dtype.
 
-    It can be pickled. tiktoken encodes GPT-2's BPE, about ten times faster than `encode`.
+    tiktoken encodes GPT-2's BPE, about ten times faster than `encode`.
     """
     if fingerprint(tokenizer) == GPT2_FINGERPRINT:
         fast = functools.partial(_gpt2_encoding(tokenizer).encode_to_numpy, disallowed_special=())
         # The same vocabulary and merges may have another normalizer or pre-tokenizer.
         if fast(PROBE).tolist() == _probe_ids(tokenizer):
             return fast
-    return functools.partial(_encode_text, tokenizer)
-
-
-def _encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
-    """Encodes one text by the `tokenizers` library, to (tokens,) int64."""
-    return np.array(encode(tokenizer, [text])[0], np.int64)
+    return lambda text: np.array(encode(tokenizer, [text])[0], np.int64)
 
 
 def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
@@ -357,20 +352,6 @@ def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     `eos_token`; None without one."""
     separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     return tokenizer.eos_token_id if separator is None else separator
-
-
-def bytes_per_token(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
-    """Returns the number of UTF-8 bytes of each token, (vocabulary,) int64; 0 for special tokens.
-
-    Exact for byte-level and character-level tokenizers, as all of this module are.
-    """
-    backend = tokenizer.backend_tokenizer
-    byte_level = "ByteLevel" in str(backend.pre_tokenizer)
-    table = np.zeros(len(tokenizer), np.int64)
-    for token, number in backend.get_vocab().items():
-        table[number] = len(token if byte_level else token.encode())
-    table[tokenizer.all_special_ids] = 0
-    return table
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -86,11 +86,6 @@ CHAT = (
     "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
     ".jsonl.zst or .parquet."
 )
-DEFAULTS = {
-    **{"verify": False, "workers": usable_cpus(), "shard_tokens": SHARD_TOKENS},
-    **{"tokenizer": "gpt2", "vocab_size": None, "column": "text"},
-    **{"input": None, "pattern": None, "chatml": False, "cut": False},
-}
 
 
 def positive(text: str) -> int:
@@ -114,14 +109,22 @@ def weighted(text: str) -> tuple[str, float]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "data_dir": {"help": "folder of the shards"},
     "verify": {"action": "store_true", "help": "check all shards' checksums"},
-    "workers": {"type": positive, "help": "threads, all cores if not given"},
+    "workers": {
+        "type": positive,
+        "default": usable_cpus(),
+        "help": "threads, all cores if not given",
+    },
     "shard_tokens": {
         "type": positive,
+        "default": SHARD_TOKENS,
         "help": "tokens per shard, about; 100 million if not given",
     },
-    "tokenizer": {"help": f"{TOKENIZERS}; gpt2 if not given"},
+    "tokenizer": {"default": "gpt2", "help": f"{TOKENIZERS}; gpt2 if not given"},
     "vocab_size": {"type": positive, "help": f"of a trained bpe, {BPE_SIZE} if not given"},
-    "column": {"help": "the column or field that holds the text, text if not given"},
+    "column": {
+        "default": "text",
+        "help": "the column or field that holds the text, text if not given",
+    },
     "input": {"help": "text file; downloaded if not given"},
     "pattern": {"help": "pattern of a folder's files, such as '*.py'"},
     "config": {"help": "configuration of the data set"},
@@ -153,7 +156,7 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "chat": (
         "FILE_OR_HUB_ID",
         None,
-        (*HUB, "shard_tokens", "model", "sequence_length", "chatml", "cut"),
+        (*HUB, "model", "sequence_length", "chatml", "cut"),
     ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
 }
@@ -161,29 +164,30 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 
 def parse_options() -> argparse.Namespace:
     """Parses the command line. `--data_dir` and `--verify` stand before or after the command."""
-    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(description=__doc__, argument_default=argparse.SUPPRESS, **raw)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", **OPTIONS["data_dir"])
+    parser.add_argument("--verify", **OPTIONS["verify"])
     commands = parser.add_subparsers(dest="command")
     for name, (argument, count, options) in COMMANDS.items():
-        command = commands.add_parser(
-            name, argument_default=argparse.SUPPRESS, description=CHAT if name == "chat" else None
-        )
+        command = commands.add_parser(name, description=CHAT if name == "chat" else None)
         if argument:
             convert = weighted if name == "mix" else str
             command.add_argument("source", metavar=argument, nargs=count, type=convert)
-        for option in ("data_dir", "verify", *options):
+        for option in options:
             command.add_argument(f"--{option}", **OPTIONS[option])
-    for option in ("data_dir", "verify"):
-        parser.add_argument(f"--{option}", **OPTIONS[option])
+        for option in ("data_dir", "verify"):
+            command.add_argument(f"--{option}", **OPTIONS[option], default=argparse.SUPPRESS)
+        command.set_defaults(**DATASETS.get(name, {}))
     found = parser.parse_args()
-    if "data_dir" not in found:
+    if not found.data_dir:
         parser.error("the following arguments are required: --data_dir")
-    return argparse.Namespace(**DEFAULTS | DATASETS.get(found.command, {}) | vars(found))
+    return found
 
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
     """Returns the options that choose a part of a data set, those that are given."""
-    return {name: getattr(options, name) for name in HUB if name in options}
+    given = {name: getattr(options, name) for name in HUB}
+    return {name: value for name, value in given.items() if value}
 
 
 def corpus_sources(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
@@ -215,17 +219,18 @@ def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]
         raise FileNotFoundError(f"{error}: choose another --tokenizer, {TOKENIZERS}") from error
 
 
+def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
+    """Writes the shards of one text; returns the manifest."""
+    text, source = one_text(options.input)
+    tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
+    about = {"source": source.name, "command": command, "plan": plan_of([source], tokenizer)}
+    return prepare_sources([source], tokenizer, options.data_dir, **about)
+
+
 def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
-    """Writes the shards of text; returns the manifest."""
-    validation, revision = 0, None
-    if options.command.startswith("shakespeare"):
-        text, found = one_text(options.input)
-        sources, source = [found], found.name
-        tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
-    else:
-        sources, source, revision = corpus_sources(options)
-        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, sources)
-        validation = options.shard_tokens if options.command == "fineweb-edu" else 0
+    """Writes the shards of files of text; returns the manifest."""
+    sources, source, revision = corpus_sources(options)
+    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, sources)
     return prepare_sources(
         sources,
         tokenizer,
@@ -233,7 +238,7 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
         source=source,
         plan=plan_of(sources, tokenizer, options.command, options.shard_tokens),
         shard_tokens=options.shard_tokens,
-        validation_tokens=validation,
+        validation_tokens=options.shard_tokens if options.command == "fineweb-edu" else 0,
         workers=options.workers,
         revision=revision,
         command=command,
@@ -266,10 +271,16 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         source=options.source,
         model=options.model,
         cut=options.cut,
-        shard_tokens=options.shard_tokens,
         revision=revision,
         command=command,
     )
+
+
+PREPARE = {
+    "shakespeare": prepare_shakespeare,
+    "shakespeare-char": prepare_shakespeare,
+    "chat": prepare_chat,
+}
 
 
 def summarize(manifest: dict) -> None:
@@ -318,10 +329,9 @@ def main() -> None:
         if len(weights := dict(options.source)) < len(options.source):
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, weights))
-    elif options.command == "chat":
-        summarize(prepare_chat(options, command))
     elif options.command:
-        summarize(prepare_corpus(options, command))
+        prepare = PREPARE.get(options.command, prepare_corpus)
+        summarize(prepare(options, command))
     if options.verify:
         verify(options.data_dir)
     elif not options.command:

@@ -1,7 +1,6 @@
 """Tokenizers: their ids, what `AutoTokenizer` makes of their files, and what is refused."""
 
 import json
-import pickle
 
 import pytest
 import tiktoken
@@ -22,7 +21,6 @@ from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_tokenizer,
-    bytes_per_token,
     char_tokenizer,
     encode,
     fingerprint,
@@ -59,8 +57,7 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     text = TEXT if len(tokenizer) == len(set(TEXT)) else PROBE
     [ids] = encode(tokenizer, [text])
     assert tokenizer.decode(ids) == text
-    assert bytes_per_token(tokenizer)[ids].sum() == len(text.encode())
-    encoder = pickle.loads(pickle.dumps(token_encoder(tokenizer)))  # in another process
+    encoder = token_encoder(tokenizer)
     for each in (text, "", "\n\n"):
         assert encoder(each).tolist() == encode(tokenizer, [each])[0]
     save_model(tokenizer, tmp_path)

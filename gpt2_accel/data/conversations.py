@@ -4,13 +4,12 @@ The tokens that the template marks as the assistant's count in the loss. Windows
 lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided.
 """
 
+import itertools
 import json
 import os
 import re
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,12 @@ import numpy as np
 
 from gpt2_accel.data.documents import fitting_share, name_digest
 from gpt2_accel.data.messages import Problem, read_messages
-from gpt2_accel.data.prepare import SHARD_TOKENS, clean, make_data, plan_of
+from gpt2_accel.data.prepare import clean, make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
     PACKED_VERSION,
     STARTS,
-    TOKEN_ID,
     ShardWriter,
     template_digest,
     token_dtype,
@@ -47,6 +45,8 @@ CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = token_dtype(2**32)
+Problems = dict[str, list]
+"""For each reason to leave out or change a conversation how often it occurs, and its first place."""
 
 
 def chat_files(source: str | Path) -> list[str]:
@@ -65,7 +65,6 @@ def prepare_conversations(
     model: str,
     cut: bool = False,
     shorten: bool = False,
-    shard_tokens: int = SHARD_TOKENS,
     **about: str | None,
 ) -> dict:
     """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
@@ -80,32 +79,27 @@ def prepare_conversations(
         model = os.path.relpath(model, data_dir)
 
     def write(folder: Path) -> dict:
-        stored = folder / "tokens"
-        special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
-        encode = partial(encode_row, tokenizer, special, sequence_length)
-        places, counts, first = encode_files(files, encode, cut, stored)
-        chosen = held_out(places[:, 2])
-        size, entries = sequence_length, {}
-        if shorten and len(places):
-            size = min(size, -(-int(places[:, 1].max()) // SHORTEST) * SHORTEST)
-        for split, own in (("train", places[~chosen]), ("val", places[chosen])):
-            if not len(own):
-                lines = "".join(f"; {line}" for line in left_out(counts, first))
+        conversations, keys, problems = encode_files(files, tokenizer, sequence_length, cut)
+        longest = max(map(len, conversations), default=0)
+        size = -(-longest // SHORTEST) * SHORTEST if shorten else sequence_length
+        size, entries = min(size, sequence_length), {}
+        chosen = held_out(keys)
+        for split, mine in (("train", ~chosen), ("val", chosen)):
+            own = list(itertools.compress(conversations, mine))
+            if not own:
+                lines = "".join(f"; {line}" for line in left_out(problems))
                 raise ValueError(
                     f"{source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
                     "different conversations, or correct those that are left out"
                 )
-            tokens = np.memmap(stored, DTYPE, "r")
-            padding = tokenizer.pad_token_id
-            entries[split] = pack(folder, split, tokens, own, size, padding, shard_tokens)
-        stored.unlink()
+            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id)
         kind = {"version": PACKED_VERSION, "dtype": DTYPE.name, "sequence_length": size}
-        found = {"counts": counts, "first": first, "splits": entries}
+        found = {"left_out": problems, "splits": entries}
         return {**kind, "template": template, "model": model, **found}
 
     template = template_digest(tokenizer)
     states = [(file, *state_of(file)) for file in files]
-    options = template, sequence_length, cut, model, shard_tokens, shorten
+    options = template, sequence_length, cut, model, shorten
     plan = plan_of(states, tokenizer, *options)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
@@ -114,41 +108,37 @@ def prepare_conversations(
 
 
 def encode_files(
-    files: Sequence[str], encode: Callable, cut: bool, stored: Path
-) -> tuple[np.ndarray, Counter, dict[str, str]]:
-    """Writes the tokens of all conversations, uint32 with `STARTS` and `COUNTS`, into the file `stored`.
+    files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", longest: int, cut: bool
+) -> tuple[list[np.ndarray], np.ndarray, Problems]:
+    """Returns the tokens of all conversations, each (n,) uint32 with its bits, the hashes of their messages,
+    (conversations,) uint64, and why others are left out, or changed.
 
-    `encode(row, place)` is `encode_row`. Conversations of more tokens are left out unless `cut` is True.
-    Returns their places, (conversations, 3) uint64: the first token in the file, the number of tokens and the hash of the
-    messages; and for each reason to leave out or change a conversation how often it occurs and its first place.
+    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of `read_messages`.
     """
-    counts, first, places, end = Counter(), {}, [], 0
-    with open(stored, "wb") as file:
-        for path in progress(files, "tokenizing", len(files)):
-            for row, place in read_rows(path):
-                try:
-                    tokens, key, longer = encode(row, place)
-                    if longer and not cut:
-                        raise Problem(TOO_LONG)
-                    if not (tokens & COUNTS).any():
-                        raise Problem(NO_ANSWER)
-                    reason = CUT if longer else None
-                    places.append((end, len(tokens), key))
-                    end += len(tokens)
-                    file.write(tokens.tobytes())
-                except Problem as problem:
-                    reason = str(problem)
-                if reason:
-                    counts[reason] += 1
-                    first.setdefault(reason, place)
-    return np.array(places, np.uint64).reshape(-1, 3), counts, first
+    special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
+    conversations, keys, problems = [], [], {}
+    for path in progress(files, "tokenizing", len(files)):
+        for row, place in read_rows(path):
+            try:
+                tokens, key = encode_row(tokenizer, special, row, place)
+                reason = None if len(tokens) <= longest else CUT if cut else TOO_LONG
+                tokens = tokens[:longest]
+                if reason != TOO_LONG and not (tokens & COUNTS).any():
+                    reason = NO_ANSWER
+            except Problem as problem:
+                reason = str(problem)
+            if reason in (None, CUT):
+                conversations.append(tokens)
+                keys.append(key)
+            if reason:
+                problems.setdefault(reason, [0, place])[0] += 1
+    return conversations, np.array(keys, np.uint64), problems
 
 
 def encode_row(
-    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, longest: int, row: Any, place: str
-) -> tuple[np.ndarray, int, bool]:
-    """Returns the first `longest` tokens of a row with their bits, (n,) uint32, the hash of its messages, and whether it has
-    more tokens.
+    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
+) -> tuple[np.ndarray, int]:
+    """Returns the tokens of a row with their bits, (n,) uint32, and the hash of its messages.
 
     `special` matches a special token in a message. Invalid bytes and characters become U+FFFD. Raises `Problem`, and the
     errors of `read_messages`.
@@ -167,11 +157,10 @@ def encode_row(
         raise Problem(f"{REFUSED} ({first_line(error)})") from error
     if not all(answers):
         mask_answers(counts, answers)
-    tokens = ids[:longest].astype(DTYPE)
-    tokens[counts[:longest]] |= COUNTS
-    tokens[0] = tokens[0] & TOKEN_ID | STARTS  # nothing comes before it
-    key = int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
-    return tokens, key, len(ids) > longest
+    counts[0] = False  # nothing comes before it
+    tokens = ids.astype(DTYPE) | COUNTS * counts
+    tokens[0] |= STARTS
+    return tokens, int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
 
 
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
@@ -202,44 +191,27 @@ def held_out(keys: np.ndarray) -> np.ndarray:
 
 
 def pack(
-    folder: Path,
-    split: str,
-    stored: np.ndarray,
-    places: np.ndarray,
-    size: int,
-    padding: int,
-    shard_tokens: int,
+    folder: Path, split: str, conversations: Sequence[np.ndarray], size: int, padding: int
 ) -> dict:
-    """Writes the shards of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
-    the manifest.
-
-    `places`, (conversations, 3), are those of `encode_files` in `stored`, all tokens. `padding` is a token id.
-    """
-    starts, lengths = places[:, :2].astype(np.int64).T
-    windows = best_fit(lengths, size)
-    each = max(1, shard_tokens // size)
-    shards, targets = [], []
-    for begin in range(0, len(windows), each):
-        name, group = f"{split}_{begin // each:06d}.bin", windows[begin : begin + each]
-        writer = ShardWriter(folder / name, DTYPE, PACKED_VERSION)
-        for window in progress(group, f"packing {name}", len(group)):
-            pieces = [stored[starts[i] : starts[i] + lengths[i]] for i in window]
-            tokens = np.concatenate(pieces)
-            writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
-            targets.append(np.count_nonzero(tokens & COUNTS))
-        writer.documents = sum(map(len, group))
-        shards.append(writer.close())
-    writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-    writer.append(np.array(targets))
-    tokens = len(windows) * size
+    """Writes the shard of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
+    the manifest. `padding` is a token id."""
+    windows = best_fit(np.array([*map(len, conversations)]), size)
+    writer, targets = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
+    for window in progress(windows, f"packing {split}", len(windows)):
+        tokens = np.concatenate([conversations[i] for i in window])
+        writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
+        targets.append(np.count_nonzero(tokens & COUNTS))
+    writer.documents = len(conversations)
+    counted = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+    counted.append(np.array(targets))
     return {
-        "tokens": tokens,
-        "documents": len(places),
+        "tokens": writer.tokens,
+        "documents": len(conversations),
         "bytes": None,
         "counted": int(sum(targets)),
-        "padding": tokens - int(lengths.sum()),
-        "targets": writer.close(),
-        "shards": shards,
+        "padding": writer.tokens - sum(map(len, conversations)),
+        "targets": counted.close(),
+        "shards": [writer.close()],
     }
 
 
@@ -277,14 +249,14 @@ def summary(manifest: Mapping) -> list[str]:
             f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
-    return lines + left_out(manifest["counts"], manifest["first"])
+    return lines + left_out(manifest["left_out"])
 
 
-def left_out(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
+def left_out(problems: Problems) -> list[str]:
     """Returns a line for each reason why conversations are left out or changed: how many, and the first."""
     return [
-        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first[reason]}"
-        for reason, count in counts.items()
+        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first}"
+        for reason, (count, first) in problems.items()
     ]
 
 

@@ -192,7 +192,9 @@ def read_windows(
     Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations.
     """
     L = sequence_length
-    input_ids, targets, documents = np.zeros((3, len(samples), L), np.int64)
+    packed = any(stream.sequence_length for stream in streams)
+    found = np.zeros((3, len(samples), L), np.int64)
+    input_ids, targets, documents = found
     for row, (i, window) in enumerate(samples.tolist()):
         stream = streams[i]
         if stream.sequence_length is None:
@@ -205,12 +207,7 @@ def read_windows(
         targets[row, :-1] = np.where(counts, input_ids[row, 1:], -100)
         targets[row, -1] = -100
         documents[row] = (tokens & STARTS != 0).cumsum()
-    packed = any(stream.sequence_length for stream in streams)
-    return Batch(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(targets),
-        torch.from_numpy(documents) if packed else None,
-    )
+    return Batch(*map(torch.from_numpy, found[: 2 + packed]))
 
 
 class Loader:
@@ -242,8 +239,8 @@ class Loader:
                 return read_windows(self.streams, samples, self.sequence_length)
             except (OSError, ValueError) as error:
                 self.problem = UnreadableData(sentence(error))
-        zeros = torch.zeros(3, len(samples), self.sequence_length, dtype=torch.int64)
-        return Batch(zeros[0], zeros[1], zeros[2] if self.packed else None)
+        shape = 2 + self.packed, len(samples), self.sequence_length
+        return Batch(*torch.zeros(shape, dtype=torch.int64))
 
 
 class TrainLoader(Loader):
@@ -284,8 +281,8 @@ class TrainLoader(Loader):
         CPU. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
         not be read.
         """
-        size, count = self.micro_batches(sequences)
-        samples = self.order(np.arange(first, first + sequences))
+        size, _ = self.micro_batches(sequences)
+        samples = self.order(first, sequences)
         counted = np.full(sequences, self.sequence_length)  # targets of each window
         for i, stream in enumerate(self.streams):
             if stream.targets is not None:
@@ -293,26 +290,24 @@ class TrainLoader(Loader):
                 counted[own] = stream.targets[samples[own, 1]]
         for begin in range(self.rank * size, sequences, self.world_size * size):
             mine = slice(begin, begin + size)
-            divisor = count
-            if self.packed:
-                divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
+            divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
             yield self.read(samples[mine])._replace(divisor=divisor)
         if self.problem is not None:
             raise self.problem
 
     def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
         """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
-        samples = self.order(np.arange(first, first + sequences))
+        samples = self.order(first, sequences)
         return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
 
-    def order(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the samples at consecutive positions of the endless training order.
+    def order(self, first: int, count: int) -> np.ndarray:
+        """Returns the samples at `count` positions from `first` on of the endless training order.
 
-        (n,) -> (n, 2): numbers of the data set and the window. Each data set has its own epochs.
+        (count, 2): numbers of the data set and the window. Each data set has its own epochs.
         """
-        first, last = (int(position) // ORDERED_AT_ONCE for position in positions[[0, -1]])
-        blocks = np.concatenate([self.ordered(block) for block in range(first, last + 1)])
-        return blocks[positions - first * ORDERED_AT_ONCE]
+        block, start = divmod(first, ORDERED_AT_ONCE)
+        blocks = range(block, 1 + (first + count - 1) // ORDERED_AT_ONCE)
+        return np.concatenate([*map(self.ordered, blocks)])[start : start + count]
 
     def order_block(self, block: int) -> np.ndarray:
         """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2); single positions are slow."""

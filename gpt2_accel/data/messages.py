@@ -46,11 +46,11 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
     messages, counts = [], []
     try:
         found, prompt = raw_messages(fields, place)
-        if any(part.get(name) for part in (fields, *found) for name in UNSUPPORTED):
-            raise Problem(NOT_SUPPORTED)
         for number, message in enumerate(found):
             role = role_of(message)
             content = text_of(message.get("content") or message.get("value"))
+            if any(part.get(name) for part in (fields, message) for name in UNSUPPORTED):
+                raise Problem(NOT_SUPPORTED)
             if content.strip():
                 messages.append({"role": role, "content": content})
                 counts.append(number >= prompt and message.get("weight") != 0)
@@ -63,18 +63,17 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
 
 def raw_messages(fields: dict, place: str) -> tuple[list, int]:
     """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
-    answer, prompt = fields.get("output", fields.get("response")), 0
+    answer, prompt = fields.get("output", fields.get("response")), []
     found = fields.get("messages", fields.get("conversations"))
     if not fields:
         raise Problem(EMPTY)
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
-        found = as_messages(fields["prompt"], "user")
-        prompt = len(found)
-        found = found + as_messages(fields["completion"], "assistant")
+        prompt = as_messages(fields["prompt"], "user")
+        found = prompt + as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
-        parts = [fields["instruction"], fields.get("input") or fields.get("context") or ""]
+        parts = fields["instruction"], fields.get("input") or fields.get("context") or ""
         asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
         found = as_messages(asked, "user") + as_messages(answer, "assistant")
     else:
@@ -84,8 +83,8 @@ def raw_messages(fields: dict, place: str) -> tuple[list, int]:
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (found and role_of(found[0]) == "system"):
-        found, prompt = as_messages(system, "system") + found, prompt + 1
-    return found, prompt
+        return as_messages(system, "system") + found, len(prompt) + 1
+    return found, len(prompt)
 
 
 def as_messages(value: Any, role: str) -> list:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -34,12 +35,11 @@ from gpt2_accel.data.shards import (
     token_dtype,
 )
 from gpt2_accel.data.sources import Source, one_text, texts
+from gpt2_accel.data.third_party import tokenizer_entry
 from gpt2_accel.files import remove, remove_leftovers, sync, sync_tree, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
-    GPT2_FINGERPRINT,
-    bytes_per_token,
     fingerprint,
     save_tokenizer,
     token_encoder,
@@ -67,6 +67,7 @@ def prepare(
     `source` is the manifest's description of the text. Raises the errors of `prepare_sources`. An error or an interrupt
     leaves no files.
     """
+    print(f"tokenizing {source}", file=sys.stderr)  # a bar needs the size
     found = [texts(source, splits)]
     return prepare_sources(found, tokenizer, data_dir, source=source, splits=tuple(splits))
 
@@ -116,7 +117,6 @@ def prepare_sources(
     """
 
     def write(folder: Path) -> dict:
-        print(f"tokenizing {source}", file=sys.stderr)
         writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
         record = writer.record
         total = sum(source.size for source in sources)
@@ -175,16 +175,13 @@ def in_order(
 ) -> Iterator[Result]:
     """Yields the results of `function` for the items, in their order, from `workers` threads."""
     upcoming: deque[Future] = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
+    with ThreadPoolExecutor(workers) as pool:
         for item in items:
             upcoming.append(pool.submit(function, item))
             if len(upcoming) > 2 * workers:
                 yield upcoming.popleft().result()
-        while upcoming:
-            yield upcoming.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        for future in upcoming:
+            yield future.result()
 
 
 def clean(text: str) -> tuple[str, int]:
@@ -218,7 +215,7 @@ class TextWriter:
         self.validation_tokens = validation_tokens
         self.tokenize, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
-        self.token_bytes = bytes_per_token(tokenizer)
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
         new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
@@ -253,11 +250,14 @@ class TextWriter:
         if not self.validation_tokens:
             self.append_to(piece.split, tokens, size, piece.begins)
             return
-        left = self.validation_tokens - self.record["splits"]["val"]["tokens"]
-        for split, part in (("val", tokens[:left]), ("train", tokens[left:])):
-            begins = piece.begins and (split == "val" or not left)
-            if len(part):
-                self.append_to(split, part, int(self.token_bytes[part].sum()), begins)
+        first = tokens[: self.validation_tokens - self.record["splits"]["val"]["tokens"]]
+        rest = tokens[len(first) :]
+        if len(first):
+            own = len(self.decode(first).encode()) if len(rest) else size
+            self.append_to("val", first, own, piece.begins)
+            size -= own
+        if len(rest):
+            self.append_to("train", rest, size, piece.begins and not len(first))
 
     def append_to(self, split: str, tokens: np.ndarray, size: int, begins: bool) -> None:
         """Appends tokens, of `size` bytes of text, to the open shard of a split."""
@@ -314,10 +314,13 @@ def make_data(
             try:
                 entries = write(work)
                 save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                write_json(
-                    work / MANIFEST,
-                    {**tokenizer_entry(tokenizer), **about, **entries, "plan": plan},
-                )
+                name = tokenizer.name_or_path or type(tokenizer).__name__
+                separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+                kind = {
+                    "format": MANIFEST_FORMAT,
+                    "tokenizer": tokenizer_entry(tokenizer, name, separator),
+                }
+                write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
             except BaseException:
                 if not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)
@@ -355,27 +358,13 @@ def read_record(work: Path) -> dict | None:
 
 def begin(work: Path, plan: str | None) -> None:
     """Makes the work folder, unless it holds the work of the same plan."""
-    record = read_record(work)
-    if record and record["plan"] == plan:
-        remove_leftovers(work)
-        return
-    if record:
+    if record := read_record(work):
+        if record["plan"] == plan:
+            remove_leftovers(work)
+            return
         print(
             f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
             file=sys.stderr,
         )
     remove(work)
     work.mkdir()
-
-
-def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Returns the manifest's format and entry of the tokenizer."""
-    mark = fingerprint(tokenizer)
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    entry = {
-        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
-        "vocab_size": len(tokenizer),
-        "fingerprint": mark,
-        "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-    }
-    return {"format": MANIFEST_FORMAT, "tokenizer": entry}

@@ -50,15 +50,15 @@ class Source:
     modified: float | None = None
 
 
-def texts(name: str, splits: Mapping[str, Iterable[str]]) -> Source:
-    """Returns the source of each split's documents in memory."""
+def texts(name: str, splits: Mapping[str, Iterable[str]], size: int = 0) -> Source:
+    """Returns the source of each split's documents in memory, `size` bytes together."""
 
     def documents() -> Iterator[Document]:
         for split, own in splits.items():
             for text in own:
                 yield Document(split, chunks([text]))
 
-    return Source(name, documents)
+    return Source(name, documents, size)
 
 
 def text_file(path: Path, split: str | None) -> Source:
@@ -154,10 +154,12 @@ def find_files(
     found = {source: source.name}
     if source.is_dir():
         paths = [path for path in sorted(source.rglob("*")) if path.match(pattern or "*")]
-        names = {
-            p: p.relative_to(source).as_posix() for p in paths if p.is_file() or p.is_symlink()
+        files = {
+            p: f"/{p.relative_to(source).as_posix()}"
+            for p in paths
+            if p.is_symlink() or p.is_file()
         }
-        found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
+        found = {path: name[1:] for path, name in files.items() if "/." not in name}
     taken = {path: name for path, name in found.items() if accepts(path)}
     others = [path for path in found if path not in taken]
     line = f"{source}: took {len(taken):,} files"
@@ -260,9 +262,10 @@ def one_text(path: str | Path | None = None) -> tuple[str, Source]:
     """Returns the text of `tiny_shakespeare`, and its source: the first 90% for training, the rest for validation, as
     nanoGPT has it. The source's name is the text's file or name, and its SHA-256."""
     text = tiny_shakespeare(path)
-    digest, cut = hashlib.sha256(text.encode()).hexdigest(), int(len(text) * 0.9)
+    content, cut = text.encode(), int(len(text) * 0.9)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    return text, texts(f"{path or 'tiny Shakespeare'}, SHA-256 {digest}", splits)
+    name = f"{path or 'tiny Shakespeare'}, SHA-256 {hashlib.sha256(content).hexdigest()}"
+    return text, texts(name, splits, len(content))
 
 
 def tiny_shakespeare(path: str | Path | None = None) -> str:

@@ -126,7 +126,7 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     total = sum(sizes.values())
     left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
     shards: dict[str, list[dict]] = {"train": [], "val": []}
-    tokenizer = tokenizer_entry(source, folder / "tokenizer")
+    tokenizer = named_tokenizer(source, folder / "tokenizer")
     for path, tokens in sizes.items():
         first = min(tokens, left)
         left -= first
@@ -139,16 +139,24 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
 
 
 @functools.lru_cache(maxsize=4)
-def tokenizer_entry(name: str, folder: Path) -> dict:
+def named_tokenizer(name: str, folder: Path) -> dict:
     """Returns the manifest's entry of `find_tokenizer`, with the token that separates documents."""
     if name in GPT2_NAMES:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
+    return tokenizer_entry(tokenizer, name, text_start(tokenizer))
+
+
+def tokenizer_entry(
+    tokenizer: "PreTrainedTokenizerBase", name: str, end_of_text: int | None
+) -> dict:
+    """Returns the manifest's entry of a tokenizer; `end_of_text` is the token that separates documents."""
+    mark = fingerprint(tokenizer)
     return {
-        "name": name,
+        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
         "vocab_size": len(tokenizer),
-        "fingerprint": fingerprint(tokenizer),
-        "end_of_text": text_start(tokenizer),
+        "fingerprint": mark,
+        "end_of_text": end_of_text,
     }
 
 

@@ -147,12 +147,11 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
         "too_long": answered(content="a" * 80),
     }
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), *bad.values(), *bad.values()])
-    assert list(manifest["counts"].values()) == [2] * len(bad)
     file = tmp_path / "rows.jsonl"
     places = [f"{file}, line {21 + i}" for i in range(len(bad))]
-    assert list(manifest["first"].values()) == places
+    assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 20
-    assert left_out(manifest["counts"], manifest["first"])[-1] == (
+    assert left_out(manifest["left_out"])[-1] == (
         "left out: 2 conversations of more tokens than a window, whose beginning --cut keeps, the first: "
         f"{file}, line 25"
     )
@@ -165,7 +164,7 @@ def test_invalid_characters_are_replaced(chat_base, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(file.read_bytes().replace(b"So.", b"b\xe4d"))
     manifest = prepared(chat_base, tmp_path)
-    assert not manifest["counts"]
+    assert not manifest["left_out"]
     decode = load_data_tokenizer(tmp_path / "chat").decode
     text = "".join(decode(ids) for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s))
     assert "lone \ufffd<|im_end|>" in text and "b\ufffdd<|im_end|>" in text
@@ -252,7 +251,7 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
     found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
     assert sorted(found) == sorted(expected) and len(expected) > 100
     reason = f"{REFUSED} (the template does not mark each answer by itself)"
-    assert manifest["counts"].get(reason, 0) == refused and bool(refused) == bool(template)
+    assert manifest["left_out"].get(reason, [0])[0] == refused and bool(refused) == bool(template)
 
 
 def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
@@ -261,14 +260,17 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
     )
     template = check + chat_tokenizer(chat_base).chat_template
     manifest = prepared(chat_base, tmp_path, chat_rows(20), template, model="u/n")
-    assert 0 < manifest["counts"][f"{REFUSED} (too short)"] < 20 and manifest["model"] == "u/n"
+    assert 0 < manifest["left_out"][f"{REFUSED} (too short)"][0] < 20 and manifest["model"] == "u/n"
 
 
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     long = answered(content="so " * 50)
     late = {"messages": [{"role": "user", "content": "a" * 80}, ASKED[1]]}
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), long, late], cut=True)
-    assert manifest["counts"] == {CUT: 1, NO_ANSWER: 1}  # of one no token of the answer is left
+    assert {r: n for r, (n, _) in manifest["left_out"].items()} == {
+        CUT: 1,
+        NO_ANSWER: 1,
+    }  # of one no token of the answer is left
     found = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
     (ids,) = (ids for ids in found if len(ids) == 64)
     assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
