@@ -21,11 +21,11 @@ from gpt2_accel.data.prepare import clean, make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
+    DTYPES,
     PACKED_VERSION,
     STARTS,
     ShardWriter,
     template_digest,
-    token_dtype,
 )
 from gpt2_accel.data.sources import ROW_SUFFIXES, find_files, state_of
 from gpt2_accel.files import first_line
@@ -44,7 +44,7 @@ TOO_LONG = "of more tokens than a window, whose beginning --cut keeps"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 HELD_OUT = 20  # one conversation in 20 is for validation
-DTYPE = token_dtype(2**32)
+DTYPE = DTYPES["uint32"]
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""
 

@@ -5,7 +5,7 @@ inside. Its position in the training order is computed: there is no shuffle buff
 save. Each update reads the next positions of the order over all ranks, so the order does not depend on the number of
 ranks or the micro-batch size.
 
-In a mixture each data set has its own order. The data set at each position is a function of the weights (`Mixture`).
+In a mixture each data set has its own order. The data set at each position is a function of the weights (`locate`).
 """
 
 import functools
@@ -45,6 +45,7 @@ class Batch(NamedTuple):
 BLOCK = 64  # consecutive windows that stay close to each other in the order
 GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
 ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
+PERIOD = 1024  # positions in which the data sets of a mixture are shuffled
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
@@ -122,37 +123,30 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
     return x
 
 
-class Mixture:
+def locate(
+    positions: np.ndarray, shares: Sequence[float], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Assigns a data set to each position of the training order, by their `shares`, which add up to 1.
 
-    Set i has n · shares[i] of the first n positions, to within two, for each n that is a multiple of `PERIOD`. The
-    sets are shuffled within a period.
+    positions: (n,) -> the data set's number, (n,), and the position in that data set's own order, (n,). Set i has
+    n · shares[i] of the first n positions, to within two, for each n that is a multiple of `PERIOD`. The sets are shuffled
+    within a period.
     """
-
-    PERIOD = 1024
-
-    def __init__(self, shares: Sequence[float], seed: int):
-        self.borders = np.cumsum([0.0, *shares])
-        self.borders[-1] = 1.0
-        self.seed = seed
-
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """positions: (n,) -> the data set's number, (n,), and the position in that data set's own order, (n,)."""
-        if len(self.borders) == 2:
-            return np.zeros_like(positions), positions
-        sets, places = np.empty_like(positions), np.empty_like(positions)
-        periods = positions // self.PERIOD
-        for period in np.unique(periods).tolist():
-            here = periods == period
-            slots = positions[here] % self.PERIOD
-            slots = permute(slots, self.PERIOD, hash64(self.seed, 2, period))
-            before, after = np.floor(
-                np.outer((period, period + 1), self.PERIOD * self.borders)
-            ).astype(np.int64)
-            starts = after - before  # the slot at which each set's share of this period begins
-            own = np.searchsorted(starts, slots, side="right") - 1
-            sets[here], places[here] = own, np.diff(before)[own] + slots - starts[own]
-        return sets, places
+    if len(shares) == 1:
+        return np.zeros_like(positions), positions
+    borders = np.cumsum([0.0, *shares])
+    borders[-1] = 1.0
+    sets, places = np.empty_like(positions), np.empty_like(positions)
+    periods = positions // PERIOD
+    for period in np.unique(periods).tolist():
+        here = periods == period
+        slots = permute(positions[here] % PERIOD, PERIOD, hash64(seed, 2, period))
+        ends = np.floor(np.outer((period, period + 1), PERIOD * borders))
+        before, after = ends.astype(np.int64)
+        starts = after - before  # the slot at which each set's share of this period begins
+        own = np.searchsorted(starts, slots, side="right") - 1
+        sets[here], places[here] = own, np.diff(before)[own] + slots - starts[own]
+    return sets, places
 
 
 def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
@@ -259,7 +253,7 @@ class TrainLoader(Loader):
         **share: Any,
     ):
         super().__init__(parts, **share)
-        self.mixture = Mixture([weight for _, weight in parts], seed)
+        self.shares = [share for _, share in parts]
         self.micro_batch_size, self.seed = micro_batch_size, seed
         self.windows = sum(self.set_windows)
         self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
@@ -311,14 +305,13 @@ class TrainLoader(Loader):
 
     def order_block(self, block: int) -> np.ndarray:
         """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2); single positions are slow."""
-        sets, places = self.mixture.locate(
-            np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
-        )
+        positions = np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
+        sets, places = locate(positions, self.shares, self.seed)
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
             here, size = sets == number, self.set_windows[number]
-            epochs, positions = np.divmod(places[here], size)
-            windows[here] = shuffled(positions, size, self.seed + number, epochs)
+            epochs, places_in = np.divmod(places[here], size)
+            windows[here] = shuffled(places_in, size, self.seed + number, epochs)
         return np.stack((sets, windows), axis=1)
 
 

@@ -219,7 +219,7 @@ class TextWriter:
         self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
         new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
-        self.record = read_record(folder) or {**new, "splits": entries}
+        self.record = read_json(folder / RECORD) or {**new, "splits": entries}
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
     def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
@@ -265,7 +265,6 @@ class TextWriter:
         if split not in self.shards:
             path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
             self.shards[split] = ShardWriter(path, self.dtype)
-            self.shards[split].documents = 0
         shard = self.shards[split]
         shard.append(tokens)
         shard.documents += begins and self.separator is not None
@@ -328,11 +327,7 @@ def make_data(
             sync_tree(work)
             work.rename(data_dir)
             sync(data_dir.parent)
-        elif (
-            not plan
-            or not (data_dir / MANIFEST).exists()
-            or read_manifest(data_dir).get("plan") != plan
-        ):
+        elif not plan or read_json(data_dir / MANIFEST).get("plan") != plan:
             raise FileExistsError(
                 f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
                 "another folder"
@@ -350,15 +345,14 @@ def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *optio
     return sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()
 
 
-def read_record(work: Path) -> dict | None:
-    """Returns the record in a folder, None if there is none."""
-    path = work / RECORD
-    return json.loads(path.read_text()) if path.exists() else None
+def read_json(path: Path) -> dict:
+    """Returns the content of a JSON file, empty if there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def begin(work: Path, plan: str | None) -> None:
     """Makes the work folder, unless it holds the work of the same plan."""
-    if record := read_record(work):
+    if record := read_json(work / RECORD):
         if record["plan"] == plan:
             remove_leftovers(work)
             return

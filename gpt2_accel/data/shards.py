@@ -44,6 +44,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,11 +87,11 @@ class UnreadableData(OSError):
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never read as a complete one. `documents`, if it is set, is part of
-    its entry in the manifest.
+    A shard that was not closed has no magic, so it is never read as a complete one. `documents` is part of its entry in the
+    manifest.
     """
 
-    documents: int | None = None
+    documents = 0
 
     def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
         self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
@@ -114,8 +115,8 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        entry = {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
-        return entry if self.documents is None else {**entry, "documents": self.documents}
+        counts = {"tokens": self.tokens, "documents": self.documents}
+        return {"file": self.path.name, **counts, "sha256": digest.hex()}
 
 
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
@@ -165,14 +166,11 @@ def read_manifest(data_dir: str | Path) -> dict:
             f"{path} is missing: prepare the data first, as in "
             f"{recipe_command('prepare_data')} text FILE_OR_FOLDER --data_dir {data_dir}"
         )
-    try:
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_text(encoding="utf-8"))
-        valid = is_valid(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
-    return manifest
+        if is_valid(manifest):
+            return manifest
+    raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
 
 
 def is_valid(manifest: dict) -> bool:

@@ -35,12 +35,8 @@ def llmc(tokens, magic=20240520, version=1):
             "fineweb_train_000002.bin": llmc(TOKENS[2500:4000]),
             "fineweb_val_000000.bin": llmc(TOKENS[4000:]),
         },
-        {
-            "tiny_shakespeare_train.bin": llmc(TOKENS[:4000]),
-            "tiny_shakespeare_val.bin": llmc(TOKENS[4000:]),
-        },
     ],
-    ids=["nanoGPT", "llm.c and modded-nanogpt", "llm.c's Shakespeare"],
+    ids=["nanoGPT", "llm.c"],
 )
 def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
     for name, content in files.items():
