@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import parse_config, required, setting
+from gpt2_accel.config import parse_config, required
 from gpt2_accel.study.options import EngineOptions
 
 
 @dataclass(kw_only=True)
 class Compare(EngineOptions):
     study: str = required("YAML file of the study")
-    tune: bool = setting(True, "tune each variant first, if the file has axes")
 
 
 def main() -> None:
@@ -36,8 +35,6 @@ def main() -> None:
     from gpt2_accel.study.study_file import read_study
 
     study = read_study(path, Path(__file__).parent)
-    if not config.tune:
-        study.axes, study.trials = {}, 0
     if config.dry_run:
         print(dry_run(study, engine))
         return

@@ -1,5 +1,6 @@
 """Compares variants of a recipe: paired seeds, equal budgets, optionally tuned; differences to the baseline with intervals."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import Verdict, interval, judge
 from gpt2_accel.study.study_file import StudyFile
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
-from gpt2_accel.study.tune import Tuning, pruner_of
 
 TUNING_SEED = 0
 ENDING = ("max_hours", "patience")  # settings that end a run before its budget
@@ -20,12 +20,12 @@ ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 
 @dataclass
 class Comparison:
-    """The outcome of a study: the results by variant and budget, of each seed, None for a run that failed; the tuning by
-    variant."""
+    """The outcome of a study: the results by variant and budget, of each seed, None for a run that failed; the trials that the
+    tuning chose, by variant."""
 
     study: StudyFile
     results: Mapping[tuple[str, float | None], Sequence[Result | None]]
-    tuned: Mapping[str, Tuning] = field(default_factory=dict)
+    tuned: Mapping[str, Trial] = field(default_factory=dict)
 
     def values(self, variant: str, budget: float | None) -> list[float]:
         """Returns the metric of each seed, NaN for a run that failed."""
@@ -80,30 +80,32 @@ class Comparison:
 
 def compare(study: StudyFile, engine: Engine) -> Comparison:
     """Trains what a study needs and returns its outcome. Raises `ValueError` for settings that a recipe refuses."""
-    trials, tuned = first_trials(study, engine), {}
-
-    def loss(trial: Trial) -> float | None:
-        id = with_budget(study, trial, study.budgets[-1]).id
-        if id in engine.results:
-            return engine.results[id].metric(study.metric)
-        return math.inf if id in engine.failed else engine.pruned.get(id)
-
-    for name in trials if study.axes else []:
-        start = seeded(name, trials[name], TUNING_SEED)
-        tuned[name] = tuning = Tuning(start, study.axes, study.trials, loss)
-        while points := [t for t in tuning.tried() if loss(t) is None]:
-            left = [with_budget(study, trial, study.budgets[-1]) for trial in points]
-            engine.run(left, f"tune {name}", pruner_of(study.pruner))
-        trials[name] = tuning.best()
-    runs = runs_of(study, trials)
+    trials = first_trials(study, engine)
+    tuned = tune(study, trials, engine) if study.tune else {}
+    runs = runs_of(study, {**trials, **tuned})
     engine.run([trial for own in zip(*runs.values(), strict=True) for trial in own])
     results = {at: [engine.results.get(trial.id) for trial in own] for at, own in runs.items()}
     return Comparison(study, results, tuned)
 
 
-def seeded(name: str, trial: Trial, seed: int) -> Trial:
-    """Returns the trial of a variant with a seed."""
-    return trial.changed(label=f"{name}-seed{seed}", seed=seed)
+def tune(study: StudyFile, trials: Mapping[str, Trial], engine: Engine) -> dict[str, Trial]:
+    """Trains each variant with all combinations of the values to tune, and returns the trials with the lowest metric."""
+    points = {name: points_of(study, name, trial) for name, trial in trials.items()}
+    engine.run([run for own in points.values() for run, _ in own])
+
+    def metric(point: tuple[Trial, Trial]) -> float:
+        result = engine.results.get(point[0].id)
+        return result.metric(study.metric) if result else math.inf
+
+    return {name: min(own, key=metric)[1] for name, own in points.items()}
+
+
+def points_of(study: StudyFile, name: str, trial: Trial) -> list[tuple[Trial, Trial]]:
+    """Returns the runs that tune a variant, in the largest budget, each with the trial that it would choose; none without
+    values to tune."""
+    values = itertools.product(*study.tune.values()) if study.tune else ()
+    points = [trial.changed(**dict(zip(study.tune, point, strict=True))) for point in values]
+    return [(run_of(study, name, p, TUNING_SEED, study.budgets[-1]), p) for p in points]
 
 
 def runs_of(
@@ -112,8 +114,7 @@ def runs_of(
     """Returns the runs by variant and budget, for each seed. `trials` are the variants."""
     return {
         (name, budget): [
-            with_budget(study, seeded(name, trial, seed), budget)
-            for seed in range(1, study.seeds + 1)
+            run_of(study, name, trial, seed, budget) for seed in range(1, study.seeds + 1)
         ]
         for budget in study.budgets
         for name, trial in trials.items()
@@ -142,23 +143,25 @@ def first_trials(study: StudyFile, engine: Engine) -> dict[str, Trial]:
     return found
 
 
-def with_budget(study: StudyFile, trial: Trial, budget: float | None) -> Trial:
-    """Returns the trial with the updates that a budget pays for, at least one."""
+def run_of(study: StudyFile, name: str, trial: Trial, seed: int, budget: float | None) -> Trial:
+    """Returns the run of a variant with a seed, and with the updates that a budget pays for, at least one."""
     batch = trial.config.total_batch_size
     if study.unit == "flops":
         batch *= trial.flops_per_token
-    return trial.lasting(max(1, round(budget / batch)) if budget else trial.config.max_steps)
+    updates = max(1, round(budget / batch)) if budget else trial.config.max_steps
+    return trial.changed(label=f"{name}-seed{seed}", seed=seed).lasting(updates)
 
 
 def dry_run(study: StudyFile, engine: Engine) -> str:
     """Returns the runs of a study as a table, and the time of those that are not recorded. Trains nothing else."""
-    runs, rows = runs_of(study, first_trials(study, engine)), {}
-    left = [trial for own in runs.values() for trial in own if not engine.knows(trial)]
-    for (name, budget), (first, *more) in runs.items():
-        if budget == study.budgets[-1]:
-            left += [first] * study.trials  # of the tuning
+    trials, rows = first_trials(study, engine), {}
+    runs = runs_of(study, trials)
+    planned = [run for own in runs.values() for run in own]
+    planned += [run for name, trial in trials.items() for run, _ in points_of(study, name, trial)]
+    for (name, _), (first, *more) in runs.items():
         title = f"{name}, {short_number(first.tokens)} tokens"
         rows[title] = [f"{len(more) + 1}", f"{first.config.max_steps:,}", f"{first.flops:.3g}"]
     heads = ["variant", "runs", "updates of each", "FLOPs of each"]
     first = runs[study.baseline, study.budgets[-1]][0]
+    left = [run for run in planned if not engine.knows(run)]
     return f"{markdown(heads, rows)}\n\n{engine.forecast(left, first)}"

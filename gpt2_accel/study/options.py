@@ -20,10 +20,6 @@ class EngineOptions:
     table: str | None = setting(
         None, "CSV file that lists the recorded runs; default runs.csv in the folder"
     )
-    storage: str | None = setting(
-        None,
-        "database of several machines, postgresql://USER@HOST/NAME; default SQLite in the folder",
-    )
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
     gpus_per_run: int = setting(1, "GPUs of each run; without a GPU its processes")
     keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
@@ -46,7 +42,6 @@ class EngineOptions:
             folder,
             Path(self.table or folder / "runs.csv"),
             children.slots(self.processes, each),
-            self.storage or f"sqlite:///{folder / 'study.db'}",
             each,
             children.precision(each),
             self.keep_models,

@@ -80,13 +80,20 @@ def shares(outcome: Comparison) -> list[str]:
 
 
 def tunings(outcome: Comparison) -> list[str]:
-    """Returns what the tuning of each variant chose."""
-    lines = []
-    for name, tuning in outcome.tuned.items():
-        best = tuning.best().resolved
-        chosen = ", ".join(f"{axis} {best[axis]}" for axis in tuning.axes)
-        lines.append(f"{name}: {len(tuning.tried())} trials chose {chosen}")
-        if ends := ", ".join(tuning.at_end()):
+    """Returns what the tuning of each variant chose, and which of it is at an end of its axis beyond which there may be more:
+    not at 0, and no text."""
+    lines, axes = [], outcome.study.tune
+    count = math.prod(map(len, axes.values()))
+    for name, trial in outcome.tuned.items():
+        best = {axis: trial.resolved[axis] for axis in axes}
+        chosen = ", ".join(f"{axis} {value}" for axis, value in best.items())
+        lines.append(f"{name}: {count} trials chose {chosen}")
+        at_end = [
+            axis
+            for axis, value in best.items()
+            if type(value) in (int, float) and value in (min(axes[axis]), max(axes[axis])) and value
+        ]
+        if ends := ", ".join(at_end):
             lines.append(f"{name}: the best {ends} is at the end of its axis: extend it")
     return lines
 

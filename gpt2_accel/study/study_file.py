@@ -12,7 +12,6 @@ from gpt2_accel.study.trials import WARMUP, as_words
 
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 UNITS = ("tokens", "flops")
-PRUNERS = ("none", "median")
 OWN = ("output_dir", "resume_from", "seed", "max_steps")  # which the study sets
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
@@ -46,7 +45,7 @@ class StudyFile:
         check_choice("metric", self.metric, METRICS)
         check_ranges(self, positive="seeds")
         self.unit, self.budgets = read_budgets(self.budget)
-        self.axes, self.trials, self.pruner = read_tuning(self.tune) if self.tune else ({}, 0, "")
+        self.tune = read_tuning(self.tune)
 
 
 def read_study(path: Path, recipes: Path) -> StudyFile:
@@ -88,13 +87,7 @@ def check_settings(where: str, own: Any) -> None:
         if name in own:
             raise ValueError(f"{where} sets {name}, which the study sets: leave it out")
     if WARMUP in own:
-        check_share(own[WARMUP])
-
-
-def check_share(value: Any) -> None:
-    """Raises `ValueError` if a share of the updates is not between 0 and 1."""
-    if not isinstance(value, float | int) or not 0 <= value <= 1:
-        raise ValueError(f"{WARMUP} is {value!r}: give a number from 0 to 1")
+        typed(WARMUP, own[WARMUP])
 
 
 def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
@@ -113,34 +106,21 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
     return unit, sorted(found)
 
 
-def read_tuning(tune: Mapping[str, Any]) -> tuple[dict[str, list], int, str]:
-    """Returns the values to try by setting, numbers from the smallest, the trials of each variant, at most one
-    for each combination, and the pruner."""
-    own = {"axes": None, "trials": None, "pruner": "none", **tune}
-    axes, trials, pruner, *more = own.values()
-    if more or not isinstance(axes, dict) or type(trials) is not int or pruner not in PRUNERS:
-        raise ValueError(
-            f"tune has axes (values by setting), trials (a number), and a pruner ({' or '.join(PRUNERS)})"
-        )
-    check_settings("tune", {name: 0 for name in axes})
-    found = {}
-    for name, values in axes.items():
+def read_tuning(tune: Mapping[str, Any]) -> dict[str, list]:
+    """Returns the values to try by setting. Raises `ValueError` for what is no list, or not possible."""
+    check_settings("tune", dict.fromkeys(tune, 0))
+    for name, values in tune.items():
         if not isinstance(values, list) or len(values) < 2:
-            raise ValueError(f"tune: {name} needs a list of at least two values")
-        found[name] = [typed(name, value) for value in values]
-        if ordered(found[name]):
-            found[name].sort()
-    return found, min(max(2, trials), math.prod(map(len, found.values()))), pruner
+            raise ValueError(
+                f"tune: {name} is {values!r}: give each setting a list of values, of which all combinations are trained"
+            )
+    return {name: [typed(name, value) for value in values] for name, values in tune.items()}
 
 
 def typed(name: str, value: Any) -> Any:
     """Returns a YAML value of a setting in the type that a run has it in. Raises `ValueError` for one that is out of range."""
-    if name == WARMUP:
-        check_share(value)
-        return value
-    return getattr(parse_config(TrainConfig, [f"--{name}", *as_words(name, value)]), name)
-
-
-def ordered(values: list) -> bool:
-    """Whether the values of an axis are numbers."""
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if name != WARMUP:
+        return getattr(parse_config(TrainConfig, [f"--{name}", *as_words(name, value)]), name)
+    if not isinstance(value, float | int) or not 0 <= value <= 1:
+        raise ValueError(f"{WARMUP} is {value!r}: give a number from 0 to 1")
+    return value

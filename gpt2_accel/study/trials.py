@@ -44,6 +44,7 @@ INERT = {
     "log_every",
     "ignore_changes",
 }
+CODE = "code.txt"  # in a run's folder: the fingerprint of the code that trained it
 NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
 
 
@@ -211,6 +212,11 @@ def caveats(recipe: Path, results: Collection[Result]) -> list[str]:
     )
 
 
+def write_code(trial: Trial, folder: Path) -> None:
+    """Writes the fingerprint of the code that a run starts with into its folder."""
+    write_file(folder / CODE, code_fingerprint(trial.recipe))
+
+
 def read_run(trial: Trial, folder: Path) -> Result | None:
     """Returns the result of the run in `folder`, None if it neither finished nor diverged.
 
@@ -234,7 +240,7 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
         float(tokens * trial.flops_per_token),
         math.inf if diverged else loss,
         None if diverged else line.get("val/bits_per_byte"),
-        code_fingerprint(trial.recipe),
+        code.read_text(encoding="utf-8") if (code := folder / CODE).exists() else "",
     )
 
 

@@ -1,53 +1,22 @@
-"""Two drivers that share a study in PostgreSQL, of which one is killed, stopped or suspended."""
+"""Several drivers that share the folder of a study, of which one is killed, stopped or suspended."""
 
 import os
-import pwd
-import shutil
 import signal
-import subprocess
-import tempfile
+import threading
 import time
-from contextlib import suppress
-from pathlib import Path
+from datetime import UTC, datetime
 
-import optuna
 import psutil
 import pytest
 from conftest import long
-from launching import Started, free_port, wait_for
-from test_studies import QUICK, compare, rows, study_file
+from filelock import FileLock
+from launching import Started, wait_for
+from test_studies import COMPARE, compare, rows, study_file
 
-from gpt2_accel.study.engine import open_storage
+from gpt2_accel.files import write_json
+from gpt2_accel.study.engine import LOG, failure
 
-UPDATES = 500
-
-
-def programs():
-    """Returns the folder of PostgreSQL's programs, None if it is not installed."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return found[-1].parent if found else None
-
-
-@pytest.fixture(scope="module")
-def database():
-    """The URL of a PostgreSQL server, which does not run as root."""
-    if programs() is None:
-        pytest.skip("PostgreSQL is not installed")
-    folder, port, as_user = Path(tempfile.mkdtemp(prefix="postgres-")), free_port(), {}
-    if os.getuid() == 0:
-        as_user = {"user": pwd.getpwnam("postgres").pw_uid, "extra_groups": []}
-        os.chown(folder, as_user["user"], -1)
-
-    def call(name, *flags):
-        command = [programs() / name, "-D", folder / "db", *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/", **as_user)
-
-    call("initdb", "-A", "trust", "-U", "study")
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder}"
-    call("pg_ctl", "-o", options, "-l", folder / "log", "-w", "start")
-    yield f"postgresql://study@127.0.0.1:{port}/postgres"
-    call("pg_ctl", "-m", "immediate", "stop")
-    shutil.rmtree(folder)
+UPDATES = 250
 
 
 def study(folder, data_dir):
@@ -62,62 +31,122 @@ def study(folder, data_dir):
 
 @pytest.fixture(scope="module")
 def alone(data_dir, tmp_path_factory):
-    """The table of one driver."""
+    """The folder of one driver."""
     folder = tmp_path_factory.mktemp("alone")
     done = compare(study(folder, data_dir), folder / "out")
     assert done.returncode == 0, done.stderr
-    return (folder / "out/runs.csv").read_bytes()
+    return folder / "out"
+
+
+def check(out, alone):
+    """The table is that of one driver, and no run began twice."""
+    assert (out / "runs.csv").read_bytes() == (alone / "runs.csv").read_bytes()
+    starts = [log.read_text().count("updates 0 to") for log in out.glob(f"runs/*/{LOG}")]
+    assert starts == [1] * 3
+
+
+def in_middle(driver, out, done=0):
+    """Whether a driver trains a run that has a checkpoint, after `done` others are recorded."""
+    ids = [os.path.basename(file.path)[1:-5] for file in driver.open_files()]
+    found = [id for id in ids if list(out.glob(f"runs/*-{id}/checkpoint-*"))]
+    return found and recorded(out) >= done
+
+
+def recorded(out):
+    """The number of rows in the table."""
+    return len(rows(out)) if (out / "runs.csv").exists() else 0
+
+
+def test_the_folder_has_the_results_of_a_driver_that_could_not_record_them(alone, data_dir):
+    table = alone / "runs.csv"
+    before = table.read_bytes()
+    table.unlink()
+    path = study(alone.parent, data_dir)
+    assert compare(path, alone).returncode == 0
+    assert table.read_bytes() == before
+    check(alone, alone)
+
+
+def test_a_run_that_another_driver_has_is_left_to_it(alone, data_dir, tmp_path):
+    out, last = tmp_path / "out", rows(alone)[0]["id"]
+    (out / "runs").mkdir(parents=True)
+    lock, seen = FileLock(out / f"runs/.{last}.lock", thread_local=False), []
+    lock.acquire()
+
+    def release():
+        wait_for(lambda: recorded(out) == 2)
+        time.sleep(1)
+        seen.extend(out.glob(f"runs/*-{last}"))
+        lock.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    done = compare(study(tmp_path, data_dir), out)
+    thread.join()
+    assert done.returncode == 0 and not seen, done.stderr
+    check(out, alone)
+
+
+def test_a_driver_goes_on_with_the_run_of_one_that_was_killed(alone, data_dir, tmp_path):
+    path, out = study(tmp_path, data_dir), tmp_path / "out"
+    started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=tmp_path / "log")
+    driver = psutil.Process(started.pids[0])
+
+    def kill():
+        wait_for(lambda: in_middle(driver, out))
+        driver.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    wait_for(lambda: list(out.glob("runs/*/checkpoint-*")))
+    done = compare(path, out)
+    thread.join()
+    assert started.wait() == -signal.SIGKILL
+    assert done.returncode == 0, done.stderr
+    check(out, alone)
 
 
 @long
-@pytest.mark.parametrize(
-    "how", ["together", "kill", "kill at the last", "ctrl-c", "suspend", "freeze"]
-)
-def test_two_drivers(how, database, alone, data_dir, tmp_path):
-    path, out = study(tmp_path, data_dir), tmp_path / how.replace(" ", "_")
-    command = (QUICK, path, "--output_dir", out, "--storage", database, "--processes", 1)
+@pytest.mark.parametrize("how", ["together", "kill at the last", "ctrl-c", "suspend", "freeze"])
+def test_two_drivers(how, alone, data_dir, tmp_path):
+    path, out = study(tmp_path, data_dir), tmp_path / "out"
+    command = (COMPARE, path, "--output_dir", out, "--processes", 1)
     both = [Started(*command, log=tmp_path / f"log{n}") for n in range(2)]
     drivers = [psutil.Process(started.pids[0]) for started in both]
-
-    def victim():
-        """A driver whose trainer is in the middle of a run, at last of the last run."""
-        done = len(rows(out)) if (out / "runs.csv").exists() else 0
-        for number, driver in enumerate(drivers):
-            if done < 2 and how == "kill at the last":
-                continue
-            for trainer in driver.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    locked = [Path(f.path) for f in trainer.open_files() if ".lock" in f.path]
-                    if any(list(lock.parent.glob("checkpoint-*")) for lock in locked):
-                        return number, trainer
-        return None
-
-    if how == "together":
-        assert [started.wait() for started in both] == [0, 0], (tmp_path / "log0").read_text()
-    else:
-        wait_for(victim, 120)
-        number, trainer = victim()
-        hit, other = drivers[number], both[1 - number]
+    codes = [0, 0]
+    if how != "together":
+        done = 2 if how == "kill at the last" else 0
+        wait_for(lambda: any(in_middle(driver, out, done) for driver in drivers), 120)
+        hit = next(n for n, driver in enumerate(drivers) if in_middle(driver, out, done))
         if how == "ctrl-c":
-            hit.send_signal(signal.SIGINT)
-            assert both[number].wait() == 130
+            both[hit].send_signal(signal.SIGINT)
+            codes[hit] = 130
         elif how.startswith("kill"):
-            hit.kill()
+            drivers[hit].kill()
+            codes[hit] = -signal.SIGKILL
         else:
-            hit.suspend()
-            if how == "freeze":
-                trainer.suspend()
-                time.sleep(15)
-                trainer.resume()
-                hit.resume()
-        assert other.wait() == 0, (tmp_path / f"log{1 - number}").read_text()
-        if how == "suspend":
-            hit.resume()
-        if how in ("suspend", "freeze"):
-            assert both[number].wait() == 0, (tmp_path / f"log{number}").read_text()
-    assert (out / "runs.csv").read_bytes() == alone
-    found = optuna.load_study(study_name=f"{out.name}: runs", storage=open_storage(database)).trials
-    ended = [t.user_attrs["run"] for t in found if t.state.name == "COMPLETE"]
-    assert sorted(ended) == sorted(row["id"] for row in rows(out))  # each once
-    starts = [log.read_text().count("updates 0 to") for log in out.glob("runs/*/log.txt")]
-    assert starts == [1] * 3  # none from the beginning again
+            trainers = drivers[hit].children(recursive=True) if how == "freeze" else []
+            for process in (drivers[hit], *trainers):
+                process.suspend()
+            time.sleep(10)
+            for process in (*trainers, drivers[hit]):
+                process.resume()
+    assert [started.wait() for started in both] == codes, (tmp_path / "log0").read_text()
+    check(out, alone)
+
+
+@pytest.mark.parametrize(
+    "code, state, last, words",
+    [
+        (0, "stopped", "saved", ""),
+        (1, "running", "train: runs/a is in use by another process: wait for it to end", ""),
+        (1, "stopped", "train: no space left", "train: no space left"),
+        (-9, "running", "updates 0 to 20", "killed by SIGKILL"),
+        (1, "running", "---", "exit code 1"),
+    ],
+)
+def test_what_a_run_failed_of(code, state, last, words, tmp_path):
+    now = datetime.now(UTC).isoformat()
+    write_json(tmp_path / "status.json", {"state": state, "time": now})
+    (tmp_path / LOG).write_text(f"--\n{last}\n")
+    assert failure(tmp_path, code) == words
