@@ -5,7 +5,6 @@ import json
 import random
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,28 +57,45 @@ def test_forms_of_the_hub(row):
     assert read_messages(row, "here") == (ASKED, [not row.get("completion"), True])
 
 
-def test_other_parts_of_the_forms():
-    system = [{"role": "system", "content": "Be kind."}, *ASKED]
-    assert read_messages({"messages": system}, "here")[0] == system
-    system[0]["content"] = " "  # nothing to say
-    assert read_messages({"messages": system}, "here")[0] == ASKED
-    for given in ({"input": "1 and 2"}, {"input": "", "context": "1 and 2"}):
-        alpaca = {"instruction": "Add.", **given, "output": "3"}
-        assert read_messages(alpaca, "here")[0][0]["content"] == "Add.\n\n1 and 2"
-    several = {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:], "system": "Be kind."}
-    assert read_messages(several, "here")[1] == [False] * 4 + [True]
-    weighted = [{**message, "weight": i % 4 // 2} for i, message in enumerate(ASKED + ASKED)]
-    expected = (ASKED + ASKED, [False, False, True, True])
-    assert read_messages({"messages": weighted}, "here") == expected
-    for name in ("system", "system_prompt"):
-        row = {name: "Be kind.", "conversations": ASKED}
-        assert read_messages(row, "here")[0] == [{"role": "system", "content": "Be kind."}, *ASKED]
-    with pytest.raises(
-        ValueError, match="here, has the fields question, answer, but a conv.* messages or"
-    ):
-        read_messages({"question": "Why?", "answer": "So."}, "here")
-    with pytest.raises(ValueError, match="here, holds a value of type list, not an object"):
-        read_messages(ASKED, "here")
+SYSTEM = {"role": "system", "content": "Be kind."}
+OTHER_PARTS = [
+    ({"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED], None),
+    ({"messages": [{**SYSTEM, "content": " "}, *ASKED]}, ASKED, None),  # nothing to say
+    ({"system": "Be kind.", "conversations": ASKED}, [SYSTEM, *ASKED], [False, True, True]),
+    ({"system_prompt": "Be kind.", "messages": ASKED}, [SYSTEM, *ASKED], [False, True, True]),
+    (
+        {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:], "system": "Be kind."},
+        [SYSTEM, *ASKED, *ASKED],
+        [False] * 4 + [True],
+    ),
+    (
+        {"messages": [{**message, "weight": i // 2} for i, message in enumerate(ASKED + ASKED)]},
+        ASKED + ASKED,
+        [False, False, True, True],
+    ),
+    (
+        {"instruction": "Add.", "input": "", "context": "1 and 2", "output": "So."},
+        [{"role": "user", "content": "Add.\n\n1 and 2"}, ASKED[1]],
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "messages", "counted"), OTHER_PARTS)
+def test_other_parts_of_the_forms(row, messages, counted):
+    assert read_messages(row, "here") == (messages, counted or [True] * len(messages))
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "Why?"}, "here, has the fields question, but a conversation has messages or"),
+        (ASKED, "here, holds a value of type list, not an object"),
+    ],
+)
+def test_rows_in_no_form_are_refused(row, problem):
+    with pytest.raises(ValueError, match=problem):
+        read_messages(row, "here")
 
 
 def answered(**changes):
@@ -279,17 +295,13 @@ def test_a_conversation_goes_to_the_window_with_the_least_room_that_it_fits():
     assert best_fit(np.array([6, 2, 7, 3, 1]), 10) == [[0, 1, 4], [2, 3]]
 
 
-@pytest.mark.parametrize("suffix", [".json", ".parquet"])
-def test_files_of_other_formats_hold_the_same_conversations(chat_base, suffix, tmp_path):
+def test_an_array_in_a_json_file_holds_the_same_conversations(chat_base, tmp_path):
     rows = [*chat_rows(30), answered(content="é")]
     prepared(chat_base, tmp_path, rows)
-    path = tmp_path / f"other{suffix}"
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n  " + json.dumps(rows, indent=1))
+    (tmp_path / "a.json").write_text("\n  " + json.dumps(rows, indent=1))
     options = {"sequence_length": 64, "source": "made up", "model": "base"}
-    prepare_conversations([str(path)], chat_tokenizer(chat_base), tmp_path / "other", **options)
+    files = [str(tmp_path / "a.json")]
+    prepare_conversations(files, chat_tokenizer(chat_base), tmp_path / "other", **options)
     for split in ("train", "val"):
         assert stored(tmp_path / "other", split) == stored(tmp_path / "chat", split)
 
