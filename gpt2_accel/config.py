@@ -9,7 +9,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -165,7 +165,7 @@ class TrainConfig:
     seed: int = setting(1337, "of weights, data order, dropout and samples")
     deterministic: bool = setting(False, "torch's deterministic algorithms, which are slower")
     dry_run: list[str] = setting(
-        [], "print memory, FLOPs and time of this launch, or of a LAUNCH.yaml and a GPU, and exit"
+        [], "print memory, FLOPs and time of this launch, or of a launch config and a GPU, and exit"
     )
     profile: int = setting(0, "updates to trace into trace-<rank>.json")
 
@@ -301,28 +301,22 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
     for name in own + inherited:
         if inherited and name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
-        add_option(section, settings[name], hints[name], texts[name])
+        default, text = settings[name].default, texts[name]
+        if settings[name].default_factory is not MISSING:
+            default = settings[name].default_factory()
+        if default is MISSING:
+            text += " (required)"
+        elif default not in (None, [], "") and default is not False:
+            text += " [%(default)s]"
+        parse, metavar = parser_of(name, hints[name])
+        number: dict[str, Any] = {}
+        if get_origin(hints[name]) is list:
+            number = {"nargs": "*" if name == "dry_run" else "+"}
+        elif parse is true_or_false:  # or no value, which is true
+            number = {"nargs": "?", "const": True}
+        shape = {"type": parse, "metavar": metavar, **number}
+        section.add_argument(f"--{name}", default=default, help=text, **shape)
     return parser
-
-
-def add_option(section: argparse._ArgumentGroup, setting: Field, hint: Any, text: str) -> None:
-    """Adds `--NAME`. A switch takes true or false, or no value, which is true."""
-    name, default = setting.name, setting.default
-    if setting.default_factory is not MISSING:
-        default = setting.default_factory()
-    if default is MISSING:
-        text += " (required)"
-    elif default not in (None, [], "") and default is not False:
-        text += " [%(default)s]"
-    parse, metavar = parser_of(name, hint)
-    number: dict[str, Any] = {}
-    if get_origin(hint) is list:
-        number = {"nargs": "*" if name == "dry_run" else "+"}
-    elif parse is true_or_false:
-        number = {"nargs": "?", "const": True}
-    section.add_argument(
-        f"--{name}", type=parse, metavar=metavar, default=default, help=text, **number
-    )
 
 
 def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:

@@ -255,34 +255,24 @@ class JsonLines:
     def __init__(self, path: str | Path, last_step: int):
         self.entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
         write_file(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
-        self._file, self._unwritten = open(path, "ab", buffering=0), b""
+        self._file = open(path, "ab", buffering=2**20)
 
     def write(self, entry: dict) -> None:
-        """Appends one entry, with null for numbers that are not finite. On a full disk it stays in memory until the
-        next call."""
+        """Appends one entry, with null for numbers that are not finite. On a full disk it stays in the buffer."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in entry.items()
         }
-        self._unwritten += json.dumps(finite).encode() + b"\n"
         with suppress(OSError):
-            self._flush()
+            self._file.write(json.dumps(finite).encode() + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Closes the file. Prints how many lines are lost if the disk is still full."""
+        """Closes the file. Prints that it lacks lines if the disk is still full."""
         try:
-            self._flush()
+            self._file.close()
         except OSError as error:
-            lost = self._unwritten.count(b"\n")
-            print(
-                f"{self._file.name} lacks its last {lost} lines: {sentence(error)}", file=sys.stderr
-            )
-        self._file.close()
-
-    def _flush(self) -> None:
-        while self._unwritten:
-            written = self._file.write(self._unwritten)
-            self._unwritten = self._unwritten[written:]
+            print(f"{self._file.name} lacks its last lines: {sentence(error)}", file=sys.stderr)
 
 
 def read_json_lines(path: str | Path) -> list[dict]:

@@ -64,12 +64,10 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
     """Returns how a word becomes a value of a setting of type `hint`, or an item of it, and the word's name in `--help`."""
-    kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
     if name == "micro_batch_size":
         return batch_size, "N"
-    if kind is bool:
-        return true_or_false, "BOOL"
-    return {int: (whole_number, "N"), float: (float, "X")}.get(kind, (str, "TEXT"))
+    kinds = {bool: (true_or_false, "BOOL"), int: (whole_number, "N"), float: (float, "X")}
+    return kinds.get((get_args(hint) or (hint,))[0], (str, "TEXT"))  # int of int | None
 
 
 def whole_number(text: str) -> int:

@@ -23,11 +23,12 @@ from accelerate import Accelerator
 
 from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import (
+    STATE,
     list_checkpoints,
+    read_state,
     read_status,
     verified_directory,
 )
-from gpt2_accel.checkpoint.manifest import STATE, read_state
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Core, open_bundle

@@ -1,6 +1,7 @@
 """Atomic writes and locks: with concurrent writers, on full disks, and on file systems without links."""
 
 import errno
+import io
 import json
 import os
 import socket
@@ -115,31 +116,26 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
-def test_lines_that_a_full_disk_kept_back_are_written_or_counted(tmp_path, monkeypatch, capsys):
-    log = JsonLines(tmp_path / "metrics.jsonl", 0)
-    disk, full = log._file, True
-
-    class Disk:
-        name = disk.name
-        close = disk.close
+def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys):
+    class Disk(io.FileIO):
+        full = False
 
         def write(self, content):
-            if full:
+            if self.full:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return disk.write(content[:7])  # a part, as on a disk that is nearly full
+            return super().write(content[:7])  # a part, as on a disk that is nearly full
 
-    log._file = Disk()
-    log.write({"step": 1})
-    full = False
-    log.write({"step": 2})
-    assert [line["step"] for line in read_json_lines(disk.name)] == [1, 2]
-    full = True
-    log.write({"step": 3})
-    log.write({"step": 4})
+    path = tmp_path / "metrics.jsonl"
+    log, disk = JsonLines(path, 0), Disk(path, "ab")
+    log._file = io.BufferedWriter(disk, 2**20)
+    for step, disk.full in enumerate((False, True, True, False, True, True)):
+        log.write({"step": step})
+        if not disk.full:
+            assert [line["step"] for line in read_json_lines(path)] == [*range(step + 1)]
     log.close()
     said = capsys.readouterr().err
-    assert said == f"{disk.name} lacks its last 2 lines: No space left on device\n"
-    assert len(read_json_lines(disk.name)) == 2
+    assert said == f"{path} lacks its last lines: No space left on device\n"
+    assert len(read_json_lines(path)) == 4
 
 
 def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends(tmp_path):

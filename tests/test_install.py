@@ -32,7 +32,7 @@ NOTEBOOK = ("ipykernel", "nbclient")
 # Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
 import runpy, sys, gpt2_accel
-from gpt2_accel.cli.shipped import recipes
+from gpt2_accel.cli.command import recipes
 sys.modules["gradio"] = None  # takes seconds to import
 sys.path.insert(0, str(recipes()["sample"].parent))
 for path in recipes().values():

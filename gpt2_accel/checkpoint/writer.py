@@ -19,8 +19,16 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from gpt2_accel.checkpoint.find import best_checkpoint, list_checkpoints, point_to, step_of
-from gpt2_accel.checkpoint.manifest import STATE, write_manifest
+from gpt2_accel.checkpoint.find import (
+    MANIFEST,
+    STATE,
+    best_checkpoint,
+    file_entry,
+    list_checkpoints,
+    manifest_text,
+    point_to,
+    step_of,
+)
 from gpt2_accel.checkpoint.state_dict import (
     full_model,
     gather_to_host,
@@ -74,8 +82,7 @@ class CheckpointWriter:
     ) -> None:
         """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
 
-        Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict` with `data`,
-        the fingerprint of the data, and `val_loss`, None if not evaluated at this step.
+        Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict`.
         """
         if not (accelerator.is_main_process or is_sharded(model)):
             return
@@ -84,11 +91,6 @@ class CheckpointWriter:
         optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
         if not accelerator.is_main_process:
             return
-        state = {
-            **state,
-            "optimizer": optimizer_name(optimizer),
-            "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
-        }
         snapshot = (plain, optimizer_state, state, training)
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
@@ -162,6 +164,13 @@ class CheckpointWriter:
 
     def _up_to(self, step: int) -> list[Path]:
         return [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Writes the manifest of a checkpoint whose other files are all written."""
+    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    files = {path.relative_to(checkpoint).as_posix(): file_entry(path) for path in paths}
+    (checkpoint / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
 
 
 def load_training_state(

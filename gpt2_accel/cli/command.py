@@ -1,16 +1,18 @@
-"""The console command `gpt2-accel`: runs recipes, launches training, prints shipped settings.
+"""The console command `gpt2-accel`: runs recipes, launches training, prints shipped settings. Recipes, launch configs and
+settings by name, and the launch config that fits this machine.
 
 The process is replaced by the recipe's, or by that of Accelerate's launcher: signals and exit codes are theirs.
 """
 
+import difflib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from gpt2_accel import cli
-from gpt2_accel.cli.shipped import find, fitting_launch, launch_configs, recipes, settings, unknown
+from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import COMMANDS, folder
 
 HELP = """usage: gpt2-accel COMMAND [--help | settings]
@@ -19,9 +21,8 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings]
   doctor                  say whether training works here, and which launch config fits
   launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
-  estimate RECIPE CONFIG GPU
-                          print memory, FLOPs and time of a run, as in
-                          gpt2-accel estimate pretrain-124m 8xa100 A100
+                          or print its memory, FLOPs and time, as in
+                          gpt2-accel pretrain-124m --dry_run 8xa100 A100
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
@@ -48,14 +49,12 @@ def run(words: list[str]) -> None:
         start("-P", "-m", "gpt2_accel.cli.doctor", *args)
     elif command == "launch":
         launch(*args)
-    elif command == "estimate":
-        estimate(*args)
     elif command == "config":
         print_config(*args)
     elif is_recipe(command, trained()):
         launch(command, *args)
     else:
-        names = [*trained(), *COMMANDS, "doctor", "launch", "estimate", "config"]
+        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -104,17 +103,6 @@ def launch(*args: str) -> None:
     start(*launcher, *flags, recipe, *options)
 
 
-def estimate(*args: str) -> None:
-    """Starts a recipe with `--dry_run`. `args`: recipe, launch config, GPU, settings of the recipe."""
-    if len(args) < 3:
-        raise ValueError(
-            "estimate needs three words: gpt2-accel estimate pretrain-124m 8xa100 A100"
-        )
-    recipe, config, *rest = args
-    path = find("launch config", config, launch_configs())
-    start(find("recipe", recipe, recipes()), "--dry_run", path, *rest)
-
-
 def is_recipe(word: str, names: Collection[str]) -> bool:
     """Whether a word of a command line names one of the recipes, or a file of Python."""
     return word.endswith(".py") or word.replace("_", "-") in names
@@ -131,3 +119,77 @@ def print_config(*args: str) -> None:
 def start(*arguments: str | Path) -> NoReturn:
     """Replaces this process by Python with `arguments`."""
     os.execv(sys.executable, [sys.executable, *map(str, arguments)])
+
+
+# The shipped files
+
+
+def launch_configs() -> dict[str, Path]:
+    """Returns the shipped launch configs: name -> file."""
+    return by_name("accelerate_configs", "*.yaml")
+
+
+def recipes() -> dict[str, Path]:
+    """Returns the shipped recipes: name -> file."""
+    return by_name("recipes", "*.py")
+
+
+def settings() -> dict[str, Path]:
+    """Returns the shipped settings and notebooks of recipes: name -> file."""
+    return by_name("recipes", "*.yaml") | by_name("recipes", "*.ipynb")
+
+
+def by_name(where: str, pattern: str) -> dict[str, Path]:
+    """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
+    return {plain_name(path): path for path in sorted(folder(where).glob(pattern))}
+
+
+def plain_name(path: Path) -> str:
+    """Returns the name of a file with hyphens for underscores and without suffix."""
+    return path.stem.replace("_", "-")
+
+
+def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
+    """Returns the user's file of this name, or else the shipped one.
+
+    Raises `ValueError` if there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.parent.name or plain_name(path) not in shipped:
+        raise ValueError(unknown(what, name, shipped))
+    return shipped[plain_name(path)]
+
+
+def unknown(what: str, given: str, names: Iterable[str]) -> str:
+    """Returns the message about words that name nothing: the name that one of them is like, or all names."""
+    names = list(names)
+    close = [n for word in given.split() for n in difflib.get_close_matches(word, names, n=1)]
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+    return f"there is no {what} {given!r}: {hint}"
+
+
+def fitting_launch() -> list[str]:
+    """Returns the name of the shipped launch config that fits this machine, and the launcher's flags that it needs."""
+    if not may_have_gpu():
+        return ["cpu"]
+    from gpt2_accel.device import accelerator_count, has_bf16, launch_device
+
+    device = launch_device()
+    return fitting(device.type, accelerator_count(), has_bf16(device))
+
+
+def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
+    """Returns what `fitting_launch` returns, for `gpus` devices of a type such as `cuda`.
+
+    A CPU gets `cpu` also if it has bf16 units: compiled bf16, which is faster, takes a minute to start.
+    """
+    if kind in ("cpu", "mps"):
+        return [kind]
+    if gpus == 1:
+        return ["1xgpu" if bf16 else "1xt4-fp16"]
+    if bf16 and gpus == 4:
+        return ["4xa100"]
+    name, count = ("8xa100", 8) if bf16 else ("2xt4-fp16", 2)
+    return [name] if gpus == count else [name, "--num_processes", str(gpus)]

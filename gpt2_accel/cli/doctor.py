@@ -10,7 +10,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from gpt2_accel.cli.shipped import fitting_launch
+from gpt2_accel.cli.command import fitting_launch
 from gpt2_accel.cores import may_have_gpu, usable_cpus
 from gpt2_accel.files import sentence
 

@@ -13,6 +13,7 @@ from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
+from gpt2_accel.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # if no GPU is named
@@ -21,7 +22,7 @@ DEVICES = ("A100", "H100", "H200")  # if no GPU is named
 def dry_run(config: TrainConfig) -> str:
     """Returns the memory and FLOPs estimate of a run as text.
 
-    The words of `config.dry_run` are a launch config, by default the launch of this process, and a key of `GPUS`. Only the
+    The words of `config.dry_run` are a launch config, a file or a shipped one's name, by default the launch of this process, and a key of `GPUS`. Only the
     manifest of the data is read, if there is one.
 
     Raises `ValueError` for another word, or if the batch cannot be divided among the processes.
@@ -72,11 +73,13 @@ def planned(words: list[str]) -> tuple[Launch, str | None]:
     for word in words:
         if word in GPUS:
             gpu = word
+        elif (shipped := folder("accelerate_configs") / f"{word.replace('-', '_')}.yaml").is_file():
+            launch = read_launch(str(shipped))
         elif word.endswith((".yaml", ".yml")):
             launch = read_launch(word)
         elif word not in ("here", "true"):
             raise ValueError(
-                f"--dry_run takes a LAUNCH.yaml and one of {', '.join(GPUS)}, got {word!r}"
+                f"--dry_run takes a launch config and one of {', '.join(GPUS)}, got {word!r}"
             )
     return launch, gpu
 

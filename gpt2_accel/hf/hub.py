@@ -16,6 +16,7 @@ from concurrent.futures import thread as executors
 from contextlib import suppress
 from pathlib import Path
 
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import first_line
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.hf.safetensors_files import weight_files
@@ -168,29 +169,26 @@ def reason(error: Exception) -> str:
 class Uploads:
     """Pushes the checkpoints of a run to the Hub in the background; a context manager around its loop.
 
-    Strategies, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each checkpoint;
-    `checkpoint` also the training state, in `last-checkpoint/`.
+    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each
+    checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
 
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
     next one. A failed upload is reported through `print_line`; it never ends the run. Leaving the context waits for the
     last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0. The threads are daemons: those of the
     client's `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
 
-    Does nothing if `repo_id` is None.
+    Does nothing without `push_to_hub`.
     """
 
     def __init__(
         self,
-        repo_id: str | None,
-        run_dir: str | Path,
+        config: TrainConfig,
         print_line: Callable[[str], None],
-        *,
-        strategy: str = "every_save",
         seconds_left: Callable[[], float] = lambda: math.inf,
     ):
-        self.repo_id, self.run_dir, self.print_line = repo_id, Path(run_dir), print_line
-        self.strategy, self.seconds_left = strategy, seconds_left
-        self.scratch = self.run_dir / ".uploads"
+        self.repo_id, self.strategy = config.push_to_hub, config.hub_strategy
+        self.print_line, self.seconds_left = print_line, seconds_left
+        self.scratch = Path(config.output_dir) / ".uploads"
         self._newest: Path | None = None
         self._thread = threading.Thread()
 
@@ -213,7 +211,7 @@ class Uploads:
     def _wait(self) -> None:
         self.print_line(
             f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
-            f"all files are in {self.run_dir}"
+            f"all files are in {self.scratch.parent}"
         )
         ends = time.monotonic() + LONGEST_WAIT
         with suppress(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import dataclass
 
 MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
 WINDOW = 100  # the last good updates, whose mean and standard deviation define a spike
@@ -70,12 +71,13 @@ class AnomalyGuard:
         self.recent |= state.get("recent", {})
 
 
+@dataclass
 class EarlyStopping:
     """Counts evaluations in a row without a lower validation loss. `limit` of them end the run; 0 means never."""
 
-    def __init__(self, limit: int = 0):
-        self.limit, self.waited = limit, 0
-        self.best: float | None = None
+    limit: int = 0
+    waited: int = 0
+    best: float | None = None
 
     def count(self, loss: float) -> None:
         """Counts an evaluation."""

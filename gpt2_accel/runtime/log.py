@@ -32,8 +32,7 @@ class RunLog(AbstractContextManager):
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
     `flops_per_second` is the peak of all devices together, None if unknown.
 
-    `seconds` is the training time, including that before a resume. `results` has the newest evaluations and `evaluated`
-    the update of each. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
+    `seconds` is the training time, including that before a resume. `results` has the newest evaluations. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
     `skipped` and `samples` are no numbers.
     """
 
@@ -51,7 +50,6 @@ class RunLog(AbstractContextManager):
         self.flops_per_token, self.flops_per_second = flops_per_token, flops_per_second
         self.seconds = 0.0
         self.results: dict[str, float] = {}
-        self.evaluated: dict[str, int] = {}
         self.outputs: list[Callable[[dict], None]] = []
         self._files: list[JsonLines] = []
         # An average over all updates: recent ones alone may lie around an evaluation.
@@ -65,7 +63,7 @@ class RunLog(AbstractContextManager):
             self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
             for name, value in line.items():
                 if "/" in name and not name.startswith("train/") and value is not None:
-                    self.results[name], self.evaluated[name] = value, line["step"]
+                    self.results[name] = value
         self._line: dict[str, object] = {}
         self._measured = (step, self.seconds)  # at the last line of figures
         self.resume()
@@ -117,13 +115,8 @@ class RunLog(AbstractContextManager):
         """Logs and prints the results of an evaluation, none if it was interrupted."""
         self._line |= results
         self.results |= results
-        self.evaluated |= dict.fromkeys(results, self.step)
         if results:
             self.print_line(in_words(results))
-
-    def at_this_step(self, name: str) -> float | None:
-        """Returns a result of an evaluation after the last update; None if there was none."""
-        return self.results[name] if self.evaluated.get(name) == self.step else None
 
     def sample(self, prompt: str, text: str) -> None:
         """Logs and prints a sample; only the main process calls it."""
@@ -162,7 +155,7 @@ def in_words(results: dict[str, float]) -> str:
 
 
 class Status:
-    """Writes `status.json` of a run; a context manager around its loop. `step` updates are done before.
+    """Writes `status.json` of a run; a context manager around its loop. `step()` is the number of updates done.
 
     It has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `step`, the `time` of the last
     heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
@@ -170,9 +163,9 @@ class Status:
     another process was lost after some progress.
     """
 
-    def __init__(self, run_dir: str | Path, step: int, stop: StopRequest):
+    def __init__(self, run_dir: str | Path, step: Callable[[], int], stop: StopRequest):
         self._path, self._stop = Path(run_dir) / "status.json", stop
-        self.step = self._first_step = step
+        self._step, self._first = step, step()
         self._state = {"state": "running", "reason": "", "requeue": True}
         self._writing, self._ended = threading.Lock(), threading.Event()
 
@@ -186,7 +179,7 @@ class Status:
             if issubclass(kind, KeyboardInterrupt):
                 self.end("stopped", "SIGINT, twice")
             else:
-                progress = self.step > self._first_step
+                progress = self._step() > self._first
                 requeue = progress if peer_failed(error) else self._stop.reason is not None
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
@@ -205,6 +198,6 @@ class Status:
         with self._writing:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             try:
-                write_json(self._path, {**self._state, "step": self.step, "time": now})
+                write_json(self._path, {**self._state, "step": self._step(), "time": now})
             except OSError as failure:  # for example a full disk; must not hide why the run ended
                 print(f"could not write {self._path}: {failure}", file=sys.stderr)

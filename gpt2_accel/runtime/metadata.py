@@ -8,7 +8,6 @@ from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import device_name, is_sharded, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
-from gpt2_accel.runtime.log import in_words
 
 if TYPE_CHECKING:
     from gpt2_accel.runtime.run import Run
@@ -89,9 +88,8 @@ def start_summary(run: "Run") -> str:
 def end_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows after the last update."""
     log = run.log
-    results = f"; {in_words(log.results)}" if log.results else ""
     return (
         f"trained on {log.tokens:,} tokens ({log.tokens * log.flops_per_token:.2g} FLOPs) in "
         f"{duration(log.seconds)}, {log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
-        f"{memory_gb():.2g} GB of memory at the end{results}"
+        f"{memory_gb():.2g} GB of memory at the end"
     )

@@ -97,25 +97,23 @@ def all_or_none() -> Iterator[None]:
         raise error
 
 
-class AnyRank:
-    """Whether `flag()` is true on any rank; a function without arguments that all ranks call equally often.
+def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[], bool]:
+    """Returns a function that says whether `flag()` is true on any rank; all ranks call it equally often.
 
-    With several processes, or on a GPU, the answer is that of the previous call: the host waits until the device has
+    With several processes, or on a GPU, its answer is that of the previous call: the host waits until the device has
     reached that call, not for what it got later.
     """
+    if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
+        return flag
+    sent: HostCopy | None = None
 
-    def __init__(self, accelerator: Accelerator, flag: Callable[[], bool]):
-        self._accelerator, self._flag = accelerator, flag
-        self._sent: HostCopy | None = None
-
-    def __call__(self) -> bool:
-        accelerator = self._accelerator
-        if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
-            return self._flag()
-        previous = self._sent
-        flag = torch.full((), float(self._flag()), device=accelerator.device)
-        self._sent = HostCopy(accelerator.reduce(flag, "sum"))
+    def answer() -> bool:
+        nonlocal sent
+        previous, own = sent, torch.full((), float(flag()), device=accelerator.device)
+        sent = HostCopy(accelerator.reduce(own, "sum"))
         return previous is not None and previous.read().item() > 0
+
+    return answer
 
 
 def peer_failed(error: BaseException) -> bool:

@@ -5,14 +5,15 @@ import math
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.checkpoint.manifest import read_state
-from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, unwrap
+from gpt2_accel.checkpoint.find import read_state
+from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, optimizer_name, unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader
@@ -27,7 +28,7 @@ from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
 from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
-from gpt2_accel.runtime.processes import AnyRank, all_or_none, main_process_first, on_main_process
+from gpt2_accel.runtime.processes import all_or_none, any_rank, main_process_first, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import open_trackers
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
 
 
+@dataclass
 class Run:
     """A training run, whose folder is locked.
 
@@ -47,41 +49,38 @@ class Run:
     batch size. `schedule` has the sequences of each update, and `run_id` is the run's id in the trackers. `checkpoint` is
     the one that the run resumes from, None for a new run; `resumes_here` says that it is in the run's own folder.
     `stopping` says that a rank has to stop, and is equal on all ranks. `problem` is why the last bad update was skipped.
+    `val_loss` is the validation loss at this step, None if it was not evaluated.
 
     Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: "PreTrainedTokenizerBase",
-        prompts: list[Prompt],
-        train_loader: TrainLoader,
-        evaluations: list[tuple[int, Evaluation]],
-        checkpoint: Path | None = None,
-    ):
-        self.config, self.accelerator = config, accelerator
-        self.model, self.optimizer = model, optimizer
-        self.tokenizer, self.prompts = tokenizer, prompts
-        self.train_loader, self.evaluations = train_loader, evaluations
-        self.checkpoint, self.resumes_here = checkpoint, False
-        self.schedule = config.batch_schedule(accelerator.num_processes)
+    config: TrainConfig
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    tokenizer: "PreTrainedTokenizerBase"
+    prompts: list[Prompt]
+    train_loader: TrainLoader
+    evaluations: list[tuple[int, Evaluation]]
+    checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.schedule = config.batch_schedule(self.accelerator.num_processes)
         self.guard = AnomalyGuard(config.spike_z)
         self.early_stopping = EarlyStopping(config.patience)
         self.step, self.run_id = 0, secrets.token_hex(4)
+        self.val_loss: float | None = None
         self.status: Status | None = None  # of the main process
-        self.stopping, self.problem = False, ""
+        self.resumes_here = self.stopping = self._save_due = False
+        self.problem = ""
         # What determines the order of the data.
         self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
         self._data = data_fingerprint(config.data_dir)
         self._lock = lock_id(config.output_dir)
         self._saved_step: int | None = None
-        self._save_due = self._unevaluated = False
-        if checkpoint is not None:
-            self.resume(checkpoint)
+        if self.checkpoint is not None:
+            self.resume(self.checkpoint)
         self.run_id = on_main_process(lambda: self.run_id)
         self.updates = self.schedule.updates(config.max_steps)
 
@@ -110,7 +109,7 @@ class Run:
             )
         load_training_state(checkpoint, saved, accelerator, self.optimizer)
         accelerator.print(f"resumed from {checkpoint}")
-        self._unevaluated = saved["val_loss"] is None
+        self.val_loss = saved["val_loss"]
         self.resumes_here = checkpoint.resolve().parent == Path(config.output_dir).resolve()
         branches = not self.resumes_here and (checkpoint.parent / "run.json").exists()
         if not branches:  # a branch of another run is a run of its own
@@ -121,14 +120,17 @@ class Run:
     def state_dict(self) -> dict:
         """Returns the state beside the tensors, for a checkpoint.
 
-        `position` is the number of sequences read and the settings that determine their order."""
+        `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of the data."""
+        scaler = self.accelerator.scaler
         return {
             "step": self.step,
             "position": {"sequences": self.schedule.first(self.step), **self._order},
             "guard": self.guard.state() | self.early_stopping.state(),
             "run_id": self.run_id,
             "data": self._data,
-            "val_loss": self.log.at_this_step("val/loss"),
+            "val_loss": self.val_loss,
+            "optimizer": optimizer_name(self.optimizer),
+            "scaler": scaler.state_dict() if scaler else None,
         }
 
     # What surrounds the loop
@@ -142,7 +144,7 @@ class Run:
         with ExitStack() as stack:
             with all_or_none():
                 self._open(stack)
-            if self._unevaluated and self._due(self.config.eval_every):
+            if self.checkpoint and self.val_loss is None and self._due(self.config.eval_every):
                 self.evaluate()
                 self._saved_step, self._save_due = None, True  # the checkpoint gets the result, too
                 self.end_step()
@@ -156,17 +158,18 @@ class Run:
     def _open(self, stack: ExitStack) -> None:
         """Starts the parts."""
         config, accelerator, run_dir = self.config, self.accelerator, Path(self.config.output_dir)
-        self.stop = stack.enter_context(StopRequest(config.max_hours))
-        self.interrupted = AnyRank(accelerator, self._must_stop)
+        enter = stack.enter_context
+        self.stop = enter(StopRequest(config.max_hours))
+        self.interrupted = any_rank(accelerator, self._must_stop)
         self.metadata = describe_run(self)
         main = accelerator.is_main_process
         if main:
-            self.status = stack.enter_context(Status(run_dir, self.step, self.stop))
+            self.status = enter(Status(run_dir, lambda: self.step, self.stop))
             config.save(run_dir / "config.yaml")
             write_json(run_dir / "run.json", self.metadata)
             print(start_summary(self), flush=True)
         peak = peak_flops(device_name(accelerator.device))
-        self.log = stack.enter_context(
+        self.log = enter(
             RunLog(
                 run_dir if main else None,
                 self.step,
@@ -178,23 +181,16 @@ class Run:
         )
         if main and config.report_to:
             trackers = open_trackers(config, self.metadata, self.log)
-            self.log.outputs.append(stack.enter_context(trackers))
-        self.uploads = stack.enter_context(
-            Uploads(
-                config.push_to_hub if main else None,
-                run_dir,
-                self.log.print_line,
-                strategy=config.hub_strategy,
-                seconds_left=lambda: self.stop.seconds_left,
-            )
-        )
-        self.profile = stack.enter_context(profiler(config.profile, run_dir, accelerator))
-        self.writer = stack.enter_context(
-            CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
-        )
+            self.log.outputs.append(enter(trackers))
+        self.uploads = Uploads(config, self.log.print_line, lambda: self.stop.seconds_left)
+        if main:
+            enter(self.uploads)
+        self.profile = enter(profiler(config.profile, run_dir, accelerator))
+        writer = CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
+        self.writer = enter(writer)
         steps = range(self.step, self.updates)
         batches = PrefetchLoader(self.train_loader, self.schedule, steps, accelerator.device)
-        self.loader = stack.enter_context(batches)
+        self.loader = enter(batches)
         if main:
             self.writer.link(self.step)  # a kill may have prevented it
         if gc.isenabled():  # a rank that collects within an update keeps the others waiting
@@ -232,8 +228,7 @@ class Run:
     def log_update(self, figures: dict[str, float], problem: str | None) -> None:
         """Logs an update, or that it was skipped because of `problem`."""
         self.log.advance(self.step)
-        if self.status is not None:
-            self.status.step = self.step
+        self.val_loss = None
         if problem is not None:
             self.problem = problem
             first = self.schedule.first(self.step - 1)
@@ -260,6 +255,7 @@ class Run:
                         f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
                         "--learning_rate, or start again with it"
                     )
+                self.val_loss = loss
                 self.early_stopping.count(loss)
 
     def sample(self) -> None:

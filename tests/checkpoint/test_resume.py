@@ -6,8 +6,7 @@ import time
 import pytest
 from conftest import contents, losses, run, status
 
-from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import make_text, run, status, tiny_config
 
-from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.checkpoint.manifest import find_corruption, read_state
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, read_state
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.runtime.log import RunLog

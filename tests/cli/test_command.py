@@ -10,7 +10,7 @@ import torch
 from launching import ROOT
 
 from gpt2_accel import device, recipe_command
-from gpt2_accel.cli import command, shipped
+from gpt2_accel.cli import command
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
@@ -56,9 +56,6 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     found = started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2")
     assert found == [*expected[:5], *flags, *train]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
-    planned = [str(RECIPES / "pretrain_124m.py"), "--dry_run", str(CONFIGS / "8xa100.yaml"), "A100"]
-    flags = ["--n_layer", "24"]
-    assert started("estimate", "pretrain-124m", "8xa100", "A100", *flags) == [*planned, *flags]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py"):
         Path(file).write_text("num_processes: 1\n")
@@ -67,12 +64,12 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
 
 
 def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monkeypatch, capsys):
-    monkeypatch.setattr(shipped, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(command, "may_have_gpu", lambda: False)
     expected = [*LAUNCHER, str(CONFIGS / "cpu.yaml"), *QUICKSTART, "--seed", "2"]
     for words in (["quickstart"], ["launch", "quickstart"]):
         assert started(*words, "--seed", "2") == expected
     assert capsys.readouterr().err.startswith("gpt2-accel launch cpu quickstart: the launch config")
-    monkeypatch.setattr(shipped, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(command, "may_have_gpu", lambda: True)
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cuda"))
     monkeypatch.setenv(device.OVERRIDES, '{"accelerator_count": 3, "has_bf16": true}')
     flags = [str(CONFIGS / "8xa100.yaml"), "--num_processes", "3"]
@@ -94,8 +91,8 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
     ],
 )
 def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
-    assert " ".join(shipped.fitting(kind, gpus, bf16)) == expected
-    assert expected.split()[0] in shipped.launch_configs()
+    assert " ".join(command.fitting(kind, gpus, bf16)) == expected
+    assert expected.split()[0] in command.launch_configs()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,6 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
         ),
         ("launch missing/cpu.yaml quickstart", "no launch config 'missing/cpu.yaml': choose"),
         ("launch 8xa10 quickstart", "no launch config '8xa10': did you mean 8xa100"),
-        ("estimate pretrain-124m", "estimate needs three words: gpt2-accel estimate pretrain-124m"),
         ("config nanogpt_openwebtxt", "no config .*: did you mean nanogpt-openwebtext"),
     ],
 )
@@ -147,8 +143,8 @@ def test_help_names_everything_and_imports_no_library():
     names = [
         *recipe_command.COMMANDS,
         *command.trained(),
-        *shipped.launch_configs(),
-        *shipped.settings(),
+        *command.launch_configs(),
+        *command.settings(),
     ]
     assert [name for name in names if name not in done.stdout] == []
 

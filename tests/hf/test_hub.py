@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -193,7 +194,7 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
     checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
     here.gate.clear()  # commits wait
     said = []
-    with Uploads(REPO, tmp_path / "run", said.append) as uploads:
+    with Uploads(replace(config, push_to_hub=REPO), said.append) as uploads:
         start = time.monotonic()
         for path in checkpoints:
             uploads.push(path, path)
@@ -257,11 +258,13 @@ def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
 HELD = """
 import sys
 from pathlib import Path
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.hf.hub import Uploads
 
 folder, enough = Path(sys.argv[1]), Path(sys.argv[2])
 left = lambda: 0.0 if enough.exists() else 1.0
-with Uploads("user/name", folder, print, strategy="checkpoint", seconds_left=left) as uploads:
+config = TrainConfig(output_dir=folder, push_to_hub="user/name", hub_strategy="checkpoint")
+with Uploads(config, print, left) as uploads:
     uploads.push(folder / "checkpoint-1", folder / "checkpoint-2")
 """
 
@@ -293,7 +296,8 @@ def test_only_a_checkpoints_files_are_uploaded_for_a_resume(tiny, here, tmp_path
     needed = json.loads((checkpoint / "training_state/manifest.json").read_text())["files"]
     (checkpoint / "notes.txt").write_text("mine")
     said = []
-    with Uploads(REPO, tmp_path / "run", said.append, strategy="checkpoint") as uploads:
+    config = replace(config, push_to_hub=REPO, hub_strategy="checkpoint")
+    with Uploads(config, said.append) as uploads:
         uploads.push(tmp_path / "run", checkpoint)
     files = here.files(REPO)
     folder = "last-checkpoint/"

@@ -24,8 +24,7 @@ from runs import (
 )
 
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory
 from gpt2_accel.data.shards import HEADER
 from gpt2_accel.runtime.signals import ECHO
 

@@ -33,8 +33,7 @@ from runs import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, 
 
 import gpt2_accel.finish as finish_module
 import gpt2_accel.train as train_module
-from gpt2_accel.checkpoint.find import find_checkpoint, list_checkpoints
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
 from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.files import digest
 from gpt2_accel.runtime.signals import GRACE

@@ -246,11 +246,10 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, data_dir, tmp_pat
     config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
 
     def said(name, gpu="A100", **changes):
-        words = [str(ROOT / f"accelerate_configs/{name}.yaml"), gpu]
-        train(replace(config, dry_run=words, **changes))
+        train(replace(config, dry_run=[name, gpu], **changes))
         return capsys.readouterr().out
 
-    whole, sharded = said("8xa100"), said("8xa100_fsdp2")
+    whole, sharded = said("8xa100"), said("8xa100-fsdp2")
     assert "processes     8, bf16\n" in whole and "per device of 80 GB:" in whole
     assert "micro_batch_size 2 in place of 4: each process" in whole
     assert "processes     8, bf16, sharded by FSDP2\n" in sharded
@@ -261,7 +260,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, data_dir, tmp_pat
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
     assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
     for word, message in (
-        ("a100", "--dry_run takes a LAUNCH.yaml and one of B200, .*got 'a100'"),
+        ("a100", "--dry_run takes a launch config and one of B200, .*got 'a100'"),
         ("no.yaml", "--dry_run no.yaml: there is no such file"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):

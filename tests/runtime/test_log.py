@@ -50,9 +50,8 @@ def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
 @pytest.mark.parametrize("updates", [0, 3])
 def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_path):
     """The launcher then also sends SIGTERM to the others."""
-    stop = SimpleNamespace(reason="SIGTERM")
-    with pytest.raises(DistError), Status(tmp_path, 5, stop) as written:
-        written.step += updates
+    stop, steps = SimpleNamespace(reason="SIGTERM"), iter((5, 5, 5 + updates, 5 + updates))
+    with pytest.raises(DistError), Status(tmp_path, lambda: next(steps), stop):
         raise DistError("a peer is gone")
     found = read_status(tmp_path)
     assert (found["state"], found["requeue"]) == ("failed", updates > 0)

@@ -13,8 +13,7 @@ import pytest
 from conftest import as_flags, long, metrics, status
 from launching import ROOT, free_port, wait_for
 
-from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.checkpoint.manifest import find_corruption
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.runtime import signals
 
 SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
