@@ -1,7 +1,8 @@
 """Conversations: messages become tokens in the chat template, and windows of whole conversations.
 
 The tokens that the template marks as the assistant's count in the loss. Windows are packed by best fit over ordered
-lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided.
+lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided. A
+preparation holds all tokens in memory, 4 bytes each, and writes a shard per split.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2_accel.data.documents import fitting_share, name_digest
+from gpt2_accel.data.documents import HELD_OUT, fitting_share, name_digest
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import clean, make_data, plan_of
 from gpt2_accel.data.rows import read_rows
@@ -43,7 +44,6 @@ SPECIAL = "with a special token of the tokenizer in a message, which would end a
 TOO_LONG = "of more tokens than a window, whose beginning --cut keeps"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
-HELD_OUT = 20  # one conversation in 20 is for validation
 DTYPE = DTYPES["uint32"]
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""

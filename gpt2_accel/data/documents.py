@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+HELD_OUT = 20  # one document in 20 is for validation
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
@@ -36,12 +37,12 @@ def name_digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
-def held_out(key: str, one_in: int = 20) -> bool:
-    """Whether the document with the name or text `key` is held out: one in `one_in`, by its SHA-256.
+def held_out(key: str) -> bool:
+    """Whether the document with the name or text `key` is held out: one in `HELD_OUT`, by its SHA-256.
 
     A document keeps its split when others are added or removed.
     """
-    return int(name_digest(key), 16) % one_in == 0
+    return int(name_digest(key), 16) % HELD_OUT == 0
 
 
 def split_of(key: str) -> str:

@@ -95,7 +95,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
     for i in range(12):
         (tmp_path / f"text/{i}.txt").write_text(make_text(300, i))
     write_lines(tmp_path / "rows.jsonl", chat_rows(60))
-    args = ["text", tmp_path / "text", "--tokenizer", "bytes", "--workers", 1]
+    args = ["text", tmp_path / "text", "--tokenizer", "bytes", "--shard_tokens", 1000]
     if what == "chat":
         args = ["chat", tmp_path / "rows.jsonl", "--model", chat_base, "--sequence_length", 64]
     place = times("manifest.json", "d.partial")  # from the cleanup on, or from the start
@@ -103,8 +103,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
     def prepared(kill_at, folder=None):
         folder = folder or tmp_path / f"killed-{kill_at}"
         script = (KILLING_SCRIPT, kill_at, place, ROOT / "recipes/prepare_data.py")
-        rest = ("--shard_tokens", 1000, "--data_dir", folder / "d")
-        return python(*script, *args, *rest)
+        return python(*script, *args, "--data_dir", folder / "d")
 
     def left(folder):
         return {path.relative_to(folder) for path in folder.rglob("*")}
