@@ -90,6 +90,7 @@ def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypa
                 assert path.is_dir() or synced[found.st_ino] == found.st_size == 3
                 assert found.st_ino in synced
             named.append(Path(target).name)
+            synced.pop(tmp_path.stat().st_ino, None)
             return rename(source, target)
 
         return run
@@ -101,11 +102,12 @@ def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypa
     with atomic_directory(tmp_path / "checkpoint-4") as folder:
         (folder / "state").mkdir()
         (folder / "state/a.txt").write_text("new")
+    assert tmp_path.stat().st_ino in synced  # the name too
     with atomic_files(tmp_path) as folder:
         for name in ("config.json", "model.safetensors"):
             (folder / name).write_text("new")
     assert named == ["a.txt", "checkpoint-4", "model.safetensors", "config.json"]
-    assert tmp_path.stat().st_ino in synced  # the names too
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

@@ -154,26 +154,13 @@ def requirements() -> set[str]:
     return {word for words in lists for word in words.split()}
 
 
-def test_every_pip_install_names_a_package_of_setup_cfg_a_file_or_a_folder():
-    folders = ("gpt2_accel", "recipes", "docs", "accelerate_configs", "benchmarks")
-    paths = [path for folder in folders for path in files(folder) if path.suffix != ".csv"]
-    paths += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    found = {}
-    for path in paths:
-        if path.suffix not in (".png", ".gz"):
-            text = path.read_text().replace("$(PIP) install", "pip install")
-            for rest in re.findall(r"\bpip install ([^`\"\n]+)", text):
-                plain = (w for w in rest.split() if w[0] != "-" and w != "constraints.txt")
-                found |= dict.fromkeys(re.findall(r"'([^']+)'", rest) or [next(plain)], path)
-    local = re.compile(r"\.|dist/gpt2_accel-.*\.whl$|git\+ADDRESS$")
-    # In the page of messages; in the code, and from the package's metadata; in the notebook.
-    filled_in = {"…", "{name}", "{requirement}", "{names}", "{source}"}
-    named = {word for word in found if not local.match(word)} - filled_in
+def test_every_pip_install_names_packages_as_setup_cfg_does():
+    paths = [path for folder in ("gpt2_accel", "recipes", "docs") for path in files(folder)]
+    texts = [path.read_text() for path in paths if path.suffix in (".py", ".md", ".ipynb")]
+    text = "\n".join([*texts, (ROOT / "README.md").read_text()])
+    assert {*re.findall(r"\bpip install (?:-\S+ )*(\w+)", text)} == {"git", "dist"}
+    lines = re.findall(r"\bpip install ('[^`\"\n]+)", text)
+    named = {word for line in lines for word in re.findall(r"'([^'{…]+)'", line)}
     # For environments of their own: no extra.
-    known = requirements() | {
-        "llama-cpp-python[server]==0.3.36",
-        "optimum-onnx[onnxruntime]",
-        "lm-eval>=0.4.9",
-    }
-    assert {word: found[word] for word in named - known} == {}
-    assert len(named) >= 6 and len(found) - len(named) >= 4
+    own = {"llama-cpp-python[server]==0.3.36", "optimum-onnx[onnxruntime]", "lm-eval>=0.4.9"}
+    assert named - requirements() - own == set() and len(named) >= 6

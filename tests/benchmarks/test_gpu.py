@@ -57,14 +57,6 @@ def test_a_failed_or_endless_step_does_not_end_the_part_and_parts_are_merged(com
     assert code is None and found["bench"]["e"]["outcome"] == "ok" and "tests" in found
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_every_part_has_steps_that_are_there(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(gpu, "kind", lambda: kind)
-    for part in gpu.PARTS:
-        found = gpu.steps(part, tmp_path)
-        assert found and all((ROOT / "benchmarks" / step[0]).is_file() for step in found.values())
-
-
 @pytest.mark.parametrize("name", ["resume", "auto_batch"])
 def test_checks_run_on_a_cpu(name):
     done = python("benchmarks/gpu_checks.py", name)

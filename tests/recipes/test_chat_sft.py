@@ -53,6 +53,7 @@ def settings(data, folder, **changes):
 
 def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
     changes = {"max_steps": 200, "save_every": 0, "learning_rate": 4e-3, "log_every": 10}
+    changes |= {"sample_every": 200, "sample_tokens": 5}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
     rows = chat_rows(21)
     manifest = json.loads((chat_data / "manifest.json").read_text())
@@ -62,8 +63,11 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
     answers = [chat(row["messages"][:1], **options)[0]["generated_text"] for row in rows]
     right = [a == row["messages"][1]["content"] for a, row in zip(answers, rows, strict=True)]
     assert sum(right) == 20, answers
-    last = metrics(tmp_path / "run")[-1]
-    assert last["train/loss"] < 0.02
+    assert metrics(tmp_path / "run")[-1]["train/loss"] < 0.02
+    sample, _ = read_json_lines(tmp_path / "run/samples.jsonl")
+    begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert sample["prompt"] == "Who are you?"
+    assert sample["text"].startswith(begin) and len(sample["text"]) > len(begin)
 
 
 @pytest.mark.parametrize(
@@ -159,17 +163,6 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
     other = python(RECIPE, *flags, "--data", changed)
     assert other.returncode == 1 and "has changed since the run in" in other.stderr
     assert [data] == list((tmp_path / "run").glob("data-*"))
-
-
-def test_samples_show_the_template_and_early_stopping_looks_at_answers(chat_data, tmp_path):
-    changes = {"sample_every": 4, "eval_every": 4, "patience": 1, "keep_best": True}
-    changes |= {"max_steps": 40, "learning_rate": 0.05, "sample_tokens": 5}
-    run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
-    first = read_json_lines(tmp_path / "run/samples.jsonl")[0]
-    assert first["prompt"] == "Who are you?"
-    begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
-    assert first["text"].startswith(begin) and len(first["text"]) > len(begin)
-    assert (tmp_path / "run/best").exists() and len(metrics(tmp_path / "run")) < 40
 
 
 def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_path):

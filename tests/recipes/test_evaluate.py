@@ -13,7 +13,6 @@ from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, w
 from launching import launch
 
 from gpt2_accel import from_pretrained, save_pretrained
-from gpt2_accel.evals.results import markdown_table
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -171,14 +170,6 @@ def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monke
     write_safetensors(other / "model.safetensors", to_hf(broken))
     mistake("--model", other, *text, message="transformer.wte.weight of .*other holds NaN")
     assert scored == []
-
-
-def test_the_table_has_a_column_for_each_model():
-    found = {"a": {"val/loss": 3.0, "val/loss_stderr": 0.01, "text/loss": 4.0}}
-    several = markdown_table({**found, "b": {"val/loss": 5.0}})
-    assert [line.split("|")[2:4] for line in several.splitlines()[2:]] == [
-        [" 3.0000 ± 0.0100 ", " 5.0000 "], [" 4.0000          ", "        "],
-    ]  # fmt: skip
 
 
 def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path, monkeypatch):

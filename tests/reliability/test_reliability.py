@@ -3,7 +3,6 @@
 `make test-reliability` sets `RELIABILITY=long` and tries each fault many times; `make test` tries it a few times.
 """
 
-import hashlib
 import itertools
 import math
 import os
@@ -28,7 +27,7 @@ from conftest import (
     write_lines,
 )
 from hub_server import TOKEN, Hub
-from launching import ROOT, Started, ask, python, wait_for
+from launching import ROOT, python, wait_for
 from runs import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start, weights
 
 import gpt2_accel.finish as finish_module
@@ -312,24 +311,3 @@ def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, point, e
     newest = list_checkpoints(tmp_path / "run")[-1]
     assert newest.name == f"checkpoint-{found['step']}" and find_corruption(newest) is None
     assert stopped or weights(tmp_path / "run") == weights(newest)
-
-
-@long
-def test_slow_work_of_the_main_process_does_not_time_out_the_others(tiny, tmp_path):
-    settings = {"micro_batch_size": 2, "max_steps": 3, "save_every": 1}
-    settings |= {"push_to_hub": "user/name", "hub_strategy": "end"}
-    config = tiny("run", **settings)
-    with Hub() as hub:
-        hub.gate.clear()
-        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        log, slow = tmp_path / "log", ROOT / "tests/reliability/slow_main_process.py"
-        process = Started(slow, *as_flags(config), processes=2, log=log, **env)
-        wait_for(lambda: None not in (codes := ask({"poll": process.pids}))[1:] or any(codes), 200)
-        assert ask({"poll": process.pids}) == [None, 0], log.read_text()
-        assert status(tmp_path / "run")["state"] == "finished"
-        time.sleep(20)
-        assert process.poll() is None
-        hub.gate.set()
-        assert process.wait(60) == 0, log.read_text()
-        uploaded = hub.files("user/name")["model.safetensors"]
-        assert hashlib.sha256(uploaded).hexdigest() == weights(tmp_path / "run")
