@@ -66,7 +66,9 @@ def test_known_values_of_the_schedules():
     assert rate(59, "cosine") == rate(59, "linear") == pytest.approx(0.55)
     assert rate(109, "cosine") == rate(1000, "cosine") == rate(109, "linear") == pytest.approx(0.1)
     assert rate(34, "cosine") > rate(34, "linear") == pytest.approx(0.775)
-    assert rate(109, "constant") == 1.0
+    assert rate(109, "constant") == rate(87, "wsd") == 1.0
+    assert rate(98.1, "wsd") == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
+    assert rate(109, "wsd") == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 256), (256, 64), (64, 256)])

@@ -135,5 +135,5 @@ def word_splitting(tokenizer: "PreTrainedTokenizerBase") -> str:
                 return name
     raise ValueError(
         "llama.cpp cannot encode text as the tokenizer does, which is not a byte-level BPE with merges, GPT-2's or "
-        "SmolLM2's word splitting and a token that ends a text: export the model as ONNX (docs/hub.md)"
+        "SmolLM2's word splitting and a token that ends a text: serve the model by transformers serve (docs/hub.md)"
     )

@@ -56,13 +56,6 @@ def plain_loop(hf, context: str, continuation: str) -> list[float]:
     return F.cross_entropy(logits, torch.tensor(target), reduction="none").tolist()
 
 
-def test_scores_are_without_dropout_and_the_mode_is_restored(accelerator):
-    model = GPT(replace(SHAPE, dropout=0.5)).train()
-    questions = build_hellaswag(hellaswag_items(3)).questions
-    first, again = (log_likelihoods(accelerator, model, questions) for _ in range(2))
-    assert first == again and model.training
-
-
 def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)
@@ -162,14 +155,14 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat
     assert found["val/loss"] == pytest.approx(nats / tokens)
 
 
-def test_interrupted_evaluation_is_empty_and_restores_the_mode(accelerator, models):
-    model, _ = models
-    asked = []
+def test_scores_are_without_dropout_and_the_mode_is_restored_also_after_an_interruption(
+    accelerator,
+):
+    model, asked = GPT(replace(SHAPE, dropout=0.5)).train(), []
     task = build_hellaswag(hellaswag_items(400))
-    model.train()
+    assert task(accelerator, model) == task(accelerator, model)
     found = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
     assert found == {} and model.training and len(asked) == 3
-    model.eval()
 
 
 def test_bad_items_are_refused_by_number():

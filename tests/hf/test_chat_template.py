@@ -31,13 +31,6 @@ def test_chatml_marks_the_answers_and_the_token_that_ends_them(chat_base):
     assert tokenizer.decode(ids[counts]) == "So.\n\nYes.<|im_end|>No.<|im_end|>"
 
 
-def test_new_tokens_follow_the_old_ones(chat_base):
-    tokenizer = chat_tokenizer(chat_base)
-    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [257, 258]
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-    assert len(tokenizer) == 259
-
-
 def test_the_three_checks_of_trl_say_yes(chat_base, tmp_path):
     trl = pytest.importorskip("trl.chat_template_utils")
     bpe = train_bpe(["some text, and more of the text"], 270)

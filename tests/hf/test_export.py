@@ -6,8 +6,7 @@ import socket
 import pytest
 import torch
 from conftest import randomized, run_recipe
-from tokenizers import normalizers, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
@@ -148,25 +147,14 @@ def test_metadata_and_tensors_follow_llama_cpps_converter(tmp_path):
     assert list(tensors["blk.0.attn_qkv.weight"].shape) == [40, 120]  # in, out
 
 
-def changed(tokenizer, **parts):
-    for name, part in parts.items():
-        setattr(tokenizer.backend_tokenizer, name, part)
-    return tokenizer
-
-
-def with_start():
-    tokenizer = own_bpe()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        "<|endoftext|> $0", special_tokens=[("<|endoftext|>", 279)]
-    )
+def normalizing(tokenizer):
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
 REFUSED = {
     "characters": lambda: char_tokenizer("abc"),
-    "normalizer": lambda: changed(own_bpe(), normalizer=normalizers.NFC()),
-    "digits": lambda: changed(own_bpe(), pre_tokenizer=pre_tokenizers.Digits()),
-    "start of each text": with_start,
+    "normalizer": lambda: normalizing(own_bpe()),
 }
 
 
@@ -182,15 +170,6 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
     exact = random_model(280, gelu="none")
     with pytest.raises(ValueError, match="exact GELU, but GGUF's GPT-2 has the tanh"):
         write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path):
-    model = random_model(280)
-    model.h[1].mlp.c_fc.weight.data[3, 4] = float("nan")
-    words = r"transformer\.h\.1\.mlp\.c_fc\.weight of the model holds NaN or infinite weights"
-    with pytest.raises(ValueError, match=words):
-        write_gguf(model, own_bpe(), tmp_path / "a.gguf")
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
