@@ -185,11 +185,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def empty_cache() -> None:
-    """Returns the memory that torch keeps for later tensors to the CUDA devices, if there are any."""
-    torch.cuda.empty_cache()
-
-
 def cpu_instructions() -> str:
     """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
     units = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()

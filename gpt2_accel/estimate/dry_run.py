@@ -1,5 +1,6 @@
 """The summary of `--dry_run`: parameters, tokens, FLOPs, memory, time. It needs no accelerator."""
 
+import math
 import os
 from pathlib import Path
 
@@ -33,38 +34,36 @@ def dry_run(config: TrainConfig) -> str:
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
         data = f"{manifest['splits']['train']['tokens']:,} tokens"
-    shape = model_shape(config, vocab_size)
-    devices, length = launch.num_processes, config.tokens_per_sequence
-    micro_batch_size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
-    updates = config.batch_schedule(devices).updates(config.max_steps)
+    shape, length = model_shape(config, vocab_size), config.tokens_per_sequence
+    devices, precision = launch.num_processes, launch.mixed_precision
+    size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, length)
     times = ", ".join(
         f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"
         for name in ([gpu] if gpu else DEVICES)
     )
-    available = GPUS[gpu].memory if gpu else None
-    logits = available and logits_at_once(available, launch.mixed_precision)
-    memory = memory_by_part(config, shape, launch, micro_batch_size, logits)
-    parts = ", ".join(f"{part} {readable_size(size)}" for part, size in memory.items())
+    available = GPUS[gpu].memory if gpu else math.inf
+    logits = logits_at_once(available, precision) if gpu else None
+    memory = memory_by_part(config, shape, launch, size, logits)
+    parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
     needed = sum(memory.values())
-    sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters",
         f"data          {config.data_dir}: {data}",
-        f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
-        f"processes     {devices}, {precision_name(launch.mixed_precision)}{sharded}",
-        f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if available else ''}: {parts}; "
-        f"micro-batch {micro_batch_size} x {length}, before compilation",
+        f"training      {config.max_steps:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
+        f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.is_fsdp2 else ''}",
+        f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if gpu else ''}: {parts}; "
+        f"micro-batch {size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
-        note,
+        *filter(None, [note]),
     ]
-    if available and needed > available:
+    if needed > available:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations true, "
             "or shard the model"
         )
-    return "\n".join(filter(None, lines))
+    return "\n".join(lines)
 
 
 def planned(words: list[str]) -> tuple[Launch, str | None]:
@@ -86,25 +85,21 @@ def planned(words: list[str]) -> tuple[Launch, str | None]:
 
 def this_launch() -> Launch:
     """Returns the launch of this process, from the environment variables of Accelerate's launcher."""
-    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    return Launch(
-        int(os.environ.get("WORLD_SIZE", 1)),
-        os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        sharded and os.environ.get("FSDP_VERSION") == "2",
-    )
+    get = os.environ.get
+    processes, precision = get("WORLD_SIZE", "1"), get("ACCELERATE_MIXED_PRECISION", "no")
+    return Launch(int(processes), precision, get("FSDP_VERSION") == "2")
 
 
 def read_launch(path: str) -> Launch:
     """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
     values = load_yaml(path, "--dry_run")
-    processes = values.get("num_processes")
+    processes, sharding = values.get("num_processes"), values.get("fsdp_config") or {}
     if type(processes) is not int or processes < 1:
         raise ValueError(
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
-    sharding = values.get("fsdp_config") if values.get("distributed_type") == "FSDP" else None
-    version = sharding.get("fsdp_version") if isinstance(sharding, dict) else None
-    return Launch(processes, str(values.get("mixed_precision", "no")), version == 2)
+    precision = values.get("mixed_precision") or "no"  # YAML reads no as False
+    return Launch(processes, precision, sharding.get("fsdp_version") == 2)
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:

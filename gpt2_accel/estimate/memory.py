@@ -1,16 +1,29 @@
-"""Memory per device of a training run: weights, gradients, optimizer state, activations."""
+"""Memory per device of a training run (weights, gradients, optimizer state, activations), and the largest micro-batch that fits."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import release_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gpt2_accel import kernels
+from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import DTYPES
+from gpt2_accel.device import (
+    DTYPES,
+    free_memory,
+    is_sharded,
+    reports_out_of_memory,
+    total_memory,
+)
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.optim import hidden_matrices
+
+FREE = 0.9  # share of the free memory that an estimate may fill
+MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
 
 
 @dataclass
@@ -26,10 +39,11 @@ def memory_by_part(
     config: TrainConfig,
     shape: ModelConfig,
     accelerator: Accelerator | Launch,
-    micro_batch_size: int,
+    size: int,
     logits: int | None,
 ) -> dict[str, int]:
-    """Returns the bytes per device at the peak, by part: weights and gradients in fp32, optimizer state, activations.
+    """Returns the bytes per device at the peak with micro-batches of `size` sequences, by part: weights and gradients in fp32,
+    optimizer state, activations.
 
     AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
     `logits` is the device's `kernels.choices.logits_at_once`.
@@ -44,55 +58,110 @@ def memory_by_part(
         "weights": weights // shards,
         "gradients": weights // shards,
         "optimizer": (2 * weights - saved) // shards,
-        "activations": activation_bytes(
-            shape,
-            micro_batch_size,
-            config.tokens_per_sequence,
-            accelerator.mixed_precision,
-            config.checkpoint_activations,
-            logits,
-        ),
+        "activations": activation_bytes(config, shape, accelerator.mixed_precision, size, logits),
     }
 
 
 def activation_bytes(
-    config: ModelConfig,
-    batch: int,
-    length: int,
-    precision: str,
-    checkpointed: bool = False,
-    at_once: int | None = None,
+    config: TrainConfig, shape: ModelConfig, precision: str, size: int, at_once: int | None = None
 ) -> int:
-    """Returns the bytes of the activations of (batch, length) tokens at the peak, without compilation.
+    """Returns the bytes of the activations of `size` sequences at the peak, without compilation: what autograd saves for the
+    backward, and the logits and their gradients, of which `at_once` are there.
 
-    The count includes the tensors that autograd saves for the backward, measured on fake tensors, and the logits and
-    their gradients; `at_once` is the device's `kernels.choices.logits_at_once`. With `checkpointed` activations each block saves its input in fp32, and one block saves everything.
+    With `checkpoint_activations` one block saves everything, and the others their input in fp32.
     """
-    if checkpointed:
-        one = activation_bytes(
-            replace(config, n_layer=1), batch, length, precision, at_once=at_once
-        )
-        return one + (config.n_layer - 1) * batch * length * config.n_embd * 4
-    seen: dict[int, int] = {}
+    width, tokens = (2 if precision in DTYPES else 4), size * config.tokens_per_sequence
+    layers = 1 if config.checkpoint_activations else shape.n_layer
+    saved = saved_bytes(replace(shape, n_layer=layers), precision, size, config.tokens_per_sequence)
+    saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
+    logits = tokens * shape.padded_vocab_size
+    if logits <= LOGITS_AT_ONCE:
+        return saved + logits * (4 if width == 4 else 4 + 2)
+    weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
+    return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+
+def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> int:
+    """Returns the bytes that autograd saves of (batch, length) tokens, without the parameters, measured on fake tensors."""
+    seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no id is reused
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        seen[storage._cdata] = storage.nbytes()
+        seen[storage._cdata] = storage
         return tensor
 
     dtype = DTYPES.get(precision)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = config.build()
+        model = shape.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = model(tokens, tokens)  # kept alive, so that no storage's id is reused
-        own = {p.untyped_storage()._cdata for p in model.parameters()}
-        saved = sum(size for key, size in seen.items() if key not in own)
-        del loss
-    width = 4 if dtype is None else 2
-    logits = batch * length * config.padded_vocab_size
-    if logits <= LOGITS_AT_ONCE:
-        return saved + logits * (4 if dtype is None else 4 + 2)
-    weight = config.padded_vocab_size * config.n_embd  # a copy, and the gradient of one chunk
-    return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
+            model(tokens, tokens)
+        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    return sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+
+
+def fitting_batch_size(
+    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, packed: bool = False
+) -> int:
+    """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
+
+    The memory is estimated. On a GPU the size is then tried: forward and backward with random tokens, with gradients,
+    memory reserved for the optimizer state, and a `MARGIN`; if it does not fit, the next smaller one is. On a CPU, or with a
+    sharded model, running out of memory cannot be caught, and the estimate decides. Parameters and random states do not
+    change. `packed` says that batches have `documents`.
+
+    Raises `ValueError` if not even one sequence fits, and what `batch_schedule` raises.
+    """
+    device, processes = accelerator.device, accelerator.num_processes
+    shape, length = unwrap(accelerator, model).config, config.tokens_per_sequence
+
+    def needed(size: int) -> int:
+        at_once = kernels.choices.logits_at_once
+        parts = memory_by_part(config, shape, accelerator, size, at_once)
+        return sum(parts.values()) - parts["weights"]  # which are there
+
+    each = config.batch_schedule(processes).sequences // processes
+    sizes = [size for size in range(1, each + 1) if each % size == 0]
+    # On a CPU the processes share the machine's memory.
+    free = free_memory(device) // (1 if device.type == "cuda" else processes)
+    fitting = sizes[: bisect_left(sizes, FREE * free, key=needed)]
+    best = fitting[-1] if fitting else 0
+    if reports_out_of_memory(device) and not is_sharded(model):
+        tried = reversed(fitting or sizes[:1])
+        best = next((n for n in tried if trial_fits(accelerator, model, n, length, packed)), 0)
+    best = int(accelerator.gather(torch.tensor([best], device=device)).min())
+    if not best:
+        raise ValueError(
+            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
+            "the model (launch config 8xa100_fsdp2.yaml)"
+        )
+    accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
+    return best
+
+
+def trial_fits(
+    accelerator: Accelerator, model: torch.nn.Module, size: int, length: int, packed: bool
+) -> bool:
+    """Whether forward and backward of (size, length) tokens fit into memory."""
+    device = accelerator.device
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
+        margin = int(MARGIN * total_memory(device))
+        reserve.append(torch.empty(margin, dtype=torch.uint8, device=device))
+        for parameter in parameters:  # from the second micro-batch on they are there
+            parameter.grad = torch.zeros_like(parameter)
+        tokens = torch.randint(0, 100, (size, length), device=device)
+        with accelerator.no_sync(model):
+            model(tokens, tokens, documents=tokens * 0 if packed else None).backward()
+        del reserve
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        # Otherwise the trials would count towards Dynamo's recompile limit, after which it runs new sizes uncompiled.
+        torch.compiler.reset()
+        release_memory()

@@ -18,7 +18,7 @@ from gpt2_accel.data.shards import (
     load_data_tokenizer,
     read_manifest,
 )
-from gpt2_accel.estimate.auto_batch import fitting_batch_size
+from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag

@@ -23,6 +23,7 @@ from conftest import (
 from launching import ROOT, launch, launched, python
 from transformers import AutoModelForCausalLM, pipeline
 
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
@@ -262,14 +263,15 @@ def test_the_dry_runs_activation_memory_equals_what_autograd_saves(precision):
     ):
         loss = model(tokens, tokens)
     logits = 4 * 64 * config.padded_vocab_size * (6 if enabled else 4)
-    found = activation_bytes(config, 4, 64, precision)
+    found = activation_bytes(TrainConfig(sequence_length=64), config, precision, 4)
     assert found == pytest.approx(sum(seen.values()) + logits, rel=0.02)
     loss.backward()
 
 
 def test_auto_micro_batch_is_the_largest_that_fits(tiny, monkeypatch, capsys):
-    weights = 12 * (GPTConfig(257, 32, 2, 2, 32).parameter_count + 127 * 32)
-    two = activation_bytes(GPTConfig(257, 32, 2, 2, 32), 2, 32, "no")
+    shape = GPTConfig(257, 32, 2, 2, 32)
+    two = activation_bytes(TrainConfig(sequence_length=32), shape, "no", 2)
+    weights = 12 * (shape.parameter_count + 127 * 32)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.2 * two) / 0.9)}))
     auto = run(tiny("auto", micro_batch_size=0))
     assert "micro_batch_size 2: the largest that fits" in capsys.readouterr().out

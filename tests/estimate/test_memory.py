@@ -1,6 +1,7 @@
 """The memory estimate of a micro-batch."""
 
 import json
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -8,16 +9,17 @@ from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
-from gpt2_accel.estimate.auto_batch import fitting_batch_size
-from gpt2_accel.estimate.memory import activation_bytes
+from gpt2_accel.estimate.memory import activation_bytes, fitting_batch_size
 from gpt2_accel.models.gpt2 import GPTConfig
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
 
 
 def test_checkpointed_activations_need_less_than_half():
-    plain, checkpointed = (activation_bytes(SHAPE, 8, 128, "no", flag) for flag in (False, True))
-    assert checkpointed < plain / 2
+    plain = TrainConfig(sequence_length=128)
+    checkpointed = replace(plain, checkpoint_activations=True)
+    found = [activation_bytes(config, SHAPE, "no", 8) for config in (plain, checkpointed)]
+    assert found[1] < found[0] / 2
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
