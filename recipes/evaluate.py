@@ -35,7 +35,7 @@ from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
-from gpt2_accel.evals.results import BASELINES, add_entry, markdown_table, read_record
+from gpt2_accel.evals.results import BASELINES, add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.files import digest, write_json
 from gpt2_accel.hf.convert import check_finite, local_directory
@@ -164,7 +164,7 @@ def main() -> None:
     if "hellaswag" in config.tasks and "hellaswag" not in items:
         with main_process_first():
             without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
-            items["hellaswag"] = hub_items("hellaswag", without)
+            items["hellaswag"] = hub_items(without)
     table = {}
     for name in BASELINES if config.baselines else (config.model,):
         accelerator.print(f"evaluating {name}", flush=True)
@@ -175,7 +175,7 @@ def main() -> None:
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)
     if accelerator.is_main_process:
-        print("", markdown_table(table), sep="\n")
+        print("", markdown(("metric", *table), result_rows(table.values())), sep="\n")
         if output is not None:
             write_json(output, record)
             print(f"\nThe results are in {output}.")

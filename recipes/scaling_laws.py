@@ -16,8 +16,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.evals.results import markdown
 from gpt2_accel.files import write_json
-from gpt2_accel.report.page import markdown
 from gpt2_accel.study.engine import Engine, require_study
 from gpt2_accel.study.options import EngineOptions
 from gpt2_accel.study.outcome import RUNS, run_rows, scaling_page

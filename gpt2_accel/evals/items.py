@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from gpt2_accel.data.rows import parse_line
 from gpt2_accel.data.sources import read_text
 from gpt2_accel.files import first_line
-from gpt2_accel.hf.benchmarks import SOURCES
+
+HELLASWAG, FILE = "Rowan/hellaswag", "default/validation/0000.parquet"  # a data set of the Hub
 
 
 class Item(NamedTuple):
@@ -49,8 +50,8 @@ def read_items(path: str | Path) -> list[Item]:
     return items
 
 
-def hub_items(task: str, option: str) -> list[Item]:
-    """Returns the items of the task's data set on the Hub, downloaded unless they are in the Hub client's cache.
+def hub_items(option: str) -> list[Item]:
+    """Returns HellaSwag's items on the Hub, downloaded unless they are in the Hub client's cache.
 
     The Hub's own Parquet conversion is read, so no code of the data set runs. Raises `FileNotFoundError`, which names
     the `option` that takes a local file, if the Hub cannot be read.
@@ -58,15 +59,13 @@ def hub_items(task: str, option: str) -> list[Item]:
     from datasets import Dataset
     from huggingface_hub import hf_hub_download
 
-    source = SOURCES[task]
     try:
         path = hf_hub_download(
-            source.repo_id, source.file, revision="refs/convert/parquet", repo_type="dataset"
+            HELLASWAG, FILE, revision="refs/convert/parquet", repo_type="dataset"
         )
     except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
         raise FileNotFoundError(
-            f"{source.repo_id} cannot be read from the Hub: connect to it, or give {option} "
-            f"({first_line(error)})"
+            f"{HELLASWAG} cannot be read from the Hub: connect to it, or give {option} ({first_line(error)})"
         ) from error
     rows = Dataset.from_parquet(path)
-    return [Item(f"row {number} of {source.repo_id}", row) for number, row in enumerate(rows)]
+    return [Item(f"row {number} of {HELLASWAG}", row) for number, row in enumerate(rows)]

@@ -1,34 +1,39 @@
-"""The results of evaluations: a table, and the file `evaluation.json`."""
+"""The results of evaluations: tables, and the file `evaluation.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpt2_accel.files import parse_json
 
+Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 # Hub ids of OpenAI's four checkpoints.
 BASELINES = tuple(
     f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 )
 
 
-def markdown_table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Formats results, model -> metric -> value, as a Markdown table: one row per metric, standard errors after "±"."""
-    rows = [["metric", *results]]
-    for metric in dict.fromkeys(name for found in results.values() for name in found):
-        if not metric.endswith("_stderr"):
-            rows.append([metric, *(cell(metric, found) for found in results.values())])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    # Aligned, to be readable as plain text.
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+def markdown(heads: Sequence[str], rows: Rows) -> str:
+    """Returns a Markdown table, aligned to be readable as plain text, from heads, the first of the titles, and rows."""
+    lines = [[*heads], *([title, *cells] for title, cells in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-def cell(metric: str, results: Mapping[str, float]) -> str:
-    """Formats a value with its standard error; empty if the model has none."""
-    if metric not in results:
-        return ""
-    error = results.get(f"{metric}_stderr")
-    return f"{results[metric]:.4f}" + ("" if error is None else f" ± {error:.4f}")
+def number(values: Mapping[str, float | None], name: str) -> str:
+    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345; empty if it is unknown."""
+    known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
+    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
+
+
+def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:
+    """Returns the cells of each metric, one for each of several models' results."""
+    names = dict.fromkeys(name for found in results for name in found)
+    return {
+        name: [number(found, name) for found in results]
+        for name in names
+        if not name.endswith("_stderr")
+    }
 
 
 def read_record(path: Path) -> dict[str, dict]:

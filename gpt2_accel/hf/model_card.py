@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from gpt2_accel.hf.benchmarks import SOURCES
-
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
@@ -155,7 +153,7 @@ def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=SOURCES[task].repo_id if task in SOURCES else task,
+                dataset_type=task,
                 dataset_name=task,
                 metric_type=metric,
                 metric_name=name,

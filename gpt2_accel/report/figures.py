@@ -5,6 +5,7 @@ colours from the page around it.
 """
 
 import io
+from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt2_accel.files import atomic_file
-from gpt2_accel.report.reader import Run, read_run
+from gpt2_accel.report.reader import AXES, Run, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK, FAINT = "#202124", "#d5d7db"
-AXES = {"tokens": "tokens", "hours": "hours of training", "flops": "FLOPs"}
 WIDE, NARROW = (
     5.0,
     3.5,
@@ -67,41 +67,45 @@ def same_tokens(runs: list[Run]) -> bool:
 def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "Figure":
     """Training loss, faint, and validation loss, bold, of several runs over one of `AXES`, in nats per token. Where the runs'
     tokenizers differ, only the validation loss, in bits per byte."""
-    bold, title = "val/loss", "nats per token: training faint, validation bold"
+    lines = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
+    title = "nats per token: training faint, validation bold"
     if not same_tokens(runs):
-        bold, title = "val/bits_per_byte", "validation loss in bits per byte"
-    figure, ax = new_figure(title, width)
-    shown: list[float] = []
+        lines, title = {"val/bits_per_byte": {"linewidth": 2}}, "validation loss in bits per byte"
+    figure = chart(runs, title, lines, axis, width, 3.2)
+    add_legend(figure.axes[0])
+    return figure
+
+
+def chart(
+    runs: list[Run],
+    title: str,
+    lines: Mapping[str, Mapping],
+    axis: str = "tokens",
+    width: float = NARROW,
+    height: float = 2.2,
+) -> "Figure":
+    """Draws metrics of several runs over one of `AXES`, with a marker at each of few points. `lines` holds the style of each
+    metric.
+
+    The axes do not show the initial fall of a curve if it would take more than half of the chart; those of training begin
+    with 0.
+    """
+    figure, ax = new_figure(title, width, height)
+    from_zero = title.startswith("train/")
+    shown = [0.0] if from_zero else []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        if bold == "val/loss":
-            shown += plot(ax, run, "train/loss", axis, color=colour, linewidth=0.8, alpha=0.5)
-        shown += plot(ax, run, bold, axis, color=colour, linewidth=2)
+        for name, style in lines.items():
+            x, y = run.curve(name, axis)
+            marker = "o" if len(x) <= 60 else None
+            ax.plot(x, y, marker=marker, markersize=3, color=colour, **style)
+            rest = y[len(y) // 20 :]
+            falls = y and y[0] > y[-1] and np.ptp(y) > 2 * np.ptp(rest)
+            shown += rest if falls else y
         ax.plot([], [], color=colour, label=run.name)
     finish_axes(ax, axis, shown)
-    add_legend(ax)
-    return figure
-
-
-def metric_figure(runs: list[Run], name: str) -> "Figure":
-    """A small chart of a metric of several runs over tokens."""
-    training = name.startswith("train/")
-    figure, ax = new_figure(name, NARROW, 2.2)
-    shown = [0.0] if training else []
-    for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        shown += plot(ax, run, name, "tokens", color=colour, linewidth=1.3)
-    finish_axes(ax, "tokens", shown)
-    if training:
+    if from_zero:
         ax.set_ylim(bottom=0)
     return figure
-
-
-def plot(ax: "Axes", run: Run, name: str, axis: str, **style: object) -> list[float]:
-    """Draws a metric of a run, with a marker at each of few points; returns the values that the axes should show: without
-    the initial fall if it would take more than half of the chart."""
-    x, y = run.curve(name, axis)
-    ax.plot(x, y, marker="o" if len(x) <= 60 else None, markersize=3, **style)
-    rest = y[len(y) // 20 :]
-    return rest if y and y[0] > y[-1] and np.ptp(y) > 2 * np.ptp(rest) else y
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
@@ -119,7 +123,7 @@ def finish_axes(ax: "Axes", axis: str, values: list[float]) -> None:
 
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.set_xlabel(AXES[axis])
+    ax.set_xlabel(AXES[axis][0])
     ax.xaxis.set_major_formatter(lambda value, _: short_number(value, axis == "flops"))
     low, high = min(values, default=0.0), max(values, default=1.0)
     span = max(high - low, LEAST_SPAN * max(abs(low), abs(high))) or 1.0

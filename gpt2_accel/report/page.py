@@ -4,17 +4,18 @@
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
 from gpt2_accel.estimate.flops import duration
+from gpt2_accel.evals.results import Rows, markdown, number, result_rows
 from gpt2_accel.files import atomic_files
 from gpt2_accel.report import figures
-from gpt2_accel.report.figures import AXES, NARROW, WIDE
-from gpt2_accel.report.reader import Run
+from gpt2_accel.report.figures import NARROW, WIDE
+from gpt2_accel.report.reader import AXES, Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +29,6 @@ PER_TOKEN = (
     "/perplexity_per_token",
 )  # endings that depend on the tokenizer
 REM_PER_INCH = 7.5  # size of a picture on the page
-Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 
 
 @dataclass
@@ -82,17 +82,6 @@ class Page:
         return Path(folder) / name
 
 
-def markdown(heads: Sequence[str], rows: Rows) -> str:
-    """Returns a Markdown table from heads, the first of the titles, and rows of a title and cells."""
-    lines = [list(heads), *([title, *cells] for title, cells in rows.items())]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
 def write_report(runs: list[Run], folder: str | Path) -> Path:
     """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file. Draws what is there. Raises
     `ValueError` if matplotlib is missing."""
@@ -106,7 +95,7 @@ def report_of(runs: list[Run]) -> Page:
         for run in runs:
             run.name = str(run.folder)
     page = Page(", ".join(run.name for run in runs))
-    metrics = compared_metrics(runs)
+    metrics = comparable(runs, [line for run in runs for line in run.lines])
     columns = [facts(run) | {name: newest(run, name) for name in metrics} for run in runs]
     heads = ["", *(run.name for run in runs)]
     page.section("Runs")
@@ -156,24 +145,14 @@ def newest(run: Run, name: str) -> str:
     return number(line, name) + f" at update {line['step']:,}" * (line["step"] < run.step)
 
 
-def number(values: Mapping, name: str) -> str:
-    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345."""
-    known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
-    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
-
-
-def compared_metrics(runs: list[Run]) -> list[str]:
-    """Returns the names of the runs' evaluations."""
-    names = dict.fromkeys(name for run in runs for line in run.lines for name in line)
-    own = [name for name in names if "/" in name and not name.startswith("train/")]
-    return comparable(own, runs)
-
-
-def comparable(names: Sequence[str], runs: list[Run]) -> list[str]:
-    """Returns the names of metrics without standard errors, and without per-token metrics if the tokenizers differ."""
-    if not figures.same_tokens(runs):
-        names = [n for n in names if not n.endswith(PER_TOKEN)]
-    return [name for name in names if not name.endswith("_stderr")]
+def comparable(runs: list[Run], found: Iterable[Mapping]) -> list[str]:
+    """Returns the names of evaluations' metrics in `found`, without standard errors, and without per-token metrics if the
+    tokenizers differ."""
+    left_out = ("_stderr",) if figures.same_tokens(runs) else ("_stderr", *PER_TOKEN)
+    names = dict.fromkeys(name for values in found for name in values)
+    return [
+        n for n in names if "/" in n and not n.startswith("train/") and not n.endswith(left_out)
+    ]
 
 
 def add_evaluations(page: Page, runs: list[Run]) -> None:
@@ -184,10 +163,10 @@ def add_evaluations(page: Page, runs: list[Run]) -> None:
             heads.append(f"{run.name}: {name}, update {entry.get('step')}")
             entries.append(entry)
             notes |= dict.fromkeys(f"{run.name}: {note}" for note in entry["notes"])
-    names = comparable([*dict.fromkeys(n for entry in entries for n in entry["results"])], runs)
-    rows = {name: [number(entry["results"], name) for entry in entries] for name in names}
+    results = [entry["results"] for entry in entries]
+    names, rows = comparable(runs, results), result_rows(results)
     page.section("Results of evaluate.py")
-    page.table(heads, rows)
+    page.table(heads, {name: rows[name] for name in names})
     page.bullets([*notes])
 
 
@@ -207,7 +186,9 @@ def add_curves(page: Page, runs: list[Run], metrics: Sequence[str]) -> None:
         if drawn:
             page.section(title)
         for name in drawn:
-            page.picture(name.replace("/", "-"), figures.metric_figure(runs, name))
+            page.picture(
+                name.replace("/", "-"), figures.chart(runs, name, {name: {"linewidth": 1.3}})
+            )
 
 
 def samples(run: Run) -> str:

@@ -9,8 +9,12 @@ from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.results import read_record
 from gpt2_accel.files import read_json_lines
 
-# What each axis counts, and in what: a key of `metrics.jsonl` and its unit.
-AMOUNTS = {"tokens": ("tokens", 1), "hours": ("train/seconds", 1 / 3600), "flops": ("tokens", None)}
+# The horizontal axes: a label, what is counted, a key of `metrics.jsonl`, and its unit, None for a run's FLOPs per token.
+AXES = {
+    "tokens": ("tokens", "tokens", 1),
+    "hours": ("hours of training", "train/seconds", 1 / 3600),
+    "flops": ("FLOPs", "tokens", None),
+}
 
 
 @dataclass
@@ -36,8 +40,8 @@ class Run:
         return max([self.status.get("step", 0), *(line["step"] for line in self.lines[-1:])])
 
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
-        """Returns (x, y) of a metric's finite values over an axis of `AMOUNTS`; empty where one is unknown."""
-        key, unit = AMOUNTS[axis]
+        """Returns (x, y) of a metric's finite values over an axis of `AXES`; empty where one is unknown."""
+        _, key, unit = AXES[axis]
         unit = unit or self.metadata.get("flops_per_token")
         points, amount = [], None
         for line in self.lines:

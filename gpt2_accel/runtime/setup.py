@@ -228,7 +228,7 @@ def build_evaluations(
             items = read_items(config.hellaswag_data)
         else:
             with main_process_first():
-                items = hub_items("hellaswag", "--hellaswag_data FILE")
+                items = hub_items("--hellaswag_data FILE")
         hellaswag = HellaSwag(items, tokenizer, shape)
         accelerator.print("\n".join(hellaswag.notes))
         evaluations.append((config.hellaswag_every, hellaswag))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import short_number
-from gpt2_accel.report.page import markdown
 from gpt2_accel.study.engine import Engine
 from gpt2_accel.study.intervals import Verdict, interval, judge
 from gpt2_accel.study.study_file import StudyFile

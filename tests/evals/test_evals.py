@@ -228,4 +228,4 @@ def test_items_of_a_file(tmp_path):
         read_items(text)
     message = "Rowan/hellaswag cannot be read .* give --data FILE"
     with pytest.raises(FileNotFoundError, match=message):
-        hub_items("hellaswag", "--data FILE")
+        hub_items("--data FILE")

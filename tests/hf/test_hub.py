@@ -31,9 +31,9 @@ from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
 from gpt2_accel.config import ARCHITECTURES
+from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.evals.results import BASELINES
 from gpt2_accel.hf import hub as hub_module
-from gpt2_accel.hf.benchmarks import SOURCES
 from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime import signals
 
@@ -144,9 +144,8 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
         assert done.returncode == 0, done.stderr
     questions = Dataset.from_list([{**item, "label": "1"} for item in hellaswag_items(2)])
     questions.to_parquet(tmp_path / "table.parquet")
-    source = SOURCES["hellaswag"]
-    files = {source.file: (tmp_path / "table.parquet").read_bytes()}
-    server.repos[source.repo_id] = {"commits": [("a" * 40, files)]}
+    files = {FILE: (tmp_path / "table.parquet").read_bytes()}
+    server.repos[HELLASWAG] = {"commits": [("a" * 40, files)]}
     for line, flags in ON_HUB.items():
         done = command(line, flags, start=run_command, cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
