@@ -60,10 +60,7 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
     items = []
     for i in range(number):
         endings = [
-            make_text(rng.randint(1, 3), 10 * i + j).strip()
-            + " "
-            + "é" * rng.randint(0, 16)
-            + str(j)
+            f"{make_text(rng.randint(1, 3), 10 * i + j).strip()} {'é' * rng.randint(0, 16)}{j}"
             for j in range(4)
         ]
         context = make_text(rng.randint(1, 14), i)[:-2]

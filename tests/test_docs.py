@@ -36,7 +36,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
-def test_files_and_headings_that_a_page_links_to_are_there(page):
+def test_files_and_headings_that_a_page_names_are_there(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", page.read_text())  # with a colon: addresses
     assert [file for file, _ in links if not (page.parent / file).exists()] == []
     assert [
@@ -44,15 +44,10 @@ def test_files_and_headings_that_a_page_links_to_are_there(page):
         for file, anchor in links
         if anchor and anchor not in anchors_of(page.parent / file)
     ] == []
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
-def test_files_that_a_page_names_are_there(page):
-    """Such as `gpt2_accel/files.py` or `recipes/cluster/`."""
+    # In running text too, such as `gpt2_accel/files.py` or `recipes/cluster/`. NAME stands for any.
     folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
-    named = [name for name in named if "NAME" not in name]  # which stands for any
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize(

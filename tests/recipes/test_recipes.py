@@ -13,20 +13,6 @@ from conftest import make_text, metrics, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
 
-from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.tokenizer import char_tokenizer
-
-
-def one_sentence(done):
-    """Returns the recipe's error message, without the launcher's lines."""
-    assert done.returncode != 0
-    [line] = [
-        line
-        for line in done.stderr.splitlines()
-        if line.startswith(("shakespeare", "sample", "prep", "import", "demo"))
-    ]
-    return line
-
 
 def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypatch, capsys):
     library = tmp_path / "python"
@@ -110,10 +96,3 @@ def test_shakespeare_char_trains_and_samples(tmp_path):
     options = "--num_samples 1 --dtype bfloat16 --stop sat dog"
     one = python(*arguments, *options.split())  # a single sample is streamed
     assert one.returncode == 0 and one.stdout.startswith("the ") and "sat" not in one.stdout
-    assert "does not know the characters ['Z']" in one_sentence(python(*arguments[:-1], "Z"))
-
-
-def test_data_of_the_same_text_or_of_no_text_is_used_as_it_is(tmp_path):
-    (tmp_path / "a.txt").write_text(make_text(300, 0))
-    for text in (tmp_path / "a.txt", tmp_path / "a.txt", None):
-        prepare_text(text, tmp_path / "data", char_tokenizer)
