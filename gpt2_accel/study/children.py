@@ -6,6 +6,7 @@ process that started it has ended.
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -39,8 +40,8 @@ def slots(limit: int | None, each: int) -> list[str]:
 
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if not on_cpu and (count := accelerator_count()):
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").strip(",")
-        gpus = names.split(",") if names else [str(number) for number in range(count)]
+        names = re.findall(r"[^\s,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        gpus = names or [str(number) for number in range(count)]
         found = [",".join(gpus[i : i + each]) for i in range(0, count, each)]
     else:
         found = [""] * max(1, usable_cpus() // each)

@@ -32,14 +32,11 @@ class Comparison:
         results = self.results[variant, budget]
         return [math.nan if r is None else r.metric(self.study.metric) for r in results]
 
-    def pairs(self, variant: str, budget: float | None) -> list[tuple[float, float]]:
-        """Returns the metric of a variant and of the baseline for each seed that both have."""
-        both = (self.values(name, budget) for name in (variant, self.study.baseline))
-        return [pair for pair in zip(*both, strict=True) if not math.isnan(sum(pair))]
-
     def differences(self, variant: str, budget: float | None) -> list[float]:
-        """Returns the difference of a variant to the baseline for each seed with which neither diverged."""
-        return [a - b for a, b in self.pairs(variant, budget) if math.isfinite(a - b)]
+        """Returns the difference of a variant to the baseline for each seed: infinite if one of them diverged, NaN if both did, or
+        if a run is missing."""
+        both = (self.values(name, budget) for name in (variant, self.study.baseline))
+        return [a - b for a, b in zip(*both, strict=True)]
 
     def verdict(self, variant: str, budget: float | None) -> Verdict:
         """Returns the verdict on a variant, or that it is the baseline.
@@ -48,26 +45,23 @@ class Comparison:
         """
         if variant == self.study.baseline:
             return Verdict(math.nan, math.nan, "baseline")
-        more = sum(math.isinf(a) - math.isinf(b) for a, b in self.pairs(variant, budget))
-        if more:
+        found = self.differences(variant, budget)
+        if more := found.count(math.inf) - found.count(-math.inf):
             return Verdict(math.nan, math.nan, f"diverged {'more' if more > 0 else 'less'} often")
-        return judge(self.differences(variant, budget))
+        return judge([*filter(math.isfinite, found)])
 
     def token_share(self, variant: str) -> str | None:
         """Returns the share of the baseline's tokens, in the largest budget, with which a variant reaches the baseline's
         metric, as text: mean over the seeds and half the width of the 95% interval, or a bound if a seed reaches it outside
         of the budgets. Interpolates over the logarithm of the tokens. None with one budget, or if a run is missing."""
         budgets = self.study.budgets
-        losses = np.array([self.values(variant, budget) for budget in budgets])
+        lowest = np.minimum.accumulate([self.values(variant, budget) for budget in budgets])
         goals = np.array(self.values(self.study.baseline, budgets[-1]))
-        if (
-            variant == self.study.baseline
-            or len(budgets) < 2
-            or np.isnan(losses.sum() + goals.sum())
-        ):
+        missing = np.isnan(lowest.sum() + goals.sum())
+        if variant == self.study.baseline or len(budgets) < 2 or missing:
             return None
-        lowest, last = np.minimum.accumulate(losses), self.results[self.study.baseline, budgets[-1]]
-        tokens = [self.results[variant, budget][0].tokens / last[0].tokens for budget in budgets]
+        [last, *_] = self.results[self.study.baseline, budgets[-1]]
+        tokens = [self.results[variant, budget][0].tokens / last.tokens for budget in budgets]
         if (goals < lowest[-1]).any():
             return f"> {tokens[-1]:.0%}"
         logs = [

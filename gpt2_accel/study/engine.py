@@ -22,17 +22,18 @@ from filelock import FileLock, Timeout
 
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.files import read_json_lines, remove
+from gpt2_accel.files import read_json_lines, remove, write_file
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.study import children
 from gpt2_accel.study.trials import (
+    CODE,
     Result,
     Trial,
+    code_fingerprint,
     read_run,
     read_table,
     recipe_source,
-    write_code,
     write_table,
 )
 
@@ -81,11 +82,9 @@ class Engine:
         A run that fails is named, and the others go on. A signal stops the runs with their checkpoints and raises
         `KeyboardInterrupt`. Raises `OSError` if the folder cannot be written.
         """
-        if not (left := {trial.id: trial for trial in trials if not self.knows(trial)}):
-            return
-        (self.folder / "runs").mkdir(parents=True, exist_ok=True)
-        queue = SimpleQueue()
-        for trial in left.values():
+        left, queue = [trial for trial in trials if not self.knows(trial)], SimpleQueue()
+        for trial in left:
+            (self.folder / "runs").mkdir(parents=True, exist_ok=True)
             queue.put(trial)
         with (
             StopRequest() as stop,
@@ -94,7 +93,7 @@ class Engine:
         ):
             workers = [pool.submit(self._work, queue, slot, stop) for slot in self.slots]
             while wait(workers, PAUSE).not_done:
-                bar.update(sum(map(self.knows, left.values())) - bar.n)
+                bar.update(sum(map(self.knows, left)) - bar.n)
         if stop.reason is not None:
             print(f"stopped ({stop.reason}): the same command continues", flush=True)
             raise KeyboardInterrupt
@@ -157,7 +156,7 @@ class Engine:
     def child(self, trial: Trial, folder: Path, slot: str) -> BaseProcess:
         """Starts a trial in `folder`, where it resumes."""
         recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
-        write_code(trial, folder)
+        write_file(folder / CODE, code_fingerprint(trial.recipe))
         arguments = (*recipe, slot, self.processes, folder / LOG)
         process = children.FORKS.Process(target=children.train_recipe, args=arguments)
         process.start()
@@ -195,5 +194,5 @@ def failure(folder: Path, code: int) -> str:
 
 def last_line(path: Path) -> str:
     """Returns the last line of a file that has words; empty if there is none."""
-    lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
-    return next((line for line in reversed(lines) if re.search(r"\w", line)), "")
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    return ["", *re.findall(r".*\w.*", text)][-1]

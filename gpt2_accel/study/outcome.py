@@ -37,9 +37,9 @@ def comparison_page(outcome: Comparison, title: str) -> Page:
         page.section(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
         page.table(heads, verdict_rows(outcome, budget))
     used = {result for own in outcome.results.values() for result in own if result}
-    if remarks := [*shares(outcome), *tunings(outcome), *caveats(study.recipe, used)]:
+    if lines := [*remarks(outcome), *caveats(study.recipe, used)]:
         page.section("Remarks")
-        page.bullets(remarks)
+        page.bullets(lines)
     if len(study.variants) > 1:
         caption = "The largest budget: mean difference, its 95% interval, and each pair of seeds."
         page.picture("differences", differences_figure(outcome), caption)
@@ -68,41 +68,35 @@ def verdict_rows(outcome: Comparison, budget: float | None) -> dict[str, list[st
     return rows
 
 
-def shares(outcome: Comparison) -> list[str]:
-    """Returns the share of tokens of each variant, where it is known."""
-    study = outcome.study
-    found = {name: outcome.token_share(name) for name in study.variants}
-    return [
-        f"{name} reaches the {study.metric} of {study.baseline} with {share} of its tokens"
-        for name, share in found.items()
-        if share
-    ]
-
-
-def tunings(outcome: Comparison) -> list[str]:
-    """Returns what the tuning of each variant chose, and which of it is at an end of its axis beyond which there may be more:
-    not at 0, and no text."""
-    lines, axes = [], outcome.study.tune
-    count = math.prod(map(len, axes.values()))
+def remarks(outcome: Comparison) -> list[str]:
+    """Returns the share of tokens of each variant, where it is known, what the tuning of each chose, and which of it is at an end
+    of its axis beyond which there may be more: not at 0, and no text."""
+    study, lines = outcome.study, []
+    for name in study.variants:
+        if share := outcome.token_share(name):
+            text = (
+                f"{name} reaches the {study.metric} of {study.baseline} with {share} of its tokens"
+            )
+            lines.append(text)
     for name, trial in outcome.tuned.items():
-        best = {axis: trial.resolved[axis] for axis in axes}
+        best = {axis: trial.resolved[axis] for axis in study.tune}
+        count = math.prod(map(len, study.tune.values()))
         chosen = ", ".join(f"{axis} {value}" for axis, value in best.items())
         lines.append(f"{name}: {count} trials chose {chosen}")
-        at_end = [
-            axis
-            for axis, value in best.items()
-            if type(value) in (int, float) and value in (min(axes[axis]), max(axes[axis])) and value
-        ]
-        if ends := ", ".join(at_end):
-            lines.append(f"{name}: the best {ends} is at the end of its axis: extend it")
+        for axis, values in study.tune.items():
+            at_end = best[axis] in (min(values), max(values))
+            if type(best[axis]) in (int, float) and at_end and best[axis] != 0:
+                lines.append(f"{name}: the best {axis} is at the end of its axis: extend it")
     return lines
 
 
 def differences_figure(outcome: Comparison) -> "Figure":
     """Draws the interval of each variant's difference to the baseline in the largest budget, with its pairs as points."""
     study = outcome.study
-    found = {name: outcome.differences(name, study.budgets[-1]) for name in study.variants}
-    found = {name: own for name, own in found.items() if own and name != study.baseline}
+    found = {}
+    for name in [name for name in study.variants if name != study.baseline]:
+        if own := [*filter(math.isfinite, outcome.differences(name, study.budgets[-1]))]:
+            found[name] = own
     figure, ax = new_figure(f"difference to {study.baseline}", WIDE, 1.0 + 0.4 * len(found))
     for place, (points, colour) in enumerate(zip(found.values(), cycle(COLOURS), strict=False)):
         ax.plot(points, [place] * len(points), "|", color=colour, markersize=9, alpha=0.6)

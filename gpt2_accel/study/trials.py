@@ -212,11 +212,6 @@ def caveats(recipe: Path, results: Collection[Result]) -> list[str]:
     )
 
 
-def write_code(trial: Trial, folder: Path) -> None:
-    """Writes the fingerprint of the code that a run starts with into its folder."""
-    write_file(folder / CODE, code_fingerprint(trial.recipe))
-
-
 def read_run(trial: Trial, folder: Path) -> Result | None:
     """Returns the result of the run in `folder`, None if it neither finished nor diverged.
 
@@ -225,8 +220,7 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
     diverged = status.get("state") == "failed" and status["reason"].startswith(Diverged.__name__)
     if status.get("state") != "finished" and not diverged:
         return None
-    lines = read_json_lines(folder / "metrics.jsonl")
-    line = lines[-1] if lines else {}
+    [*_, line] = {}, *read_json_lines(folder / "metrics.jsonl")
     loss, tokens = line.get("val/loss"), line.get("tokens", 0)
     if not diverged and (loss is None or line["step"] != status["step"]):
         raise ValueError(f"its metrics lack the last val/loss: remove {folder}")

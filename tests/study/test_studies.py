@@ -21,7 +21,7 @@ from gpt2_accel.cores import usable_cpus
 from gpt2_accel.study import children
 from gpt2_accel.study.compare import Comparison, first_trials, points_of, run_of
 from gpt2_accel.study.engine import Engine, require_study
-from gpt2_accel.study.outcome import tunings
+from gpt2_accel.study.outcome import remarks
 from gpt2_accel.study.study_file import StudyFile, read_study
 from gpt2_accel.study.trials import Result, Trial, read_trial
 
@@ -171,7 +171,7 @@ def test_a_trainer_ends_with_its_driver_while_it_imports(data_dir, tmp_path):
     wait_for(lambda: list(out.glob("runs/*/log.txt")))
     trainers = psutil.Process(started.pids[0]).children(recursive=True)
     started.send_signal(signal.SIGKILL)
-    psutil.wait_procs(trainers, timeout=5)
+    psutil.wait_procs(trainers, timeout=30)  # the fork server may still import
     assert trainers and not running(trainers)
 
 
@@ -359,7 +359,8 @@ def test_a_best_value_at_the_end_of_its_axis_is_named():
     axes = {"weight_decay": [0, 0.1], "beta2": [0.9, 0.99], "lr_schedule": ["linear", "wsd"]}
     study = StudyFile("recipe", {"one": {}}, tune=axes)
     best = {"weight_decay": 0.0, "beta2": 0.99, "lr_schedule": "wsd"}
-    chosen, end = tunings(Comparison(study, {}, {"one": Trial(Path("recipe"), {}, best)}))
+    tuned = {"one": Trial(Path("recipe"), {}, best)}
+    chosen, end = remarks(Comparison(study, {("one", None): [None]}, tuned))
     assert chosen == "one: 8 trials chose weight_decay 0.0, beta2 0.99, lr_schedule wsd"
     assert end == "one: the best beta2 is at the end of its axis: extend it"  # no decay below 0
 
