@@ -42,11 +42,11 @@ test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, com
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
-	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby generate
+	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby
 	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/table.py
 
-gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench, ladder or generate
+gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench or ladder
 	PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(PART)
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails

@@ -1,6 +1,6 @@
 """Checks and measures the toolkit on a GPU, with the interpreter that is there: `make gpu PART=tests`.
 
-    python benchmarks/gpu.py tests bench ladder generate
+    python benchmarks/gpu.py tests bench ladder
 
 Each part takes at most 8 minutes. A part has steps: processes with a time limit each, and the next one starts if one
 fails. A step for which no time is left is not started; a second call, with warm caches, has time for it. It needs
@@ -27,7 +27,7 @@ SHORTEST = 10  # seconds in which a step can do anything
 CHECKS = ("attention", "resume", "train", "export", "evaluation", "generation")
 CHECKS += ("fp16", "fsdp2", "qwen3", "deterministic", "document_mask", "auto_batch")
 LINES = 12  # of a failed step's output
-PARTS = ("tests", "bench", "ladder", "generate")
+PARTS = ("tests", "bench", "ladder")
 
 
 def steps(part: str, results: Path) -> dict[str, list[str]]:
@@ -37,12 +37,11 @@ def steps(part: str, results: Path) -> dict[str, list[str]]:
     if part == "tests":
         commands = {name: f"{HERE}/gpu_checks.py {name}" for name in CHECKS}
     elif kind() == "cuda":
-        found = {"bench": f"{measure} gpt2", "ladder": ladder, "generate": f"{measure} generate"}
+        found = {"bench": f"{measure} gpt2", "ladder": ladder}
         commands = {part: found[part]}
     else:
         tiny = {"bench": f"{measure} --rounds 1 tiny"}
         tiny["ladder"] = f"{ladder} --size tiny --sequence_length 32 --steps 1"
-        tiny["generate"] = f"{measure} --rounds 1 tiny_generate"
         commands = {part: tiny[part]}
     return {name: command.split() for name, command in commands.items()}
 

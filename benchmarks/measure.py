@@ -1,6 +1,6 @@
-"""Measures training and generation beside other programs.
+"""Measures training beside other programs.
 
-    python benchmarks/measure.py gpt2 baby qwen3 generate
+    python benchmarks/measure.py gpt2 baby qwen3
 
 Each contestant is a process (`worker.py`). In each round every contestant makes its updates while the others wait, so
 that all share the state of the machine. Building, warmup and compilation do not count. A ratio is the median of the
@@ -11,15 +11,13 @@ rounds' ratios. An update is forward, backward, clipping and step on random toke
   share of the matrix products' speed is that of this package's FLOPs.
 - qwen3: GPT-2 and a Qwen3 of the same layers, heads and width, both by this package.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
-- generate: 48 tokens after a prompt of 16 by GPT-2 124M with random weights, greedy.
-- tiny, tiny_generate: to try this script.
+- tiny: to try this script.
 
 `benchmarks/table.py` prints the results.
 """
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,34 +49,8 @@ class Benchmark:
     updates: int = 1  # of a turn
 
 
-def benchmark(name: str, batch_size: int | None = None) -> Benchmark:
-    """Returns the benchmark of a name in `NAMES`, for this machine's device."""
-    if name == "generate":
-        return generation(SMALL, [batch_size] if batch_size else [1, 16], 16, 48)
-    if name == "tiny_generate":
-        return generation(TINY, [2], 4, 4)
-    return training(name, batch_size)
-
-
-def generation(
-    shape: dict, batch_sizes: Sequence[int], prompt_tokens: int, new_tokens: int
-) -> Benchmark:
-    """Returns the benchmark of a model's generation: a group for each precision and batch size."""
-    groups = []
-    for precision in ("no", "bf16") if has_bf16(launch_device()) else ("no",):
-        for batch_size in batch_sizes:
-            sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-            same = {"shape": shape, "batch_size": batch_size, "precision": precision, **sizes}
-            ours = Job("gpt2_accel", "generate", **same)
-            theirs = Job("HF generate", "hf_generate", **same)
-            groups.append([replace(ours, compile=True), ours, theirs])
-    model = "GPT-2 124M" if shape == SMALL else "a tiny model"
-    title = f"{model}, {new_tokens} tokens after a prompt of {prompt_tokens}, greedy"
-    return Benchmark(title, groups)
-
-
 def training(name: str, batch_size: int | None) -> Benchmark:
-    """Returns the benchmark of training, by default with the micro-batch of its name and device."""
+    """Returns the benchmark of a name in `NAMES`, by default with the micro-batch of its name and this machine's device."""
     cuda, bf16 = launch_device().type == "cuda", has_bf16(launch_device())
     small = name in ("baby", "tiny")
     shape = {"baby": BABY, "tiny": TINY}.get(name, SMALL)
@@ -105,7 +77,7 @@ def training(name: str, batch_size: int | None) -> Benchmark:
     return Benchmark(f"{title} per update", [group], updates)
 
 
-NAMES = ("gpt2", "qwen3", "baby", "generate", "tiny", "tiny_generate")
+NAMES = ("gpt2", "qwen3", "baby", "tiny")
 
 
 def random_shards(folder: Path, vocab_size: int) -> None:
@@ -181,7 +153,7 @@ def main() -> None:
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     for name in options.names:
-        found = measure(benchmark(name, options.batch_size), options.rounds)
+        found = measure(training(name, options.batch_size), options.rounds)
         write_result(name, found, options.results)
 
 

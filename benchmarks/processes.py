@@ -25,8 +25,6 @@ class Job:
     compile: bool = False
     architecture: str = "gpt2"
     data_dir: str = ""
-    prompt_tokens: int = 16  # this and the next: of generation
-    new_tokens: int = 48
     warmup: int = 2  # updates before the first turn
 
     accumulation: int = 1
@@ -42,17 +40,13 @@ class Job:
     @property
     def setting(self) -> str:
         """How the contestant computes, for the table."""
-        generates = self.kind in ("generate", "hf_generate")
         words = [self.precision.replace("no", "fp32"), "compiled" * self.compile]
-        words += [f"batch {self.batch_size}" * generates]
         return ", ".join(filter(None, words))
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update, or of a call that generates."""
-        generates = self.kind in ("generate", "hf_generate")
-        length = self.new_tokens if generates else self.shape["n_positions"] * self.accumulation
-        return self.batch_size * length
+        """Tokens of an update."""
+        return self.batch_size * self.shape["n_positions"] * self.accumulation
 
 
 class Process:

@@ -163,33 +163,6 @@ def build_model(job: Job) -> nn.Module:
     return GPT(config) if job.chunked_loss else PlainLoss(GPT(config))
 
 
-def generate(job: Job, folder: str, gate: Gate) -> None:
-    """The toolkit's generation, greedy."""
-    from gpt2_accel.generation.sampling import Sampling, tokens
-
-    model = GPT(GPTConfig(**job.shape)).to(DEVICE, DTYPES.get(job.precision)).eval()
-    prompts = torch.randint(job.shape["vocab_size"], (job.batch_size, job.prompt_tokens)).tolist()
-    sampling = Sampling(job.new_tokens, temperature=0)
-    while True:
-        for _ in tokens(model, prompts, sampling, compile=job.compile):
-            pass
-        gate()
-
-
-def hf_generate(job: Job, folder: str, gate: Gate) -> None:
-    """`generate` of transformers, greedy."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(**job.shape, eos_token_id=None))
-    model = model.to(DEVICE, DTYPES.get(job.precision)).eval()
-    shape = job.batch_size, job.prompt_tokens
-    prompt = torch.randint(job.shape["vocab_size"], shape, device=DEVICE)
-    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
-    while True:
-        model.generate(prompt, max_new_tokens=job.new_tokens, **options)
-        gate()
-
-
 def matmul(job: Job, folder: str, gate: Gate) -> None:
     """The product of two large square matrices; replies with its FLOP/s."""
     dtype, size = DTYPES.get(job.precision, torch.float32), 2048 if DEVICE.type == "cpu" else 8192
@@ -197,7 +170,7 @@ def matmul(job: Job, folder: str, gate: Gate) -> None:
         gate(flops=matmul_flops(DEVICE, dtype, size, repeats=10))
 
 
-KINDS = {kind.__name__: kind for kind in (toolkit, hf_trainer, loop, generate, hf_generate, matmul)}
+KINDS = {kind.__name__: kind for kind in (toolkit, hf_trainer, loop, matmul)}
 
 
 def main() -> None:

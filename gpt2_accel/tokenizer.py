@@ -301,8 +301,8 @@ def prompt_tokens(
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
     Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
-    user's, or for a message that is of another role, is empty or holds a special token, which would end a turn; what the
-    assistant said is taken as it is.
+    user's, or for a message that is of another role, is empty, is no valid Unicode or holds a special token, which would end
+    a turn; what the assistant said is taken as it is.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -319,6 +319,8 @@ def prompt_tokens(
             raise ValueError(f"a message has the role {role!r}: use system, user or assistant")
         if not content.strip():
             raise ValueError("the message is empty: write something")
+        if content != content.encode(errors="ignore").decode():  # as Python reads such bytes
+            raise ValueError("the message holds bytes that are not UTF-8: leave them out")
         if found := [token for token in special_tokens(tokenizer) if token in content]:
             raise ValueError(
                 f"the message holds the special token {found[0]}, which would end a turn: write it otherwise"

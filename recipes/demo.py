@@ -1,10 +1,9 @@
-"""Serve a web page to try a checkpoint, or to compare two: a chat, or for a base model the continuation of a text.
+"""Serve a web page to try a checkpoint: a chat, or for a base model the continuation of a text.
 
     pip install 'gradio>=6.0'
     python recipes/demo.py --model runs/quickstart
-    python recipes/demo.py --model runs/quickstart/checkpoint-750 runs/quickstart
 
-The page is at http://127.0.0.1:7860. `--host 0.0.0.0` opens it to the network and `--share true` gives it a public address
+The page is at http://127.0.0.1:7860; a second one, started beside it, at the next port. `--host 0.0.0.0` opens it to the network and `--share true` gives it a public address
 for a week. Visitors take turns.
 """
 
@@ -20,21 +19,16 @@ MAX_WAITING = 32  # visitors
 
 @dataclass
 class Demo:
-    model: list[str] = setting(
-        ["runs/quickstart"], "run's folder, HF model directory or Hub id; two to compare them"
-    )
+    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 for the whole network")
     port: int | None = setting(None, "default: the first free one from 7860")
     names: list[str] = setting([], "further names of the page, for instance behind a proxy")
     share: bool = setting(False, "also give the page a public address, through Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
-    compile: bool = setting(False, "compile the forward of one token: slow to start, faster then")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.model) <= 2:
-            raise ValueError(f"model takes one or two models, got {len(self.model)}")
         if self.port is not None and not 0 < self.port < 2**16:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}")
 
@@ -48,12 +42,10 @@ def main() -> None:
         from gpt2_accel.generation import pages
     except ImportError as error:
         raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'") from error
-    models = [
-        pages.LoadedModel(name, *load(name, config.dtype, verify=config.verify), config.compile)
-        for name in config.model
-    ]
-    is_chat = all(loaded.tokenizer.chat_template for loaded in models)
-    page = (pages.chat_page if is_chat else pages.text_page)(models, config.examples)
+    model, tokenizer = load(config.model, config.dtype, verify=config.verify)
+    loaded = pages.LoadedModel(config.model, model, tokenizer)
+    new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
+    page = new_page(loaded, config.examples)
     names = {config.host, socket.gethostname().lower(), *config.names}
     page.queue(max_size=MAX_WAITING, api_open=False).launch(
         server_name=config.host,

@@ -4,20 +4,24 @@
     python recipes/sample.py --model runs/chat_sft --chat true
 
 `--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
-A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--compile true`
-saves time in one sample of more than about a thousand tokens (docs/performance.md). `--chat` answers each line of the
+A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--chat` answers each line of the
 terminal, or of a file that is piped in, until its end (Ctrl-D); `--prompt` is then the first line.
 """
 
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.generation.chat import Chat
+from gpt2_accel.generation.chat import answer
 from gpt2_accel.generation.sampling import Completion, Sampling, load, stream, user_turn
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.tokenizer import prompt_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -26,9 +30,6 @@ class Sample(Sampling):
     prompt: str = setting("", "text to continue; empty for the start of a text")
     num_samples: int = setting(3, "number of continuations")
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
-    compile: bool = setting(
-        False, "compile the forward pass of one token: takes about 20 seconds, then is faster"
-    )
     chat: bool = setting(False, "talk to a model that has a chat template")
     system: str = setting("", "system prompt of a chat")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
@@ -38,27 +39,32 @@ def main() -> None:
     config = parse_config(Sample)
     model, tokenizer = load(config.model, config.dtype, verify=config.verify)
     if config.chat:
-        talk(Chat(model, tokenizer, compile=config.compile), config)
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused alone
+        talk(model, tokenizer, config)
         return
     if tokenizer.chat_template and sys.stdin.isatty():
         print("this model has a chat template: --chat true talks to it", file=sys.stderr)
-    written = stream(model, tokenizer, [config.prompt], config, compile=config.compile)
+    written = stream(model, tokenizer, [config.prompt], config)
     show(written, live=config.num_samples == 1)
 
 
-def talk(chat: Chat, config: Sample) -> None:
+def talk(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", config: Sample) -> None:
     """Answers the lines of the terminal until its end; a line that cannot be answered is left out of the conversation."""
     live = sys.stdin.isatty()
     system = {"role": "system", "content": config.system}
     messages = [system] if config.system.strip() else []
-    prompt_tokens(chat.tokenizer, [*messages, *user_turn("Hi")])  # refuses a system prompt at once
+    prompt_tokens(tokenizer, [*messages, *user_turn("Hi")])  # refuses a system prompt at once
     for line in lines(config.prompt, "> " if live else ""):
         said = [*messages, *user_turn(line)]
         try:
             shown = ""
-            for answer in chat.answer(said, config):
-                print(answer.text[len(shown) :], end="", flush=True)
-                shown = answer.text
+            dropped, written = answer(model, tokenizer, said, config)
+            if dropped:
+                note = f"the first {dropped} messages are no longer read: the conversation is longer than the model reads"
+                print(f"({note})", file=sys.stderr)
+            for (completion,) in written:
+                print(completion.text[len(shown) :], end="", flush=True)
+                shown = completion.text
             print(flush=True)
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print()
@@ -66,9 +72,6 @@ def talk(chat: Chat, config: Sample) -> None:
             print(f"sample.py: {error}", file=sys.stderr)
             continue
         messages = [*said, {"role": "assistant", "content": shown}] if shown.strip() else messages
-        if chat.dropped:
-            note = f"the first {chat.dropped} messages are no longer read: the conversation is longer than the model reads"
-            print(f"({note})", file=sys.stderr)
 
 
 def lines(first: str, sign: str) -> Iterator[str]:

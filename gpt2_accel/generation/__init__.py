@@ -1,1 +1,1 @@
-"""Text generation: sampling with a key-value cache."""
+"""Text generation: sampling, conversations, and the pages of the demo."""

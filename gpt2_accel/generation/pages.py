@@ -1,4 +1,4 @@
-"""Gradio pages for a model or two: `chat_page` for conversations, `text_page` for continuations of a text.
+"""Gradio pages for a model: `chat_page` for conversations, `text_page` for continuations of a text.
 
 `Guard` is the middleware that closes a page to other sites.
 """
@@ -6,9 +6,9 @@
 import html
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gpt2_accel.generation.chat import Chat
+from gpt2_accel.generation import chat
 from gpt2_accel.generation.sampling import Completion, Sampling, stream, user_turn
 from gpt2_accel.models import LanguageModel
 
@@ -34,7 +34,6 @@ UPLOADS = tuple(
 CSS = """
 .text [data-testid=status-tracker] { display: none }
 .message .md { white-space: pre-wrap }
-@media (max-width: 640px) { .one-of-2 { height: 34dvh !important } }
 """
 # A `text_chatbot` has escaped text, which the copy buttons would copy.
 COPY_TEXT = """() => {
@@ -47,11 +46,11 @@ COPY_TEXT = """() => {
 
 # A reload of a browser's tab keeps the conversation. A chatbot also changes when the page opens, before it is restored.
 SAVE = """messages => {
-  if (window.restored?.has("KEY")) sessionStorage.setItem("KEY", JSON.stringify(messages));
+  if (window.restored) sessionStorage.setItem("gpt2_accel_chat", JSON.stringify(messages));
 }"""
 RESTORE = """() => {
-  window.restored = (window.restored ?? new Set()).add("KEY");
-  return [JSON.parse(sessionStorage.getItem("KEY") ?? "[]")];
+  window.restored = true;
+  return [JSON.parse(sessionStorage.getItem("gpt2_accel_chat") ?? "[]")];
 }"""
 
 Messages = list[dict[str, str]]
@@ -64,26 +63,19 @@ class LoadedModel:
     name: str
     model: LanguageModel
     tokenizer: "PreTrainedTokenizerBase"
-    compile: bool = False
-    idle: list[Chat] = field(default_factory=list)
 
     def answer(self, messages: Messages, sampling: Sampling) -> Iterator[str]:
         """Yields the answer to a conversation as it grows."""
-        # A chat answers one conversation at a time, and keeps the KV cache of its last.
-        chat = self.idle.pop() if self.idle else Chat(self.model, self.tokenizer, self.compile)
-        try:
-            for answer in chat.answer(messages, sampling):
-                if len(answer.ids) == 1 and chat.dropped:
-                    gr.Info(f"{self.name} no longer reads the first {chat.dropped} messages.")
-                yield shown(answer)
-        finally:
-            self.idle.append(chat)
+        dropped, written = chat.answer(self.model, self.tokenizer, messages, sampling)
+        if dropped:
+            gr.Info(f"{self.name} no longer reads the first {dropped} messages.")
+        for (completion,) in written:
+            yield shown(completion)
 
     def continuation(self, prompt: str, sampling: Sampling) -> Iterator[str]:
         """Yields the prompt with its continuation as it grows."""
-        samples = stream(self.model, self.tokenizer, [prompt], sampling, compile=self.compile)
-        for (sample,) in samples:
-            yield prompt + shown(sample)
+        for (completion,) in stream(self.model, self.tokenizer, [prompt], sampling):
+            yield prompt + shown(completion)
 
 
 def shown(completion: Completion) -> str:
@@ -91,27 +83,23 @@ def shown(completion: Completion) -> str:
     return completion.text + (CUT if completion.ended in (None, "length") else "")
 
 
-def in_turns(streams: Sequence[Iterator[str]]) -> Iterator[list[str]]:
-    """Yields the texts of all streams, a token of each in turn, at least once. A `ValueError` is shown as a warning and ends
-    them."""
-    texts = [""] * len(streams)
+def until_refused(texts: Iterator[str]) -> Iterator[str]:
+    """Yields the texts, at least one. A `ValueError` is shown as a warning and ends them."""
+    text = ""
     try:
-        for step in zip_longest(*streams):
-            texts = [new or old for new, old in zip(step, texts, strict=True)]
-            yield texts
+        for text in texts:
+            yield text
     except ValueError as error:
         gr.Warning(str(error))  # `gr.Error` would leave the message box disabled
-        yield texts
+        yield text
 
 
-def text_chatbot(label: str, css_class: str) -> gr.Chatbot:
+def text_chatbot(label: str) -> gr.Chatbot:
     """Returns a chatbot whose messages are text. Gradio's own also shows HTML in them, and takes files and components from the
     browser."""
     bot = gr.Chatbot(
         label=label,
         height="70dvh",
-        elem_classes=css_class,
-        min_width=300,
         render_markdown=False,
         latex_delimiters=[],
         buttons=["copy", "copy_all"],
@@ -178,33 +166,19 @@ def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -
     return Sampling(int(length), temperature, int(top_k), top_p, seed=random.randrange(2**31))
 
 
-def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:
-    """Returns a page for conversations. The chatbot of a second model shows the same messages with its own answers."""
-    sliders = settings(length=200)
+def chat_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
+    """Returns a page for conversations. A reload of the browser's tab keeps the conversation."""
 
-    def answer(message: str, history: list[dict], system: str | None, *rest: Any) -> Iterator[Any]:
-        """Yields the first model's answer, and the second model's conversation if there is one."""
-        values, second = rest[: len(sliders)], rest[len(sliders) :]
-        histories = [history, *(said[: len(history)] for said in second)]
-        sampling = sampling_of(*values)
-        streams = [
-            loaded.answer(conversation(said, message, system), sampling)
-            for loaded, said in zip(models, histories, strict=True)
-        ]
-        asked = text_message("user", message)
-        for texts in in_turns(streams):
-            answers = [text_message("assistant", text) for text in texts]
-            if len(models) == 1:
-                yield answers[0]
-            else:
-                yield answers[0], [*histories[1], asked, answers[1]]
+    def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
+        messages = conversation(history, message, system)
+        for text in until_refused(loaded.answer(messages, sampling_of(*values))):
+            yield text_message("assistant", text)
 
     with gr.Blocks(title="Chat", analytics_enabled=False) as page:
-        row = gr.Row()
-        bots = [text_chatbot(loaded.name, f"one-of-{len(models)}") for loaded in models]
-        chat = gr.ChatInterface(
-            answer,
-            chatbot=bots[0],
+        bot = text_chatbot(loaded.name)
+        interface = gr.ChatInterface(
+            write,
+            chatbot=bot,
             textbox=gr.Textbox(
                 label="Message",
                 placeholder="Type a message",
@@ -215,56 +189,29 @@ def chat_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Bloc
             ),
             additional_inputs=[
                 gr.Textbox(label="System prompt", lines=2, render=False),
-                *sliders,
-                *bots[1:],
+                *settings(length=200),
             ],
             additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
-            additional_outputs=bots[1:],
             examples=[[text] for text in examples] or None,
             api_visibility="private",
         )
-        with row:  # the interface has rendered its own below
-            for bot in bots:
-                bot.unrender()
-                bot.render()
-        keep_after_reload(page, chat, bots)
+        bot.change(None, bot, js=SAVE)
+        restored = page.load(None, None, bot, js=RESTORE)
+        restored.then(lambda messages: messages, bot, interface.chatbot_state, queue=False)
         page.load(None, js=COPY_TEXT)
     return page
 
 
-def keep_after_reload(page: gr.Blocks, chat: gr.ChatInterface, bots: Sequence[gr.Chatbot]) -> None:
-    """Saves the conversations in the browser's tab, and restores them when the page opens."""
-    for number, bot in enumerate(bots):
-        key = f"gpt2_accel_chat_{number}"
-        bot.change(None, bot, js=SAVE.replace("KEY", key))
-        restored = page.load(None, None, bot, js=RESTORE.replace("KEY", key))
-        if number == 0:
-            restored.then(lambda messages: messages, bot, chat.chatbot_state, queue=False)
-        else:  # the second model's conversation is as long as the first's
-            shorter = "(first, second) => [second.slice(0, first.length)]"
-            bots[0].change(None, [bots[0], bot], bot, js=shorter)
-            both = [bots[0], chat.chatbot_state]
-            bot.clear(lambda: ([], []), None, both, queue=False)
+def text_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
+    """Returns a page on which the model continues a text."""
 
-
-def text_page(models: Sequence[LoadedModel], examples: Sequence[str]) -> gr.Blocks:
-    """Returns a page on which each model continues the same text."""
-
-    def write(prompt: str | None, *values: float) -> Iterator[Any]:
-        sampling = sampling_of(*values)
-        streams = [loaded.continuation(prompt or "", sampling) for loaded in models]
-        for texts in in_turns(streams):
-            yield texts if len(models) > 1 else texts[0]
+    def write(prompt: str | None, *values: float) -> Iterator[str]:
+        yield from until_refused(loaded.continuation(prompt or "", sampling_of(*values)))
 
     return gr.Interface(
         write,
         gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True),
-        [
-            gr.Textbox(
-                label=loaded.name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"
-            )
-            for loaded in models
-        ],
+        gr.Textbox(label=loaded.name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"),
         additional_inputs=settings(length=100),
         additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
         examples=[[text] for text in examples] or None,

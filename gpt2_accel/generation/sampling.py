@@ -1,6 +1,6 @@
 """Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields token ids.
 
-`load` loads a model and its tokenizer.
+`load` loads a model and its tokenizer. Tokens come from the same model of `transformers`, with its KV cache.
 """
 
 from collections import deque
@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel import kernels
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.device import attention_order, best_device
-from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.hf.convert import from_pretrained
-from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.device import best_device
+from gpt2_accel.hf.convert import as_hf, from_pretrained
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens, text_start
 
 if TYPE_CHECKING:
@@ -42,9 +40,8 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory, device = verified_directory(name, verify), best_device()
-    kernels.choose(sdpa_order=attention_order(device, deterministic=False))
-    model = from_pretrained(directory).to(device, DTYPES[dtype]).eval()
+    directory = verified_directory(name, verify)
+    model = from_pretrained(directory).to(best_device(), DTYPES[dtype]).eval()
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     return model, tokenizer
@@ -100,15 +97,12 @@ def complete(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    *,
-    compile: bool = False,
 ) -> list[Completion]:
     """Returns `sampling.num_samples` continuations of each prompt, in order.
 
-    An empty prompt starts a new text. `compile` is passed to `KVCache`. Raises `ValueError` for an empty prompt if the
-    tokenizer has no `<|endoftext|>`, for a character that is not in the vocabulary, and the errors of `tokens`.
+    An empty prompt starts a new text. Raises the errors of `encode_prompt` and of `tokens`.
     """
-    written = stream(model, tokenizer, prompts, sampling, compile=compile)
+    written = stream(model, tokenizer, prompts, sampling)
     return deque(written, maxlen=1).pop() if prompts else []
 
 
@@ -117,19 +111,14 @@ def stream(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    *,
-    compile: bool = False,
-    cache: KVCache | None = None,
 ) -> Iterator[list[Completion]]:
     """Like `complete`, but yields after each token; the list holds the same objects each time, one token longer.
-
-    `cache` is passed to `tokens`.
 
     A text only grows: a possible start of a stop string and the first bytes of a character are held back.
     """
     completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    for ids in tokens(model, prompt_ids, sampling, compile=compile, cache=cache):
+    for ids in tokens(model, prompt_ids, sampling):
         for completion, token in zip(completions, ids, strict=True):
             if completion.ended is None:
                 completion.ids.append(token)
@@ -175,7 +164,7 @@ def user_turn(text: str) -> list[dict[str, str]]:
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text.
 
-    Raises `ValueError` for an empty prompt without such a token, and the errors of `prompt_tokens`.
+    Raises `ValueError` for an empty prompt without such a token, and the errors of `encode` and `prompt_tokens`.
     """
     if not isinstance(prompt, str):
         return prompt_tokens(tokenizer, prompt)
@@ -187,18 +176,15 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 
 @torch.no_grad()
 def tokens(
-    model: LanguageModel,
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    *,
-    compile: bool = False,
-    cache: KVCache | None = None,
+    model: LanguageModel, prompts: Sequence[list[int]], sampling: Sampling
 ) -> Iterator[list[int]]:
     """Yields the next token of each sample, `sampling.max_new_tokens` times. `sampling.stop` is ignored: it concerns text,
-    see `stream`. A `cache` that has read the prompts already gets the new tokens, and has to have room for them.
+    see `stream`.
 
     Raises `ValueError` for an empty prompt, and for logits that are not finite.
     """
+    from transformers import DynamicCache
+
     n_positions, samples = model.config.n_positions, range(sampling.num_samples)
     rows = [prompt[-n_positions:] for prompt in prompts for _ in samples]
     if not all(rows):
@@ -208,24 +194,40 @@ def tokens(
         for _ in prompts
         for i in samples
     ]
-    with evaluating(model):
-        for left in range(sampling.max_new_tokens, 0, -1):
-            if cache is None:
-                slots = min(n_positions, max(map(len, rows)) + left)
-                cache = KVCache(model, rows, slots, compile=compile)
-            next_ids = choose(cache.logits.float(), sampling, generators)
-            ids = next_ids.tolist()
-            yield ids
-            if left == 1:
-                return
-            for row, token in zip(rows, ids, strict=True):
-                row.append(token)
-            if cache.end < n_positions:
-                cache.append(next_ids[:, None])
-            else:
-                half = max(1, n_positions // 2)
-                rows = [row[-half:] if len(row) > n_positions else row for row in rows]
-                cache = None
+    network, cache = as_hf(model), None
+    for _ in range(sampling.max_new_tokens):
+        if cache is None:
+            cache = DynamicCache(config=network.config)
+            input_ids, mask = left_padded(rows, model.device)  # (B, T) each
+        output = network(
+            input_ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, -input_ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        next_ids = choose(output.logits[:, -1].float(), sampling, generators)
+        ids = next_ids.tolist()
+        yield ids
+        for row, token in zip(rows, ids, strict=True):
+            row.append(token)
+        input_ids = next_ids[:, None]
+        mask = torch.cat((mask, torch.ones_like(input_ids)), dim=1)  # (B, T) with the cached
+        if mask.shape[1] > n_positions:
+            half = max(1, n_positions // 2)
+            rows = [row[-half:] if len(row) > n_positions else row for row in rows]
+            cache = None
+
+
+def left_padded(
+    rows: Sequence[list[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rows of token ids of one length, with padding at their left, and which are no padding: (B, T) int64 each."""
+    longest = max(map(len, rows))
+    padded = [[0] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
 def choose(

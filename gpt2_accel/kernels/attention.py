@@ -34,7 +34,7 @@ def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
 def preferred(length: int, causal: bool) -> AbstractContextManager:
     """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`.
 
-    cuDNN's is left out except for causal attention of some lengths: in decoding it would plan anew for each length.
+    cuDNN's is left out except for causal attention of some lengths: with masks it would plan anew for each length.
     """
     cudnn = causal and length % CUDNN_LENGTHS == 0
     order = [

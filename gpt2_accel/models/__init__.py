@@ -1,15 +1,15 @@
 """The base classes of a model and its config: what the rest of the package needs of any model.
 
-Training, checkpoints, evaluation, generation and the estimates use nothing else. Only its module here, its
-conversion in `hf/` and `config.ARCHITECTURES` know an architecture by name.
+Training, checkpoints, evaluation and the estimates use nothing else. Only its module here, its conversion in `hf/` and
+`config.ARCHITECTURES` know an architecture by name. Generation runs the same model of `transformers` (`hf.convert.as_hf`).
 
-Shape letters: B batch, T sequence, C width, S cached positions, H heads of keys and values, D channels of a head.
+Shape letters: B batch, T sequence, C width.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -24,25 +24,6 @@ from gpt2_accel.models.parts import (
     head_loss,
     sequence_positions,
 )
-
-
-class LayerCache(NamedTuple):
-    """The cached keys and values of one layer, in memory that is allocated once.
-
-    keys, values: (B, H, slots, D). `slots`, (T,) int64, are the slots of the next tokens; `end` is the number of slots
-    in use including them.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    slots: torch.Tensor
-    end: int
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the keys and values of the next tokens, (B, H, T, D) each; returns all, (B, H, S, D)."""
-        self.keys.index_copy_(2, self.slots, k)
-        self.values.index_copy_(2, self.slots, v)
-        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
 
 
 class ModelConfig:
@@ -72,11 +53,6 @@ class ModelConfig:
     def build(self) -> "LanguageModel":
         """Builds a model of this shape with newly initialised weights."""
         raise NotImplementedError
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, heads of keys and values, and channels per head of the KV cache."""
-        return self.n_layer, self.n_kv_head, self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -133,32 +109,21 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
         self.head_weight[self.config.vocab_size :] = 0
 
-    def run_blocks(
-        self,
-        blocks: nn.ModuleList,
-        x: torch.Tensor,
-        *inputs: object,
-        cache: Sequence[LayerCache] | None = None,
-    ) -> torch.Tensor:
+    def run_blocks(self, blocks: nn.ModuleList, x: torch.Tensor, *inputs: object) -> torch.Tensor:
         """Returns the output of the last block. x: (B, T, C) -> (B, T, C); the other `inputs` are those of each block."""
-        for i, block in enumerate(blocks):
+        for block in blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, *inputs, use_reentrant=False)
             else:
-                x = block(x, *inputs, None if cache is None else cache[i])
+                x = block(x, *inputs)
         return x
 
     def hidden(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: Mask | None,
-        cache: Sequence[LayerCache] | None = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
     ) -> torch.Tensor:
         """Returns the output of the last block, (B, T, C), before the final norm.
 
-        Arguments as in `forward`, positions also (T,); the mask may also be a `BlockMask`. With a `cache`, one per block, the tokens follow the
-        cached ones."""
+        Arguments as in `forward`, positions also (T,); the mask may also be a `BlockMask`."""
         raise NotImplementedError
 
     @property
@@ -212,22 +177,6 @@ class LanguageModel(nn.Module):
         if targets is None:
             return head_logits(x, weight, vocab_size)
         return head_loss(x, weight, targets, vocab_size, reduction)
-
-    def decode(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Sequence[LayerCache],
-    ) -> torch.Tensor:
-        """Appends tokens to the cache and returns the logits after the last one, (B, vocab_size).
-
-        input_ids: (B, T); position_ids: (B or 1, T); attention_mask: (B, 1, T, S) bool, or None if the rows have no
-        padding and either T is 1 or the cache was empty. It runs in the dtype of the weights: autocast wraps only
-        `forward`.
-        """
-        x = self.hidden(input_ids, position_ids, attention_mask, cache)
-        return head_logits(self.final_norm(x[:, -1]), self.head_weight, self.config.vocab_size)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""

@@ -7,10 +7,9 @@ embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) 
 `kernels/` has faster versions of some operations; each call is beside the plain PyTorch that it replaces.
 `GPT2_ACCEL_KERNELS=off` turns the kernels off.
 
-Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded), S cached positions.
+Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +18,7 @@ import torch.nn.functional as F
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.kernels import attention, gelu
-from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
+from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, attend
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
@@ -121,31 +119,26 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_attn.stacked = 3  # q, k and v
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
 
-    def forward(
-        self, x: torch.Tensor, mask: Mask | None = None, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: Mask | None = None) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C).
 
-        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
-        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
+        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
             for part in self.c_attn(x).split(C, dim=2)
         )
-        if cache is not None:
-            k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
         if attention.applies(q, mask, dropout):
             y = attention.causal_attention(q, k, v)
         else:
-            y = attend(q, k, v, mask, dropout, cached=cache is not None)
+            y = attend(q, k, v, mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -155,8 +148,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.gelu = config.gelu
 
@@ -177,11 +170,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: torch.Tensor, mask: Mask | None = None, cache: LayerCache | None = None
-    ) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); `mask` and `cache` as in the attention."""
-        x = x + self.attn(self.ln_1(x), mask, cache)
+    def forward(self, x: torch.Tensor, mask: Mask | None = None) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); `mask` as in the attention."""
+        x = x + self.attn(self.ln_1(x), mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -200,17 +191,13 @@ class GPT(LanguageModel):
         self.init_weights()
 
     def hidden(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: Mask | None,
-        cache: Sequence[LayerCache] | None = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
     ) -> torch.Tensor:
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        return self.run_blocks(self.h, x, attention_mask, cache=cache)
+        return self.run_blocks(self.h, x, attention_mask)
 
     @property
     def final_norm(self) -> LayerNorm:

@@ -5,19 +5,16 @@ arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which Llama 3, Sm
 blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
 or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
 
-Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded), S cached
-positions.
+Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels.linear import Linear
-from gpt2_accel.models import LanguageModel, LayerCache, ModelConfig, layers_heads_width
+from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
     Mask,
@@ -143,10 +140,10 @@ class Attention(nn.Module):
         super().__init__()
         C, D = config.n_embd, config.head_dim
         self.head_dim = D
-        self.q_proj = Linear(C, config.n_head * D, bias=False)
-        self.k_proj = Linear(C, config.n_kv_head * D, bias=False)
-        self.v_proj = Linear(C, config.n_kv_head * D, bias=False)
-        self.o_proj = Linear(config.n_head * D, C, bias=False)
+        self.q_proj = nn.Linear(C, config.n_head * D, bias=False)
+        self.k_proj = nn.Linear(C, config.n_kv_head * D, bias=False)
+        self.v_proj = nn.Linear(C, config.n_kv_head * D, bias=False)
+        self.o_proj = nn.Linear(config.n_head * D, C, bias=False)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x: (B, T, C) -> queries (B, T, H, D), keys and values (B, T, K, D), before the rotation."""
@@ -158,18 +155,14 @@ class Attention(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
-        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
 
-        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask. With a
-        `cache` the T positions follow the cached ones, and a mask is (B, 1, T, S)."""
+        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask."""
         B, T, _ = x.shape
         q, k, v = (part.transpose(1, 2) for part in self.heads(x))  # (B, H, T, D), (B, K, T, D)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None:
-            k, v = cache.append(k, v)  # (B, K, S, D)
-        y = attend(q, k, v, mask, cached=cache is not None)
+        y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -188,10 +181,9 @@ class Block(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
-        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -213,11 +205,7 @@ class Llama(LanguageModel):
             self.embed_tokens.weight[config.vocab_size :] = 0
 
     def hidden(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: Mask | None,
-        cache: Sequence[LayerCache] | None = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
     ) -> torch.Tensor:
         x = self.embed_tokens(input_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
@@ -227,7 +215,7 @@ class Llama(LanguageModel):
             position_ids, config.head_dim, config.rope_theta, config.rope_scaling
         )
         angles = tuple(part.to(x.dtype) for part in angles)
-        return self.run_blocks(self.layers, x, angles, attention_mask, cache=cache)
+        return self.run_blocks(self.layers, x, angles, attention_mask)
 
     @property
     def final_norm(self) -> RMSNorm:

@@ -1,6 +1,6 @@
 """What the architectures share: embeddings, norms, positions, attention, the document mask, the logits and the loss.
 
-Shape letters: B batch, T sequence, C width, H heads, D channels of a head, S cached positions, V vocabulary (padded).
+Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vocabulary (padded).
 """
 
 import math
@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from gpt2_accel.kernels import attention, cross_entropy
 from gpt2_accel.kernels.block_attention import block_attention
-from gpt2_accel.kernels.linear import Linear, linear
 
 Mask = torch.Tensor | BlockMask
 
@@ -49,9 +48,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = Linear(width, inner, bias=False)
-        self.up_proj = Linear(width, inner, bias=False)
-        self.down_proj = Linear(inner, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C)."""
@@ -64,24 +63,20 @@ def attend(
     v: torch.Tensor,
     mask: Mask | None,
     dropout: float = 0.0,
-    *,
-    cached: bool = False,
 ) -> torch.Tensor:
-    """Returns softmax(q · k / sqrt(D)) · v. q: (B, H, T, D); k, v: (B, H or fewer, S, D) -> (B, H, T, D).
+    """Returns softmax(q · k / sqrt(D)) · v. q: (B, H, T, D); k, v: (B, H or fewer, T, D) -> (B, H, T, D).
 
-    `mask`, (B, 1, T, S) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask, for one
-    query or for as many as keys. `cached` says that k and v come from a cache.
+    `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
     """
-    assert mask is not None or q.shape[2] in (1, k.shape[2]), (q.shape, k.shape)
     if isinstance(mask, BlockMask):
         return block_attention(q, k, v, mask)
-    causal, groups = mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
+    causal, groups = mask is None, q.shape[1] // k.shape[1]
     grouped = False  # not `groups > 1`: torch 2.11 breaks the graph at a comparison of dynamic sizes as an argument
     if groups > 1:
         grouped = attention.takes_groups(q, mask)
         if not grouped:
             k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-    with attention.preferred(q.shape[2], causal and not cached):
+    with attention.preferred(q.shape[2], causal):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
         )
@@ -122,7 +117,7 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
 
 def head_logits(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns the logits without vocabulary padding. x: (…, C), weight: (V, C) -> (…, vocab_size)."""
-    return linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
+    return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
 
 
 def head_loss(

@@ -88,7 +88,7 @@ def test_all_parts_run_on_a_bare_machine(tmp_path):
     parts = json.loads((tmp_path / "cpu/gpu.json").read_text())["parts"]
     assert parts.keys() == set(gpu.PARTS)
     written = {path.name for path in (tmp_path / "cpu").rglob("*") if path.is_file()}
-    assert {"tiny.json", "tiny_generate.json", "ladder.json"} <= written
+    assert {"tiny.json", "ladder.json"} <= written
 
 
 def test_make_gpu_needs_no_installation():

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt2_accel import GPTConfig, kernels
 from gpt2_accel.evals.likelihood import Question, token_nats
-from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -35,12 +34,9 @@ def fake(monkeypatch):
         yield
 
 
-def build(kind, dtype=torch.float32):
+def build(kind):
     with OTHER:
-        model = kind().build()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+        return kind().build()
 
 
 def tokens():
@@ -77,16 +73,6 @@ def test_inside_of_the_chunked_loss(rows, dtype):
     assert {part.device for part in (total, grad_x, grad_w)} == {OTHER}
     assert {part.dtype for part in (total, grad_x, grad_w)} == {torch.float32}
     assert grad_x.shape == x.shape and grad_w.shape == weight.shape
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding(kind, dtype):
-    model = build(kind, dtype).eval()
-    cache = KVCache(model, [[1, 2, 3], [4, 5]], 16)
-    for _ in range(3):
-        cache.append(torch.zeros(2, 1, dtype=torch.int64, device=OTHER))
-    assert cache.logits.shape == (2, 300) and cache.logits.device == OTHER
 
 
 def test_scoring():

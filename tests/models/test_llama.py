@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import build, from_hf, hf_config
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.architectures import check_loaded
@@ -95,17 +94,6 @@ def test_updates_equal_those_of_transformers(kind):
     found = list(train(model.parameters(), lambda ids: model(ids[:, :-1], ids[:, 1:])))
     assert expected[-1] < expected[0] - 0.5
     assert found == pytest.approx(expected, abs=3e-6)
-
-
-def test_greedy_tokens_equal_those_of_transformers_also_with_padding(kind):
-    reference, model = pair(tiny(kind))
-    reference.generation_config.eos_token_id = None
-    rows = [torch.randint(100, (length,)).tolist() for length in (3, 9)]
-    sampling = Sampling(max_new_tokens=20, temperature=0.0, num_samples=1)
-    found = list(tokens(model, rows, sampling))
-    for row, ours in zip(rows, zip(*found, strict=True), strict=True):
-        expected = reference.generate(torch.tensor([row]), max_new_tokens=20, do_sample=False)
-        assert list(ours) == expected[0, len(row) :].tolist()
 
 
 def test_an_exported_model_has_torchs_operators_only(kind):

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from io import BytesIO, TextIOWrapper
 
 import pytest
 from conftest import chat_rows, metrics, run_recipe, write_lines
@@ -24,15 +25,8 @@ def chat_model(chat_base, tmp_path_factory):
 
 
 def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, capsys):
-    asked = iter(["", "x<|im_end|>", "And?"])
-
-    def line(sign):
-        try:
-            return next(asked)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", line)
+    typed = BytesIO(b"\nx<|im_end|>\n\xff\nAnd?\n")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(typed, encoding="utf-8"))
     flags = ("--model", str(chat_model), "--temperature", "0", "--max_new_tokens", "8")
     run_recipe("sample", *flags, "--chat", "true", "--prompt", "Why?", "--system", "Be kind.")
     model, tokenizer = from_pretrained(chat_model), load_tokenizer(chat_model)
@@ -48,6 +42,7 @@ def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, caps
     shown = capsys.readouterr()
     assert shown.out == "".join(f"{text}\n" for text in expected)
     assert "holds the special token <|im_end|>" in shown.err
+    assert "bytes that are not UTF-8: leave them out" in shown.err
 
 
 def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
