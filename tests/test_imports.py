@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.tokenizer import byte_tokenizer
-
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 # The rooms from the bottom up: a module imports its own room and those of earlier lines.
 ROOMS = """
@@ -72,9 +69,6 @@ import gpt2_accel.data.prepare, gpt2_accel.data.rows
 loaded()
 import gpt2_accel.train
 loaded()
-from gpt2_accel.generation.sampling import Sampling, complete, load
-complete(*load(sys.argv[1]), ["a"], Sampling(max_new_tokens=2))
-loaded()
 """
 
 
@@ -95,14 +89,11 @@ def test_settings_are_read_before_torch_is_imported():
         assert done.stdout == expected, done
 
 
-def test_heavy_libraries_are_imported_where_they_are_used(tmp_path):
-    model = GPT(GPTConfig(257, 8, 1, 1, 8))
-    save_pretrained(model, tmp_path, byte_tokenizer())
+def test_heavy_libraries_are_imported_where_they_are_used():
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, tmp_path], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    tokenizing, training, sampling = done.stdout.splitlines()
+    tokenizing, training = done.stdout.splitlines()
     assert tokenizing == ""
     assert training == "torch accelerate"
-    assert sampling == "torch accelerate transformers"
