@@ -7,8 +7,10 @@ environment that Accelerate's launcher computes from its config and flags.
 
 import atexit
 import functools
+import io
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -82,6 +85,24 @@ def python(
     at_import = at_import or {}
     environment = {**os.environ, **at_import, **env}
     return forked([str(script), *map(str, args)], [environment], cwd, at_import)
+
+
+def in_process(script: str | Path, *args: object) -> subprocess.CompletedProcess:
+    """Runs `python SCRIPT ARGS` in this process: what it starts shares the fork server of this process."""
+    argv, output, errors = [str(script), *map(str, args)], io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, argv
+    code: object = 0
+    try:
+        with redirect_stdout(output), redirect_stderr(errors):
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = before
+    if isinstance(code, str):
+        errors.write(code + "\n")
+    number = code if isinstance(code, int) else int(code is not None)
+    return subprocess.CompletedProcess(argv, number, output.getvalue(), errors.getvalue())
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
