@@ -105,14 +105,11 @@ def is_complete(run: Run) -> bool:
     if run.goes_on():
         return False
     run_dir = Path(run.config.output_dir)
-
-    def is_finished() -> bool:
-        status = read_status(run_dir)
-        found = (status.get("state"), status.get("step"))
-        has_model = any(run_dir.glob("model*.safetensors"))
-        return run.resumes_here and found == ("finished", run.step) and has_model
-
-    complete = on_main_process(is_finished)
+    status, has_model = on_main_process(
+        lambda: (read_status(run_dir), any(run_dir.glob("model*.safetensors")))
+    )
+    found = status.get("state"), status.get("step")
+    complete = run.resumes_here and has_model and found == ("finished", run.step)
     prefix = f"{run_dir} is complete: " if complete else ""
     run.accelerator.print(
         f"{prefix}nothing left to train after {run.step:,} updates: raise --max_steps or --patience to go on"

@@ -201,27 +201,24 @@ class Uploads:
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
-        if self._thread.is_alive() and kind is None:
-            self._wait()
-        if self._thread.is_alive():
+        thread, ends = self._thread, time.monotonic() + LONGEST_WAIT
+        if thread.is_alive() and kind is None:
+            self.print_line(
+                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
+                f"all files are in {self.scratch.parent}"
+            )
+            with suppress(KeyboardInterrupt):
+                while thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
+                    thread.join(0.1)
+            if thread.is_alive():
+                self.print_line(
+                    f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
+                    f"{recipe_command('push_to_hub')}"
+                )
+        if thread.is_alive():
             self._newest = None
             release_executors()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def _wait(self) -> None:
-        self.print_line(
-            f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
-            f"all files are in {self.scratch.parent}"
-        )
-        ends = time.monotonic() + LONGEST_WAIT
-        with suppress(KeyboardInterrupt):
-            while self._thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
-                self._thread.join(0.1)
-        if self._thread.is_alive():
-            self.print_line(
-                f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
-                f"{recipe_command('push_to_hub')}"
-            )
 
     def push(self, directory: Path, checkpoint: Path | None = None, *, final: bool = False) -> None:
         """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`, by

@@ -30,7 +30,7 @@ class RunLog(AbstractContextManager):
     resumed run rewrites. An evaluation of `step` itself that a resumed run makes has a line of its own.
 
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
-    `flops_per_second` is the peak of all devices together, None if unknown.
+    `full_speed` is that of an MFU of 1, in tokens per second, None if unknown.
 
     `seconds` is the training time, including that before a resume. `results` has the newest evaluations. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
     `skipped` and `samples` are no numbers.
@@ -42,13 +42,10 @@ class RunLog(AbstractContextManager):
         step: int,
         updates: int,
         tokens_at: Callable[[int], int],
-        *,
-        flops_per_token: float,
-        flops_per_second: float | None,
+        full_speed: float | None,
     ):
         self.step, self._first, self._tokens_at = step, step, tokens_at
-        self.flops_per_token, self.flops_per_second = flops_per_token, flops_per_second
-        self.seconds = 0.0
+        self.seconds, self._full_speed = 0.0, full_speed
         self.results: dict[str, float] = {}
         self.outputs: list[Callable[[dict], None]] = []
         self._files: list[JsonLines] = []
@@ -102,8 +99,8 @@ class RunLog(AbstractContextManager):
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
         }
-        if self.flops_per_second:
-            figures["mfu"] = speed * self.flops_per_token / self.flops_per_second
+        if self._full_speed:
+            figures["mfu"] = speed / self._full_speed
         self._line |= {f"train/{name}": value for name, value in figures.items()}
 
     def skipped(self, problem: str, samples: list) -> None:

@@ -56,7 +56,7 @@ def describe_training(run: "Run") -> Training:
         data=run.metadata["data"],
         tokens=log.tokens,
         hours=log.seconds / 3600,
-        flops=log.tokens * log.flops_per_token,
+        flops=log.tokens * run.metadata["flops_per_token"],
         hardware=run.metadata["hardware"],
         results=dict(log.results),  # a card is written while training goes on
     )
@@ -89,7 +89,7 @@ def end_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows after the last update."""
     log = run.log
     return (
-        f"trained on {log.tokens:,} tokens ({log.tokens * log.flops_per_token:.2g} FLOPs) in "
+        f"trained on {log.tokens:,} tokens ({log.tokens * float(run.metadata['flops_per_token']):.2g} FLOPs) in "
         f"{duration(log.seconds)}, {log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
         f"{memory_gb():.2g} GB of memory at the end"
     )

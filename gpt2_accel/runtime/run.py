@@ -175,8 +175,7 @@ class Run:
                 self.step,
                 self.updates,
                 lambda step: self.schedule.first(step) * config.tokens_per_sequence,
-                flops_per_token=self.metadata["flops_per_token"],
-                flops_per_second=peak and peak * accelerator.num_processes,
+                peak and peak * accelerator.num_processes / self.metadata["flops_per_token"],
             )
         )
         if main and config.report_to:

@@ -60,9 +60,8 @@ def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_
 def test_the_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    options = {"flops_per_token": 2, "flops_per_second": 1000.0}
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/seconds": 100.0}\n')
-    run = RunLog(tmp_path, 0, 7, lambda step: 100 * step, **options)
+    run = RunLog(tmp_path, 0, 7, lambda step: 100 * step, 500.0)
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)
