@@ -1,23 +1,18 @@
-"""Fault injection: kills, full disks, damaged files, bad gradients and a Hub that never answers.
+"""Fault injection: kills, full disks, damaged files and bad gradients.
 
 `make test-reliability` sets `RELIABILITY=long` and tries each fault many times; `make test` tries it a few times.
 """
 
-import itertools
 import math
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from conftest import (
     as_flags,
     chat_rows,
-    long,
     losses,
     make_text,
     metrics,
@@ -26,8 +21,7 @@ from conftest import (
     tiny_config,
     write_lines,
 )
-from hub_server import TOKEN, Hub
-from launching import ROOT, python, wait_for
+from launching import ROOT, python
 from runs import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start, weights
 
 import gpt2_accel.finish as finish_module
@@ -35,7 +29,6 @@ import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
 from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.files import digest
-from gpt2_accel.runtime.signals import GRACE
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
@@ -268,46 +261,3 @@ def test_spike_z_skips_a_spike_also_after_a_resume(tiny, tmp_path, monkeypatch):
     resumed = run(tiny("resumed", resume_from=checkpoint, **settings))
     assert [entry["step"] for entry in resumed if "skipped" in entry] == [116]
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
-
-
-POINTS = ("/api/repos/create", "/preupload/", "/info/lfs/", "PUT /lfs/", "/commit/")
-ENDS = ("stopped", "complete", "complete, signalled twice")
-
-
-@long
-@pytest.mark.parametrize(("point", "end"), list(zip(POINTS, itertools.cycle(ENDS))))
-def test_a_hub_that_never_answers_loses_only_the_upload(tiny, tmp_path, point, end):
-    settings = {"push_to_hub": "user/name", "hub_strategy": "checkpoint", "save_every": 4}
-    settings |= {"lr_schedule": "constant"}
-    settings["max_steps"] = 10**5 if end == "stopped" else 8
-    config = tiny("run", **settings)
-    with Hub() as hub, (tmp_path / "log").open("w") as log:
-        hub.hangs = point
-        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-        process = subprocess.Popen(
-            [sys.executable, SCRIPT, *as_flags(config)],
-            cwd=ROOT,
-            env=os.environ | env | {"ACCELERATE_USE_CPU": "true"},
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            wait_for(lambda: any(point in request for request in hub.requests), 120)
-            if end != "stopped":
-                wait_for(lambda: status(tmp_path / "run")["state"] == "finished")
-            asked = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            if end == "complete, signalled twice":
-                time.sleep(3)
-                process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-            took = time.monotonic() - asked
-        finally:
-            process.kill()
-    assert took < (12 if end == "complete, signalled twice" else GRACE + 9)
-    found = status(tmp_path / "run")
-    stopped = end == "stopped"
-    assert (found["state"], found["requeue"]) == ("stopped" if stopped else "finished", stopped)
-    newest = list_checkpoints(tmp_path / "run")[-1]
-    assert newest.name == f"checkpoint-{found['step']}" and find_corruption(newest) is None
-    assert stopped or weights(tmp_path / "run") == weights(newest)

@@ -8,11 +8,11 @@ import sqlite3
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
-from conftest import as_flags, losses, run, status
-from launching import Started, python, wait_for
-from wandb_server import WandbServer
+from conftest import as_flags, run, status
+from launching import Started, wait_for
 
 from gpt2_accel.config import TRACKERS
 from gpt2_accel.files import read_json_lines
@@ -96,30 +96,18 @@ def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(
     assert recorded.config["parameters"] == known["parameters"] == 34_720
 
 
-def test_wandb_online_gets_each_step_of_a_killed_and_resumed_run_once(tiny, tmp_path, monkeypatch):
-    config = tiny(
-        "run",
-        max_steps=160,
-        save_every=50,
-        report_to=["wandb"],
-        resume_from="latest",
-    )
-    with WandbServer() as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setenv("WANDB_MODE", "online")
-        monkeypatch.delenv("WANDB_SERVICE", raising=False)
-        kill_after(config, 80)
-        # The killed run had sent ten updates after the checkpoint.
-        sent = read_json_lines(tmp_path / "run/metrics.jsonl")[:60]
-        server.history = [{"_step": line["step"], **line} for line in sent]
-        done = python(SCRIPT, *as_flags(config), ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert server.names == {facts(tmp_path / "run")["run_id"]}
-    steps = [row["_step"] for row in server.history]
-    assert steps == list(range(1, 161))
-    metrics = read_json_lines(tmp_path / "run/metrics.jsonl")
-    assert [row["train/loss"] for row in server.history] == pytest.approx(losses(metrics))
+def test_wandb_has_one_id_over_resumes_and_gets_each_step_at_once(tiny, tmp_path, monkeypatch):
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    settings = {"report_to": ["wandb"], "resume_from": "latest", "lr_schedule": "constant"}
+    for max_steps in (4, 6):
+        run(tiny("run", max_steps=max_steps, save_every=4, **settings))
+    for call in wandb.init.call_args_list:
+        assert call.kwargs["id"] == facts(tmp_path / "run")["run_id"]
+        assert call.kwargs["resume"] == "allow" and call.kwargs["config"]["learning_rate"] == 1e-2
+    logged = [call.kwargs for call in wandb.init.return_value.log.call_args_list]
+    assert logged == [{"step": step, "commit": True} for step in range(1, 7)]
+    wandb.init.return_value.define_metric.assert_any_call("*", step_metric="tokens")
 
 
 def test_a_missing_tracker_is_refused(tiny, tmp_path, monkeypatch):
