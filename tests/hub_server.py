@@ -81,8 +81,6 @@ class Handler(BaseHTTPRequestHandler):
                 return
             return self.answer(fault, {"error": f"made to fail with {fault}"})
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = self.read_chunks()
         if path.startswith("/lfs/") and self.command == "PUT":
             self.server.blobs[path.removeprefix("/lfs/")] = body
             return self.answer(200, {})
@@ -98,14 +96,6 @@ class Handler(BaseHTTPRequestHandler):
             if fault[0] == self.command and fault[1] in path:
                 self.server.faults.remove(fault)
                 return fault[2]
-
-    def read_chunks(self):
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     def answer(self, status, value, headers=()):
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -214,11 +204,6 @@ class Handler(BaseHTTPRequestHandler):
     def resolve_parquet(self, body, repo_id, path):
         self.resolve(body, repo_id, "main", path)
 
-    def paths_info(self, body, repo_id, revision):
-        wanted = json.loads(body)["paths"]
-        _, files = self.server.revision(repo_id, revision)
-        self.answer(200, [entry(name, data) for name, data in files.items() if name in wanted])
-
 
 def entry(name: str, data: bytes) -> dict:
     """Returns the description of a file in a repository."""
@@ -232,7 +217,6 @@ def blob_id(data: bytes) -> str:
 
 REPO = r"([^/]+/[^/]+)"
 ROUTES = [
-    (r"/api/whoami-v2", lambda self, body: self.answer(200, {"name": "user", "type": "user"})),
     (r"/api/validate-yaml", lambda self, body: self.answer(200, {"errors": [], "warnings": []})),
     (r"/api/repos/create", Handler.create),
     (rf"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),
@@ -245,7 +229,6 @@ ROUTES = [
     (rf"/api/datasets/{REPO}", Handler.info),
     (rf"/api/datasets/{REPO}/revision/([^/]+)", Handler.info),
     (rf"/api/datasets/{REPO}/tree/([^/]+)(?:/(.+))?", Handler.tree),
-    (rf"/api/datasets/{REPO}/paths-info/([^/]+)", Handler.paths_info),
     (rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)", Handler.resolve_parquet),
     (rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
 ]

@@ -28,6 +28,13 @@ def test_the_first_ten_losses_equal_the_recorded_ones(tiny):
     assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
 
 
+def test_each_update_has_random_numbers_of_its_own(tiny, monkeypatch):
+    seeds, seed = set(), torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.add(number) or seed(number))
+    run(tiny(max_steps=5))
+    assert len(seeds) >= 5
+
+
 def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
     reduces, backwards = [True], []
 
