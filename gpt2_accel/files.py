@@ -191,6 +191,19 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         lock.release()
 
 
+def check_renames(folder: Path) -> None:
+    """Raises `OSError` if the file system of a folder cannot rename folders, as many mounted buckets cannot."""
+    with scratch_directory(folder / "rename") as scratch:
+        try:
+            scratch.rename(hidden := scratch_path(folder / "renamed"))
+            hidden.rename(scratch)
+        except OSError as error:
+            raise OSError(
+                f"{folder} is on a file system that cannot rename folders ({sentence(error)}), so that no checkpoint can be "
+                "saved: choose an --output_dir on the machine's own disk, and copy or push from there"
+            ) from error
+
+
 def lock_id(folder: str | Path) -> int:
     """Returns the inode of a folder's lock file; 0 if there is none. It changes if another process locks a new folder
     under the same name."""

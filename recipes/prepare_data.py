@@ -7,6 +7,8 @@
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
     python recipes/prepare_data.py chat USER/NAME --model MODEL --sequence_length 1024 --data_dir data/chat
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
+    python recipes/prepare_data.py push USER/NAME --data_dir data/mine
+    python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs
     python recipes/prepare_data.py --data_dir data/mine  # shows what it holds; --verify checks it
 
 The same command, started again after a kill, does what is missing.
@@ -20,6 +22,8 @@ The same command, started again after a kill, does what is missing.
 - hf: a data set on the Hub, of Parquet or JSON files.
 - chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
   ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
+- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it, or only its
+  first `--shards` training shards. `--data_dir hub:USER/NAME` trains on it without a download. See docs/data.md.
 
 One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its text. If that is less
 than 1% or more than 15% of the text, the last 5% of each document is held out instead.
@@ -42,13 +46,13 @@ from gpt2_accel.data.conversations import (
     summary,
 )
 from gpt2_accel.data.documents import all_train, by_hash
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
 from gpt2_accel.data.shards import (
     TOKEN_ID,
     load_data_tokenizer,
     read_manifest,
     verify_data,
-    write_mixture,
 )
 from gpt2_accel.data.sources import (
     Source,
@@ -138,6 +142,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "tokens per window, at most the model's positions",
     },
     "chatml": {"action": "store_true", "help": "ChatML in place of the model's own chat template"},
+    "public": {"action": "store_true", "help": "make the data set public if it is new"},
+    "shards": {"type": positive, "help": "training shards to download, all if not given"},
     "cut": {
         "action": "store_true",
         "help": "cut conversations that are longer than a window; else they are left out",
@@ -159,6 +165,8 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
         (*HUB, "model", "sequence_length", "chatml", "cut"),
     ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
+    "push": ("USER/NAME", None, ("public",)),
+    "pull": ("USER/NAME", None, ("shards",)),
 }
 
 
@@ -276,10 +284,28 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     )
 
 
+def push(options: argparse.Namespace, command: str) -> dict:
+    """Uploads prepared data to the Hub; returns the manifest."""
+    from gpt2_accel.hf.hub_data import push_data  # imports torch
+
+    url = push_data(options.data_dir, options.source, private=not options.public)
+    print(f"The data is at {url}.")
+    return read_manifest(options.data_dir)
+
+
+def pull(options: argparse.Namespace, command: str) -> dict:
+    """Downloads prepared data from the Hub; returns the manifest."""
+    from gpt2_accel.hf.hub_data import pull_data  # imports torch
+
+    return pull_data(options.source, options.data_dir, options.shards)
+
+
 PREPARE = {
     "shakespeare": prepare_shakespeare,
     "shakespeare-char": prepare_shakespeare,
     "chat": prepare_chat,
+    "push": push,
+    "pull": pull,
 }
 
 

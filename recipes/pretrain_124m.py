@@ -32,6 +32,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.data.shards import HUB
 from gpt2_accel.recipe_command import recipe_command
 
 # The data sets that prepare_data.py knows by name, by their usual folder.
@@ -57,7 +58,8 @@ class Pretrain124M(TrainConfig):
 def main(config_class: type[TrainConfig]) -> None:
     """Reads the settings and trains. Raises `FileNotFoundError` if the data is not there."""
     config = parse_config(config_class)
-    if not Path(config.data_dir).exists() and not config.dry_run:
+    there = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
+    if not there and not config.dry_run:
         what = KNOWN.get(Path(config.data_dir).name, "text PATH")
         command = f"{recipe_command('prepare_data')} {what}"
         raise FileNotFoundError(

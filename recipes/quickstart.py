@@ -99,10 +99,12 @@ def prepare_corpus(config: Quickstart) -> None:
 def main() -> None:
     config = parse_config(Quickstart)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.hf.hub_data import open_hub
     from gpt2_accel.runtime.processes import main_process_first, processes
     from gpt2_accel.train import train
 
     with main_process_first():
+        open_hub(config.data_dir)
         try:
             check_prepared(config)
         except FileNotFoundError as error:

@@ -170,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         if found is None:
             return self.not_found("RevisionNotFound")
         sha, files = found
-        siblings = [{"rfilename": name} for name in files]
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
         self.answer(200, {"id": repo_id, "sha": sha, "siblings": siblings, "tags": []})
 
     def tree(self, _body, repo_id, revision, folder=None):
@@ -216,19 +216,17 @@ def blob_id(data: bytes) -> str:
 
 
 REPO = r"([^/]+/[^/]+)"
+API = rf"/api/(?:models|datasets)/{REPO}"
 ROUTES = [
     (r"/api/validate-yaml", lambda self, body: self.answer(200, {"errors": [], "warnings": []})),
     (r"/api/repos/create", Handler.create),
-    (rf"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),
-    (rf"/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
-    (rf"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
-    (rf"/api/models/{REPO}", Handler.info),
-    (rf"/api/models/{REPO}/revision/([^/]+)", Handler.info),
-    (rf"/api/models/{REPO}/tree/([^/]+)(?:/(.+))?", Handler.tree),
+    (rf"{API}/preupload/([^/]+)", Handler.preupload),
+    (rf"(?:/datasets)?/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
+    (rf"{API}/commit/([^/]+)", Handler.commit),
+    (API, Handler.info),
+    (rf"{API}/revision/([^/]+)", Handler.info),
+    (rf"{API}/tree/([^/]+)(?:/(.+))?", Handler.tree),
     (rf"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
-    (rf"/api/datasets/{REPO}", Handler.info),
-    (rf"/api/datasets/{REPO}/revision/([^/]+)", Handler.info),
-    (rf"/api/datasets/{REPO}/tree/([^/]+)(?:/(.+))?", Handler.tree),
     (rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)", Handler.resolve_parquet),
     (rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
 ]

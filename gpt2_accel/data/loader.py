@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     COUNTS,
     STARTS,
@@ -46,6 +47,7 @@ BLOCK = 64  # consecutive windows that stay close to each other in the order
 GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
 ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 PERIOD = 1024  # positions in which the data sets of a mixture are shuffled
+AHEAD = 16384  # positions whose remote shards are fetched ahead: those of a group of blocks
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
@@ -149,12 +151,17 @@ def locate(
     return sets, places
 
 
-def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
+def open_split(
+    data_dir: str | Path, split: str, remote: RemoteShards | None = None
+) -> list[tuple[TokenStream, float]]:
     """Opens a split of a data folder, or of each folder of a mixture; returns the streams with their shares.
+
+    `remote` reads the shards of data on the Hub.
 
     Raises the errors of `TokenStream`.
     """
-    return [(TokenStream(folder, split), share) for folder, _, share in read_parts(data_dir)]
+    parts = read_parts(data_dir)
+    return [(TokenStream(folder, split, remote), share) for folder, _, share in parts]
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
@@ -236,6 +243,12 @@ class Loader:
         shape = 2 + self.packed, len(samples), self.sequence_length
         return Batch(*torch.zeros(shape, dtype=torch.int64))
 
+    def fetch_ahead(self, samples: np.ndarray) -> None:
+        """Begins to fetch the samples, (n, 2), whose shards are remote."""
+        for i, stream in enumerate(self.streams):
+            starts = samples[samples[:, 0] == i, 1] * self.sequence_length
+            stream.fetch_ahead(starts, self.sequence_length + 1)
+
 
 class TrainLoader(Loader):
     """The training batches of one rank.
@@ -256,7 +269,8 @@ class TrainLoader(Loader):
         self.shares = [share for _, share in parts]
         self.micro_batch_size, self.seed = micro_batch_size, seed
         self.windows = sum(self.set_windows)
-        self.ordered = functools.lru_cache(maxsize=2)(self.order_block)
+        self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
+        self._fetched = 0  # positions whose remote shards are being fetched
 
     def micro_batches(self, sequences: int) -> tuple[int, int]:
         """Returns the size and number of the micro-batches of one rank in an update of `sequences` sequences.
@@ -276,6 +290,11 @@ class TrainLoader(Loader):
         not be read.
         """
         size, _ = self.micro_batches(sequences)
+        if any(stream.remote for stream in self.streams):
+            end = first + sequences + AHEAD
+            for begin in range(max(first, self._fetched), end, sequences):  # in the order of need
+                self.fetch_ahead(self.order(begin, sequences))
+            self._fetched = end
         samples = self.order(first, sequences)
         counted = np.full(sequences, self.sequence_length)  # targets of each window
         for i, stream in enumerate(self.streams):
@@ -352,6 +371,7 @@ class EvalLoader(Loader):
             self.bytes_per_token = sum(text) / sum(counts)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.fetch_ahead(self.mine)
         for number in range(self.rounds):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             batch = self.read(np.resize(samples, (self.batch_size, 2)))

@@ -39,13 +39,10 @@ A folder of other trainers' token files (`third_party.py`) has no manifest: it i
 
 import hashlib
 import json
-import math
 import os
-import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,13 +50,15 @@ import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
-from gpt2_accel.files import atomic_directory, parse_json, plain_name, write_json
+from gpt2_accel.files import parse_json, plain_name
 from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from gpt2_accel.data.remote import RemoteShards
 
 VERSIONS = VERSION, PACKED_VERSION = 1, 2
 # The bits of a token in version 2, above its id.
@@ -70,9 +69,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 BLOCK = 2**22  # tokens read at once where all are read
-Read = Callable[[dict, int, int], np.ndarray]
-"""`read(shard, offset, count)` returns the tokens [offset, offset + count) of a shard, (count,) integers. `shard` is its
-entry in the manifest. It raises an error, and returns no fewer tokens, if it cannot read them all."""
+HUB = "hub:"  # begins the name of data on the Hub
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -119,6 +116,13 @@ class ShardWriter:
         return {"file": self.path.name, **counts, "sha256": digest.hex()}
 
 
+def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[int, int, int]:
+    """Returns where the tokens [start, start + count) of a shard begin and end in its file, and where the last one ends."""
+    offset = shard.get("offset", HEADER.size)
+    first = offset + start * dtype.itemsize
+    return first, first + count * dtype.itemsize, offset + shard["tokens"] * dtype.itemsize
+
+
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
     """Returns the tokens [start, start + count) of the file that the manifest lists as `shard`, (count,) of `dtype`.
 
@@ -127,15 +131,14 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 
     Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
     """
-    path, offset, headers = data_dir / shard["file"], shard.get("offset"), []
-    if offset is None:  # of this format
+    path, headers = data_dir / shard["file"], []
+    if "offset" not in shard:  # of this format
         about = dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
-        offset, headers = HEADER.size, [HEADER.pack(MAGIC, v, *about) for v in VERSIONS]
-    end = offset + shard["tokens"] * dtype.itemsize
+        headers = [HEADER.pack(MAGIC, v, *about) for v in VERSIONS]
+    first, last, end = byte_range(dtype, shard, start, count)
     try:
         with open(path, "rb", buffering=0) as file:
-            place = offset + start * dtype.itemsize
-            data = os.pread(file.fileno(), count * dtype.itemsize, place)
+            data = os.pread(file.fileno(), last - first, first)
             size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
             header = file.read(HEADER.size)
     except FileNotFoundError:
@@ -153,14 +156,23 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 # The manifest
 
 
+def folder_of(data_dir: str | Path) -> Path:
+    """Returns the path of a data folder; of data on the Hub, `hub:USER/NAME`, that of its folder in the cache."""
+    name = str(data_dir)
+    if not name.startswith(HUB):
+        return Path(data_dir)
+    cache = os.environ.get("GPT2_ACCEL_CACHE", Path.home() / ".cache" / "gpt2_accel")
+    return Path(cache) / name.removeprefix(HUB).replace("/", "--")
+
+
 def read_manifest(data_dir: str | Path) -> dict:
     """Returns the manifest of a data folder, as in the module's docstring.
 
     Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
     """
-    path = Path(data_dir) / MANIFEST
+    path = folder_of(data_dir) / MANIFEST
     if not path.is_file():
-        if manifest := third_party_manifest(data_dir):
+        if manifest := third_party_manifest(path.parent):
             return manifest
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
@@ -197,40 +209,53 @@ def listed_shards(manifest: dict) -> list[dict]:
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    `data_dir` holds the manifest. `read` reads the shards; by default it is `read_shard`, and all are checked now.
+    `data_dir` holds the manifest, and the shards if no `remote` reads them; then all are checked now.
     `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
     `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens;
     both are None for text.
 
-    Raises `ValueError` if the split does not exist, and the errors of `read`.
+    Raises `ValueError` if the split does not exist, and the errors of `read_shard`.
     """
 
-    def __init__(self, data_dir: str | Path, split: str, read: Read | None = None):
+    def __init__(self, data_dir: str | Path, split: str, remote: "RemoteShards | None" = None):
         manifest = read_manifest(data_dir)
         if split not in manifest["splits"]:
             raise ValueError(
                 f"{data_dir} has no split {split!r}, only {', '.join(manifest['splits'])}"
             )
         entry = manifest["splits"][split]
-        self.data_dir, self.split = Path(data_dir), split
+        self.data_dir, self.split, self.remote = folder_of(data_dir), split, remote
         self.tokens: int = entry["tokens"]
         self.bytes: int | None = entry["bytes"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.sequence_length: int | None = manifest.get("sequence_length")
         self.shards: list[dict] = entry["shards"]
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
-        self._read = read or partial(read_shard, self.data_dir, DTYPES[manifest["dtype"]])
-        for shard in self.shards if read is None else []:
+        self.dtype = DTYPES[manifest["dtype"]]
+        for shard in self.shards if remote is None else []:
             self._read(shard, 0, 0)
         self.targets: np.ndarray | None = None
         if self.sequence_length is not None:
             targets = entry["targets"]
             self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
 
+    def _read(self, shard: dict, start: int, count: int) -> np.ndarray:
+        if self.remote is not None:
+            return self.remote.read(self.dtype, shard, start, count)
+        return read_shard(self.data_dir, self.dtype, shard, start, count)
+
+    def fetch_ahead(self, starts: np.ndarray, count: int) -> None:
+        """Begins to fetch the tokens [start, start + count) for each of `starts`, (n,) integers, if a `remote` reads them."""
+        numbers = np.searchsorted(self._ends, starts, side="right")
+        for number in np.unique(numbers).tolist() if self.remote else []:
+            shard = self.shards[number]
+            own = starts[numbers == number] - self._ends[number] + shard["tokens"]
+            self.remote.fetch_ahead(self.dtype, shard, own.tolist(), count)
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
 
-        Raises the errors of the stream's `read`, and `ValueError` if a token id is not below `vocab_size`.
+        Raises the errors of `read_shard` or of the `remote`, and `ValueError` if a token id is not below `vocab_size`.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         out = np.empty(count, np.int64)
@@ -273,7 +298,7 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
-    manifest, folder = read_manifest(data_dir), Path(data_dir) / "tokenizer"
+    manifest, folder = read_manifest(data_dir), folder_of(data_dir) / "tokenizer"
     tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
@@ -330,7 +355,7 @@ def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
 
     Raises the errors of `read_manifest` and `check_same`, also if a part has changed since the mixture was made.
     """
-    folder, manifest = Path(data_dir), read_manifest(data_dir)
+    folder, manifest = folder_of(data_dir), read_manifest(data_dir)
     if "mixture" not in manifest:
         return [(folder, manifest, 1.0)]
     weights = {folder / part["data_dir"]: part["weight"] for part in manifest["mixture"]}
@@ -351,46 +376,3 @@ def check_same(manifests: Mapping[Path, dict]) -> None:
                 raise ValueError(
                     f"{folder} has another {name} than the rest of the mixture: prepare all with the same"
                 )
-
-
-def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
-    """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
-
-    Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself, and the errors of
-    `check_same`; `FileExistsError` if `data_dir` exists.
-    """
-    if not all(0 < weight < math.inf for weight in weights.values()):
-        raise ValueError(f"weights must be positive, got {dict(weights)}")
-    manifests = {Path(folder): read_manifest(folder) for folder in weights}
-    for folder, manifest in manifests.items():
-        if "mixture" in manifest:
-            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-    check_same(manifests)
-    # The tokenizer of conversations has the chat template.
-    first = max(manifests, key=lambda folder: manifests[folder].get("version", VERSION))
-    entries = [manifest["splits"] for manifest in manifests.values()]
-    splits = {}
-    for name in entries[0]:
-        if all(name in entry for entry in entries):
-            counts = ("tokens", "documents", "bytes")
-            found = {count: [entry[name][count] for entry in entries] for count in counts}
-            sums = {count: None if None in n else sum(n) for count, n in found.items()}
-            splits[name] = {**sums, "shards": []}
-    about = {name: manifests[first].get(name) for name in ("tokenizer", "dtype", "sequence_length")}
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "version": manifests[first].get("version", VERSION),
-        **about,
-        "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
-        "mixture": [
-            {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
-            for folder, weight in weights.items()
-        ],
-        "splits": splits,
-    }
-    with atomic_directory(data_dir) as folder:
-        if (first / "tokenizer").is_dir():
-            shutil.copytree(first / "tokenizer", folder / "tokenizer")
-        write_json(folder / MANIFEST, manifest)
-    return manifest

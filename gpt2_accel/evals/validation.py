@@ -15,6 +15,7 @@ from gpt2_accel.data.shards import UnreadableData, check_tokenizer, read_manifes
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
+from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.progress import progress
 
@@ -81,11 +82,12 @@ def prepare_loss(
 
     Raises `ValueError` if the data was made with another tokenizer than the model's.
     """
+    remote = open_hub(str(data_dir))
     check_tokenizer(data_dir, tokenizer, "the model")
     length = read_manifest(data_dir).get("sequence_length") or config.n_positions
     tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
     loader = EvalLoader(
-        open_split(data_dir, split),
+        open_split(data_dir, split, remote),
         sequence_length=length,
         batch_size=max(1, tokens // length),
         max_tokens=max_tokens,

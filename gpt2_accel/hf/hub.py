@@ -34,7 +34,7 @@ UPLOADED = (
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
 # Files of earlier uploads that an upload removes unless it replaces them.
-REPLACED = ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"]
+REPLACED = {"model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"], "dataset": ["*.bin"]}
 # Seconds between the attempts of an upload; the client repeats some requests itself.
 PAUSES = (1.0, 2.0, 4.0)
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
@@ -132,7 +132,7 @@ def link_files(files: Iterable[Path], target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def push(folder: Path, repo_id: str, *, private: bool) -> str:
+def push(folder: Path, repo_id: str, *, private: bool, repo_type: str = "model") -> str:
     """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
 
     The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
@@ -143,12 +143,13 @@ def push(folder: Path, repo_id: str, *, private: bool) -> str:
     api = HfApi()
     for pause in (*PAUSES, None):
         try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
+            api.create_repo(repo_id, repo_type=repo_type, private=private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repo_id,
+                repo_type=repo_type,
                 folder_path=folder,
-                commit_message="Upload the model",
-                delete_patterns=REPLACED,
+                commit_message=f"Upload the {repo_type}",
+                delete_patterns=REPLACED[repo_type],
             )
             return str(commit.repo_url)
         except Exception:  # from the client, its HTTP library or the network

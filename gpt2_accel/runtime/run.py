@@ -21,7 +21,7 @@ from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, is_sharded, peak_flops
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.files import lock_folder, lock_id, remove, sync, write_json
+from gpt2_accel.files import check_renames, lock_folder, lock_id, remove, sync, write_json
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
 from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime.accelerator import profiler
@@ -345,6 +345,7 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
         def lock() -> None:
             wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
+            check_renames(Path(config.output_dir))
             for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
                 remove(partial)
 

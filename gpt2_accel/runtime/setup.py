@@ -1,5 +1,6 @@
 """Builds the model, optimizer, data and evaluations of a run, and checks that they fit together."""
 
+import os
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
 from gpt2_accel.config import AUTO, PATHS, TrainConfig
 from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     check_tokenizer,
     data_fingerprint,
@@ -28,6 +30,7 @@ from gpt2_accel.generation.sampling import encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
 from gpt2_accel.hf.hub import check_login, check_repo_id
+from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
 from gpt2_accel.optim import build_optimizer
@@ -51,6 +54,9 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
         check_repo_id(config.push_to_hub)
         check_login()
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
+    with all_or_none():
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        remote = open_hub(config.data_dir, accelerator.local_process_index, ranks)
     check_agreement(config, accelerator, checkpoint)
     torch.manual_seed(config.seed)
     with all_or_none():
@@ -83,7 +89,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     if note:
         accelerator.print(note)
     with all_or_none():
-        loader, val_loader = build_loaders(config, accelerator, size)
+        loader, val_loader = build_loaders(config, accelerator, size, remote)
     evaluations = build_evaluations(config, accelerator, plain.config, tokenizer, val_loader)
     return Run(
         config,
@@ -184,7 +190,10 @@ def document_separator(data_dir: str) -> int:
 
 
 def build_loaders(
-    config: TrainConfig, accelerator: Accelerator, micro_batch_size: int
+    config: TrainConfig,
+    accelerator: Accelerator,
+    micro_batch_size: int,
+    remote: RemoteShards | None,
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's share of the data; the validation loader is None if nothing is evaluated.
 
@@ -196,7 +205,7 @@ def build_loaders(
         "world_size": accelerator.num_processes,
     }
     train_loader = TrainLoader(
-        open_split(config.data_dir, "train"),
+        open_split(config.data_dir, "train", remote),
         micro_batch_size=micro_batch_size,
         seed=config.seed,
         **share,
@@ -204,7 +213,7 @@ def build_loaders(
     if not config.eval_every:
         return train_loader, None
     val_loader = EvalLoader(
-        open_split(config.data_dir, "val"),
+        open_split(config.data_dir, "val", remote),
         batch_size=micro_batch_size,
         max_tokens=config.eval_tokens,
         **share,

@@ -22,6 +22,7 @@ from gpt2_accel.data.conversations import (
 )
 from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.data.messages import Problem, read_messages
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import (
     COUNTS,
@@ -30,7 +31,6 @@ from gpt2_accel.data.shards import (
     TOKEN_ID,
     load_data_tokenizer,
     verify_data,
-    write_mixture,
 )
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 

@@ -11,8 +11,8 @@ import torch
 from conftest import anonymous_memory, losses, make_text, run, tiny_config
 
 from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, open_split
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import write_mixture
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # Mixtures

@@ -12,8 +12,9 @@ import pytest
 from conftest import make_text, run_recipe
 
 from gpt2_accel.data.loader import TrainLoader, open_split, shuffled
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare, prepare_text
-from gpt2_accel.data.shards import data_fingerprint, read_manifest, write_mixture
+from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 HELD_OUT = [25, 28, 34, 37, 52, 56]  # of 60 files, by a hash of their names

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,11 +126,11 @@ def test_shards_may_be_elsewhere_and_a_short_read_is_an_error(copied):
     name, reads = shard["file"], []
     (copied / name).rename(copied.parent / name)
 
-    def read(shard, offset, count):
+    def read(dtype, shard, offset, count):
         reads.append((shard["file"], offset, count))
-        return read_shard(copied.parent, DTYPES["uint16"], shard, offset, min(count, 100))
+        return read_shard(copied.parent, dtype, shard, offset, min(count, 100))
 
-    stream = TokenStream(copied, "train", read)
+    stream = TokenStream(copied, "train", SimpleNamespace(read=read))
     assert reads == []
     assert stream.read(7, 100).tolist() == tokens[7:107]
     assert reads == [(name, 7, 100)]

@@ -7,13 +7,13 @@ import pytest
 from conftest import make_text, run, tiny_config
 
 from gpt2_accel.data.loader import open_split
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import (
     TokenStream,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
     verify_data,
-    write_mixture,
 )
 from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
 

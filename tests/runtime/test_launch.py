@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_the_cluster_scripts_parse():
     sky = yaml.safe_load((ROOT / "recipes/cluster/sky.yaml").read_text())
     assert "--resume_from latest" in sky["run"]
     subprocess.run(["bash", "-n"], input=sky["run"] + sky["setup"], text=True, check=True)
+
+
+def test_the_job_of_hugging_face_parses():
+    script = ROOT / "recipes/cluster/hf_job.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    lines = [line.removeprefix("#") for line in script.read_text().splitlines()[2:4]]
+    command = "\n".join(lines).replace(
+        "hf jobs run", f"{Path(sys.executable).with_name('hf')} jobs run --dry-run"
+    )
+    env = os.environ | {"HF_TOKEN": "hf_thisIsASecret"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert "flavor   a100-large" in done.stdout and "timeout  12h" in done.stdout, done.stderr
 
 
 def test_the_notebook_trains(tmp_path):

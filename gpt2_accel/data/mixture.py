@@ -1,0 +1,59 @@
+"""Writes a folder that is a mixture of data folders, whose format is in `shards.py`."""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpt2_accel.data.shards import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    VERSION,
+    check_same,
+    read_manifest,
+)
+from gpt2_accel.files import atomic_directory, write_json
+
+
+def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
+    """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
+
+    Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
+    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself, and the errors of
+    `check_same`; `FileExistsError` if `data_dir` exists.
+    """
+    if not all(0 < weight < math.inf for weight in weights.values()):
+        raise ValueError(f"weights must be positive, got {dict(weights)}")
+    manifests = {Path(folder): read_manifest(folder) for folder in weights}
+    for folder, manifest in manifests.items():
+        if "mixture" in manifest:
+            raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
+    check_same(manifests)
+    # The tokenizer of conversations has the chat template.
+    first = max(manifests, key=lambda folder: manifests[folder].get("version", VERSION))
+    entries = [manifest["splits"] for manifest in manifests.values()]
+    splits = {}
+    for name in entries[0]:
+        if all(name in entry for entry in entries):
+            counts = ("tokens", "documents", "bytes")
+            found = {count: [entry[name][count] for entry in entries] for count in counts}
+            sums = {count: None if None in n else sum(n) for count, n in found.items()}
+            splits[name] = {**sums, "shards": []}
+    about = {name: manifests[first].get(name) for name in ("tokenizer", "dtype", "sequence_length")}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "version": manifests[first].get("version", VERSION),
+        **about,
+        "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
+        "mixture": [
+            {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
+            for folder, weight in weights.items()
+        ],
+        "splits": splits,
+    }
+    with atomic_directory(data_dir) as folder:
+        if (first / "tokenizer").is_dir():
+            shutil.copytree(first / "tokenizer", folder / "tokenizer")
+        write_json(folder / MANIFEST, manifest)
+    return manifest

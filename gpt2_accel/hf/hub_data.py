@@ -1,0 +1,207 @@
+"""Prepared data on the Hub: push, pull, and training from it without a download, by `--data_dir hub:USER/NAME`.
+
+A repository is a data set that holds what `data/shards.py` describes, or token files of llm.c's or modded-nanogpt's kind.
+"""
+
+import os
+import shutil
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from filelock import FileLock
+
+from gpt2_accel.data.remote import AT_ONCE, RemoteShards
+from gpt2_accel.data.shards import HUB, MANIFEST, folder_of, read_manifest, verify_data
+from gpt2_accel.data.third_party import NAME
+from gpt2_accel.files import (
+    atomic_directory,
+    check_unused,
+    first_line,
+    readable_size,
+    write_file,
+    write_json,
+)
+from gpt2_accel.hf.hub import check_login, check_repo_id, push, reason
+
+COMMIT = "commit.txt"  # in the cached folder of a repository: the commit whose files it describes
+HEADER = 2**10  # bytes of a token file that are kept in that folder: its header is there
+SMALL = (MANIFEST, "tokenizer/*")
+TIMEOUT = 10.0  # seconds of a request without an answer
+RETRIES = {
+    "max_retries": 12,
+    "max_wait_time": 30.0,
+}  # four minutes of waits, which begin with a second
+CACHE_GB = 100.0  # of pieces of shards, unless GPT2_ACCEL_CACHE_GB says otherwise
+
+
+def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | None:
+    """Opens data on the Hub, `hub:USER/NAME` or `hub:USER/NAME@REVISION`; returns the reader of its shards, None for a folder.
+
+    The first time this writes a manifest, the tokenizer and the revision's commit into `folder_of(data_dir)`. Later it asks
+    the Hub for shards only, so that a run that resumes reads the same commit. `rank` of the `ranks` processes of this
+    machine fetches its share of what is ahead.
+
+    Raises `OSError` if the Hub has no such data or cannot be reached, `ValueError` if it is no prepared data.
+    """
+    if not data_dir.startswith(HUB):
+        return None
+    folder = folder_of(data_dir)
+    repo_id, _, revision = data_dir.removeprefix(HUB).partition("@")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / COMMIT).exists():
+            describe(repo_id, revision or None, folder)
+    fetch = partial(fetch_bytes, repo_id, (folder / COMMIT).read_text())
+    limit = float(os.environ.get("GPT2_ACCEL_CACHE_GB", CACHE_GB)) * 1e9
+    return RemoteShards(folder, fetch, limit, (rank, ranks))
+
+
+def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int) -> bytes:
+    """Returns the bytes [start, end) of a file of a data set on the Hub. Raises the errors of the Hub's client."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+    url = hf_hub_url(repo_id, file, repo_type="dataset", revision=commit)
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}
+    response = http_backoff("GET", url, headers=headers, timeout=TIMEOUT, **RETRIES)
+    hf_raise_for_status(response)
+    return response.content
+
+
+def repository(repo_id: str, revision: str | None) -> tuple[str, dict[str, int]]:
+    """Returns the commit of a data set on the Hub, and its files with their sizes in bytes. Raises `OSError`."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().dataset_info(repo_id, revision=revision, files_metadata=True)
+    except Exception as error:  # the HTTP client's errors differ between its versions
+        raise OSError(
+            f"{repo_id} cannot be found among the data sets on the Hub ({first_line(error)}): check its name and the "
+            "connection, and log in by `hf auth login` if it is private"
+        ) from error
+    return found.sha, {file.rfilename: file.size or 0 for file in found.siblings}
+
+
+def describe(repo_id: str, revision: str | None, folder: Path) -> None:
+    """Writes what `open_hub` keeps of a repository. Of token files without a manifest that is their headers: the files
+    have their size, but no other content."""
+    from huggingface_hub import snapshot_download
+
+    commit, files = repository(repo_id, revision)
+    place = {"repo_type": "dataset", "revision": commit}
+
+    def write_header(name: str) -> None:
+        with open(scratch / name, "wb") as file:
+            file.write(fetch_bytes(repo_id, commit, name, 0, min(HEADER, files[name])))
+            file.truncate(files[name])
+
+    with atomic_directory(folder, replace=True) as scratch:
+        if MANIFEST in files:
+            snapshot_download(repo_id, **place, allow_patterns=SMALL, local_dir=scratch)
+            shutil.rmtree(scratch / ".cache")
+        else:
+            names = [name for name in files if NAME.fullmatch(name)]
+            if not names:
+                raise ValueError(
+                    f"{repo_id} holds no prepared data, neither a manifest.json nor token files such as train_000001.bin: "
+                    "prepare its text by prepare_data.py hf"
+                )
+            with ThreadPool(AT_ONCE) as pool:
+                pool.map(write_header, names)
+        (scratch / COMMIT).write_text(commit)
+        read_manifest(scratch)
+
+
+def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dict:
+    """Downloads prepared data, `USER/NAME` or `USER/NAME@REVISION`, into the new folder `data_dir`; returns its manifest.
+
+    `shards` is the number of training shards to take, the first of them. Prints the size first. A download that was
+    interrupted continues. Raises the errors of `open_hub` and `verify_data`.
+    """
+    from huggingface_hub import snapshot_download
+
+    data_dir = Path(data_dir)
+    check_unused(data_dir)
+    repo_id, _, revision = name.partition("@")
+    commit, files = repository(repo_id, revision or None)
+    training = sorted(
+        file for file in files if (match := NAME.fullmatch(file)) and match[1] == "train"
+    )
+    left_out = training[shards:] if shards else []
+    wanted = {file: size for file, size in files.items() if file not in left_out}
+    print(f"{repo_id}: {len(wanted):,} files, {readable_size(sum(wanted.values()))}", flush=True)
+    work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
+    try:
+        snapshot_download(
+            repo_id, repo_type="dataset", revision=commit, ignore_patterns=left_out, local_dir=work
+        )
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command again, it continues"
+        ) from error
+    shutil.rmtree(work / ".cache", ignore_errors=True)
+    manifest = read_manifest(work)
+    if left_out and "format" in manifest:
+        train = manifest["splits"]["train"]
+        kept = [shard for shard in train["shards"] if shard["file"] not in left_out]
+        train |= {"shards": kept, "tokens": sum(shard["tokens"] for shard in kept)}
+        train |= {"documents": None, "bytes": None}
+        write_json(work / MANIFEST, manifest)
+    verify_data(work)
+    work.rename(data_dir)
+    return manifest
+
+
+def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> str:
+    """Uploads a data folder, with a data set card in its `README.md` unless there is one; returns the repository's URL.
+
+    Raises `ValueError` if the folder is no prepared data or there is no login, `OSError` if the upload fails.
+    """
+    data_dir, manifest = Path(data_dir), read_manifest(data_dir)
+    check_repo_id(repo_id)
+    check_login()
+    if "mixture" in manifest:
+        raise ValueError(f"{data_dir} is a mixture: push the folders that it mixes")
+    if not (data_dir / "README.md").exists():
+        write_file(data_dir / "README.md", card(manifest, repo_id))
+    try:
+        return push(data_dir, repo_id, private=private, repo_type="dataset")
+    except Exception as error:  # the HTTP client's errors differ between its versions
+        raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
+
+
+CARD = """---
+license: other
+tags: [gpt2_accel]
+---
+
+# {name}
+
+Token shards of gpt2_accel.
+
+- Source: {source}. The license is that of the source: check it, and name it here.
+- Tokenizer: {tokenizer}, {vocab_size:,} tokens
+{splits}
+
+Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
+"""
+
+
+def card(manifest: dict, repo_id: str) -> str:
+    """Returns the data set card of a data folder."""
+    splits = []
+    for split, entry in manifest["splits"].items():
+        documents = f", {entry['documents']:,} documents" if entry["documents"] else ""
+        splits.append(
+            f"- {split}: {entry['tokens']:,} tokens{documents}, {len(entry['shards'])} shards"
+        )
+    tokenizer = manifest["tokenizer"]
+    return CARD.format(
+        name=repo_id.rpartition("/")[2],
+        source=manifest["source"],
+        tokenizer=tokenizer.get("name"),
+        vocab_size=tokenizer["vocab_size"],
+        splits="\n".join(splits),
+        repo_id=repo_id,
+    )

@@ -1,0 +1,245 @@
+"""Prepared data on the Hub: push, pull and training from it, with the real client and a local server."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from conftest import as_flags, contents, losses, make_text, metrics, run, status, tiny_config
+from hub_server import TOKEN, Hub
+from launching import ROOT, launch
+
+from gpt2_accel.checkpoint import find
+from gpt2_accel.data import loader, remote
+from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
+from gpt2_accel.data.prepare import prepare_sources
+from gpt2_accel.data.remote import RemoteShards
+from gpt2_accel.data.shards import TokenStream, UnreadableData, read_manifest
+from gpt2_accel.data.sources import texts
+from gpt2_accel.hf import hub_data
+from gpt2_accel.hf.hub_data import open_hub
+from gpt2_accel.tokenizer import byte_tokenizer
+
+SCRIPT = "tests/train_script.py"
+REPO = "user/words"
+
+
+class User:
+    """A user of a server, who is logged in, with an empty cache."""
+
+    def __init__(self, server: Hub, home: Path):
+        self.server = server
+        self.env = os.environ | {
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": server.url,
+            "HF_TOKEN": TOKEN,
+        }
+        self.env |= {"HF_HOME": str(home / "hf"), "GPT2_ACCEL_CACHE": str(home / "cache")}
+        self.env |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_DISABLE_XET": "1"}
+
+    def start(self, *command, log: Path) -> subprocess.Popen:
+        with open(log, "ab") as output:
+            command = [sys.executable, *map(str, command)]
+            return subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=output, stderr=output)
+
+    def succeed(self, *command, log: Path) -> str:
+        assert self.start(*command, log=log).wait(200) == 0, log.read_text()
+        return log.read_text()
+
+
+@pytest.fixture
+def user(tmp_path):
+    with Hub() as server:
+        yield User(server, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Byte-level data in several shards of each split."""
+    folder = tmp_path_factory.mktemp("shards") / "words"
+    train = [make_text(300, seed) for seed in range(30)]
+    val = [make_text(100, seed) for seed in range(30, 36)]
+    source = texts("made up", {"train": train, "val": val})
+    prepare_sources([source], byte_tokenizer(), folder, source="made up", shard_tokens=9000)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): content for path, content in contents(folder).items()}
+
+
+def same_run(one: Path, other: Path) -> bool:
+    """Whether two runs have the same losses and weights, to the last bit."""
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
+    figures = [
+        [(line["step"], line.get("train/loss"), line.get("val/loss")) for line in metrics(folder)]
+        for folder in (one, other)
+    ]
+    return weights[0] == weights[1] and figures[0] == figures[1]
+
+
+def test_data_is_pushed_pulled_and_trained_on(user, shards, tmp_path, times):
+    server, log = user.server, tmp_path / "log"
+    commands = [
+        ["push", REPO, "--data_dir", str(shards)],
+        ["pull", REPO, "--data_dir", str(tmp_path / "all")],
+        ["pull", REPO, "--shards", "2", "--data_dir", str(tmp_path / "two")],
+    ]
+    script = tmp_path / "commands.py"
+    script.write_text(
+        "import runpy, sys\n"
+        f"for words in {commands}:\n"
+        "    sys.argv[1:] = words\n"
+        "    runpy.run_path('recipes/prepare_data.py', run_name='__main__')\n"
+    )
+    said = user.succeed(script, log=log)
+    assert f"The data is at {server.url}" in said
+    assert re.search(r"user/words: \d+ files, \d+ kB", said)
+    card = server.files(REPO)["README.md"].decode()
+    assert "license: other" in card and "Source: made up" in card and "hub:user/words" in card
+    assert server.repos[REPO]["private"]
+    assert files_of(tmp_path / "all") == files_of(shards)
+    train = read_manifest(tmp_path / "two")["splits"]["train"]
+    assert len(train["shards"]) == 2
+    assert train["tokens"] == sum(shard["tokens"] for shard in train["shards"])
+
+    # A run that reads from a Hub with faults, and is killed, equals one that reads from the disk.
+    settings = {"max_steps": 20, "save_every": 4, "resume_from": "latest", "eval_every": 10}
+    config = tiny_config(shards, tmp_path / "local", **settings)
+    expected = losses(run(config))
+    config = replace(config, data_dir=f"hub:{REPO}", output_dir=str(tmp_path / "remote"))
+    server.faults += [("GET", "/resolve/", fault) for fault in (503, 429, 500)]
+    for _ in range(times(1, 20)):
+        before = len(metrics(tmp_path / "remote"))
+        process = user.start(SCRIPT, *as_flags(config), log=log)
+        while len(metrics(tmp_path / "remote")) <= before and process.poll() is None:
+            time.sleep(random.random() / 20)
+        process.kill()
+        process.wait()
+    user.succeed(SCRIPT, *as_flags(config), log=log)
+    assert same_run(tmp_path / "remote", tmp_path / "local")
+
+    # Two processes share the cache. All pieces are in it, so that no Hub is needed.
+    config = replace(config, output_dir=str(tmp_path / "both"))
+    cache = {"GPT2_ACCEL_CACHE": user.env["GPT2_ACCEL_CACHE"]}
+    done = launch(SCRIPT, *as_flags(config), processes=2, **cache)
+    assert done.returncode == 0, done.stderr
+    assert losses(metrics(tmp_path / "both")) == pytest.approx(expected, abs=1e-6)
+
+
+class Files:
+    """A `Fetch` of the files of a folder, which counts its calls and fails while it is `away`."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.calls, self.away, self.back = folder, 0, False, False
+
+    def __call__(self, file: str, start: int, end: int) -> bytes:
+        self.calls += 1
+        if self.away:
+            raise ConnectionError("the Hub is away")
+        return (self.folder / file).read_bytes()[start:end]
+
+
+def test_a_run_without_the_hub_ends_with_a_checkpoint_and_continues_later(
+    shards, tmp_path, monkeypatch, before_update
+):
+    files, cache = Files(shards), tmp_path / "user--words"
+    monkeypatch.setenv("GPT2_ACCEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(remote, "PIECE", 2048)
+    monkeypatch.setattr(loader, "AHEAD", 4)
+    monkeypatch.setattr(hub_data, "fetch_bytes", lambda repo_id, commit, *place: files(*place))
+    for name in ("manifest.json", "tokenizer"):
+        copy = shutil.copytree if name == "tokenizer" else shutil.copy
+        cache.mkdir(exist_ok=True)
+        copy(shards / name, cache / name)
+    (cache / "commit.txt").write_text("0" * 40)
+    settings = {"max_steps": 20, "save_every": 8, "resume_from": "latest"}
+    run(tiny_config(shards, tmp_path / "local", **settings))
+
+    def fail(step: int) -> None:
+        files.away = step >= 12 and not files.back
+
+    before_update(fail)
+    config = tiny_config(f"hub:{REPO}", tmp_path / "remote", **settings)
+    with pytest.raises(UnreadableData, match="cannot be fetched .the Hub is away.: start the same"):
+        run(config)
+    assert status(config.output_dir)["state"] == "failed"
+    assert find.list_checkpoints(config.output_dir)[-1].name > "checkpoint-11"
+    files.away, files.back = False, True
+    run(config)
+    assert same_run(tmp_path / "remote", tmp_path / "local")
+
+
+def test_a_cache_of_limited_size_gives_the_same_batches(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "PIECE", 512)
+    monkeypatch.setattr(remote, "LOOK", 16)
+    monkeypatch.setattr(loader, "AHEAD", 32)
+    files = Files(shards)
+    reader = RemoteShards(tmp_path, files, limit=40 * 512)
+    train, val = (
+        [(TokenStream(shards, split, reading), 1.0) for reading in (None, reader)]
+        for split in ("train", "val")
+    )
+    options = {"sequence_length": 32, "micro_batch_size": 4, "seed": 1}
+    loaders = [TrainLoader([part], **options) for part in train]
+    for first in range(0, 8 * 200, 8):
+        assert same_batches(*(loader.update(first, 8) for loader in loaders))
+    assert files.calls > 200  # some pieces were fetched again
+    options = {"sequence_length": 32, "batch_size": 4, "max_tokens": 9000}
+    assert same_batches(*(EvalLoader([part], **options) for part in val))
+    assert len(list(tmp_path.glob("*.pieces/*"))) < 80
+
+
+def same_batches(*batches: Iterable[Batch]) -> bool:
+    return all(
+        torch.equal(one.input_ids, other.input_ids) and torch.equal(one.targets, other.targets)
+        for one, other in zip(*batches, strict=True)
+    )
+
+
+def test_token_files_of_llm_c_are_opened_and_pulled(user, tmp_path, monkeypatch):
+    ids = np.random.default_rng(0).integers(0, 50257, 5000)
+    files = {}
+    for name in ("fineweb_train_000001", "fineweb_train_000002", "fineweb_val_000000"):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(ids)
+        files[f"{name}.bin"] = header.tobytes() + ids.astype("<u2").tobytes()
+    user.server.repos["kjj0/fineweb"] = {"private": False, "commits": [("1" * 40, files)]}
+    script = tmp_path / "open.py"
+    script.write_text(
+        "from gpt2_accel.hf.hub_data import open_hub, pull_data\n"
+        "from gpt2_accel.data.loader import open_split\n"
+        "name = 'kjj0/fineweb'\n"
+        f"pull_data(name, '{tmp_path}/one', shards=1)\n"
+        "[(stream, _)] = open_split(f'hub:{name}', 'train', open_hub(f'hub:{name}'))\n"
+        "print(stream.tokens, stream.read(4990, 20).tolist())\n"
+    )
+    said = user.succeed(script, log=tmp_path / "log")
+    assert f"10000 {[*ids[4990:], *ids[:10]]}".replace("np.int64(", "").replace(")", "") in said
+    assert {path.name for path in (tmp_path / "one").iterdir()} == files.keys() - {
+        "fineweb_train_000002.bin"
+    }
+
+
+def test_what_is_no_prepared_data_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT2_ACCEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with Hub() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(OSError, match="user/nothing cannot be found among the data sets"):
+            open_hub("hub:user/nothing")
+        server.repos["user/text"] = {"commits": [("1" * 40, {"a.txt": b"a"})]}
+        with pytest.raises(ValueError, match="user/text holds no prepared data"):
+            open_hub("hub:user/text")
+    assert not list(tmp_path.glob("[!.]*/*"))
