@@ -56,6 +56,7 @@ def start(request: dict, env: dict[str, str]) -> int:
     os.chdir(request["cwd"])
     for number, path in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
+    sys.stdin = open(0)  # the requests' stream has been read from
     code = run_script(request["argv"], env)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -167,6 +167,15 @@ NOT_RUN = {
         SERVERS, "tests/hf/test_serving.py does, or docs/hub.md says that it does not run"
     ),
     "hf auth login": "asks for a token",
+    **dict.fromkeys(
+        (
+            "python recipes/prepare_data.py push USER/NAME --data_dir data/mine",
+            "python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs --shards 10",
+            "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/pretrain_124m.py --data_dir "
+            "hub:USER/NAME",
+        ),
+        "tests/hf/test_hub_data.py does",
+    ),
     "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
     "python recipes/demo.py --model runs/quickstart": "tests/recipes/test_demo.py does",
 }
