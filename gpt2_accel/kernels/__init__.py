@@ -1,6 +1,6 @@
 """Optional kernels that are faster than plain PyTorch on some devices.
 
-The model calls a kernel if its module's `applies` returns True, and plain PyTorch otherwise. The environment variable
+Functions such as `cross_entropy.applies` say whether to use one in place of plain PyTorch. The environment variable
 `GPT2_ACCEL_KERNELS=off` turns all kernels off.
 """
 

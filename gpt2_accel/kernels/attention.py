@@ -1,50 +1,41 @@
-"""Causal attention by hardware: torch's fastest kernel on a GPU; on a CPU in bf16 a faster backward for short sequences.
+"""Attention by hardware: the order of torch's kernels, and FlexAttention within documents on a GPU.
 
-On a CPU the forward is torch's flash attention. The backward keeps all probabilities in memory and uses bf16 products, which
-accumulate in fp32 but round their results. Gradients from rounded scores would be several times less exact than
-torch's, so a second product computes the rounding error of the first.
+A dense mask, (B, 1, T, T), excludes flash attention. FlexAttention (Dong et al., 2024, arXiv:2412.05496) takes a block mask,
+which lists the blocks that are attended; all others are skipped.
 
-Shape letters as in `models/gpt2.py`, and N = B·H.
+Shape letters as in `models/gpt2.py`.
 """
 
-import math
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from gpt2_accel import kernels
 
 # cuDNN before 9.15.1 computes wrong values for other lengths (pytorch/pytorch#169849).
 CUDNN_LENGTHS = 128
-
-# With AVX512-BF16 the time is 0.55 of torch's at T = 64, 0.65 at 128, and the same at 256.
-SHORT = 128
-
-
-def applies(q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
-    """Whether to use `causal_attention` for queries of shape (B, H, T, D): in training, in bf16, on a CPU, for a short
-    sequence, without a mask or dropout."""
-    trains = torch.is_grad_enabled() and q.requires_grad
-    if not (kernels.choices.enabled and trains and mask is None and not dropout):
-        return False
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
+# Up to this length torch's plain attention, in fp32 inside, trains faster in bf16 on a CPU than its flash attention.
+SHORT = 64
+NARROWEST = 16  # channels of a head, for FlexAttention
 
 
-def preferred(length: int, causal: bool) -> AbstractContextManager:
-    """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`.
+def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
+    """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`, for
+    queries q: (B, H, T, D).
 
     cuDNN's is left out except for causal attention of some lengths: with masks it would plan anew for each length.
     """
-    cudnn = causal and length % CUDNN_LENGTHS == 0
-    order = [
-        getattr(SDPBackend, name)
-        for name in kernels.choices.sdpa_order
-        if name != "CUDNN_ATTENTION" or cudnn
-    ]
+    T, order = q.shape[2], kernels.choices.sdpa_order
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= SHORT:
+        order = ("MATH",)
+    if not causal or T % CUDNN_LENGTHS:
+        order = [name for name in order if name != "CUDNN_ATTENTION"]
     if not (kernels.choices.enabled and order):
         return nullcontext()
-    return sdpa_kernel(order, set_priority=True)
+    return sdpa_kernel([getattr(SDPBackend, name) for name in order], set_priority=True)
 
 
 def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -58,68 +49,34 @@ def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return flash and mask is None and q.dtype in (torch.float16, torch.bfloat16)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns softmax(q · k / sqrt(D)) · v under a causal mask. q, k, v and the result: (B, H, T, D) bf16."""
-    return CausalAttention.apply(q, k, v)
+def takes_blocks(width: int, dropout: float) -> bool:
+    """Whether to use block masks for heads of `width` channels: if `kernels.choices.block_masks` is set, without dropout."""
+    chosen = kernels.choices.enabled and kernels.choices.block_masks
+    return chosen and width >= NARROWEST and not dropout
 
 
-class CausalAttention(torch.autograd.Function):
-    """Combines torch's forward with `attention_backward`."""
+def document_blocks(documents: torch.Tensor) -> BlockMask:
+    """Returns the causal mask that does not cross document boundaries. documents: (B, T), the number of each token's
+    document."""
+    B, T = documents.shape
 
-    @staticmethod
-    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q, k, v (B, H, T, D) -> the same shape."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y, log_sums = attention(q, k, v, is_causal=True)
-        ctx.save_for_backward(q, k, v, y, log_sums)
-        return y
+    def attended(b, h, q, k):
+        return (q >= k) & (documents[b, q] == documents[b, k])
 
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """grad: (B, H, T, D) -> the gradients of q, k and v, (B, H, T, D) each."""
-        return attention_backward(grad, *ctx.saved_tensors)
+    return create_block_mask(attended, B, None, T, T, documents.device)
 
 
-# A custom operator, opaque to Dynamo. Otherwise the compiler would drop the rounding between the two products, which
-# the second one corrects.
-@torch.library.custom_op("gpt2_accel::attention_backward", mutates_args=())
-def attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    log_sums: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of q, k and v from `grad`, the gradient of y; all are (B, H, T, D) bf16.
-
-    FlashAttention's backward (Dao et al., 2022, arXiv:2205.14135, algorithm 4) with a single block. `log_sums`,
-    (B, H, T) fp32, holds the log-sum-exp of each query's scores."""
-    shape = q.shape
-    T, D = shape[2:]
-    scale = 1 / math.sqrt(D)
-    # The gradient of a probability is grad · v minus its mean. The mean is nearly grad · y, which the product subtracts
-    # through an added column of -1; the remainder is subtracted below.
-    mean = (grad * y).sum(dim=-1, keepdim=True)
-    grad_mean = torch.cat([grad, mean], dim=-1).reshape(-1, T, D + 1)
-    v_ones = torch.cat([v, v.new_full((*shape[:3], 1), -1)], dim=-1).reshape(-1, T, D + 1)
-    grad, q, k = (part.reshape(-1, T, D) for part in (grad, q, k))
-    scores = q @ k.mT
-    rounding_error = torch.baddbmm(scores, q, k.mT, beta=-1)
-    probabilities = scores.float().add_(rounding_error).mul_(scale).sub_(log_sums.reshape(-1, T, 1))
-    probabilities = probabilities.add_(future_mask(T, probabilities)).exp_()
-    grad_v = probabilities.to(q.dtype).mT @ grad
-    grad_scores = grad_mean @ v_ones.mT
-    grad_scores = grad_scores - (probabilities * grad_scores).sum(dim=-1, keepdim=True)
-    grad_scores = grad_scores.mul_(probabilities).mul_(scale).to(q.dtype)
-    return tuple(part.view(shape) for part in (grad_scores @ k, grad_scores.mT @ q, grad_v))
+def block_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
+) -> torch.Tensor:
+    """Returns softmax(q · k / sqrt(D)) · v under the mask. q, k, v and the result: (B, H, T, D); keys and
+    values may have fewer heads."""
+    on_cpu = q.device.type == "cpu"  # there only the tests use it
+    flex = flex_attention if on_cpu or torch.compiler.is_compiling() else compiled_attention()
+    return flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-@attention_backward.register_fake
-def _(grad, q, k, v, y, log_sums):
-    return tuple(part.new_empty(part.shape) for part in (q, k, v))
-
-
-def future_mask(T: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a (T, T) mask in the dtype and on the device of `like`: -inf where the key follows the query, else 0."""
-    return like.new_full((T, T), -math.inf).triu(1)
+@functools.cache
+def compiled_attention():
+    """Returns FlexAttention compiled for an uncompiled model: uncompiled it computes all scores."""
+    return torch.compile(flex_attention, dynamic=False)

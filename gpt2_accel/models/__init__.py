@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_accel.kernels import block_attention
+from gpt2_accel.kernels import attention
 from gpt2_accel.models.parts import (
     Mask,
     document_mask,
@@ -181,8 +181,8 @@ class LanguageModel(nn.Module):
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""
         dropout = self.config.dropout if self.training else 0.0
-        if block_attention.applies(self.config.head_dim, dropout):
-            return block_attention.document_blocks(documents)
+        if attention.takes_blocks(self.config.head_dim, dropout):
+            return attention.document_blocks(documents)
         return document_mask(documents)
 
     @property

@@ -4,8 +4,8 @@ The architecture is that of "Language Models are Unsupervised Multitask Learners
 released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head tied to the token
 embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) is four transposes per block.
 
-`kernels/` has faster versions of some operations; each call is beside the plain PyTorch that it replaces.
-`GPT2_ACCEL_KERNELS=off` turns the kernels off.
+`kernels/` has faster versions of attention and the loss, which `parts.py` calls beside the plain PyTorch that they replace.
+`GPT2_ACCEL_KERNELS=off` turns them off.
 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded).
 """
@@ -17,7 +17,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gpt2_accel.config import check_ranges
-from gpt2_accel.kernels import attention, gelu
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, attend
 
@@ -135,11 +134,7 @@ class CausalSelfAttention(nn.Module):
             for part in self.c_attn(x).split(C, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        if attention.applies(q, mask, dropout):
-            y = attention.causal_attention(q, k, v)
-        else:
-            y = attend(q, k, v, mask, dropout)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = attend(q, k, v, mask, dropout).transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
@@ -155,8 +150,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C)."""
-        x = self.c_fc(x)
-        x = gelu.tanh_gelu(x) if gelu.applies(x, self.gelu) else F.gelu(x, approximate=self.gelu)
+        x = F.gelu(self.c_fc(x), approximate=self.gelu)
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 

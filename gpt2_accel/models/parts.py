@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from gpt2_accel.kernels import attention, cross_entropy
-from gpt2_accel.kernels.block_attention import block_attention
 
 Mask = torch.Tensor | BlockMask
 
@@ -69,14 +68,14 @@ def attend(
     `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
     """
     if isinstance(mask, BlockMask):
-        return block_attention(q, k, v, mask)
+        return attention.block_attention(q, k, v, mask)
     causal, groups = mask is None, q.shape[1] // k.shape[1]
     grouped = False  # not `groups > 1`: torch 2.11 breaks the graph at a comparison of dynamic sizes as an argument
     if groups > 1:
         grouped = attention.takes_groups(q, mask)
         if not grouped:
             k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-    with attention.preferred(q.shape[2], causal):
+    with attention.preferred(q, causal):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
         )

@@ -46,7 +46,7 @@ def tokens():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", [None, "dense", "blocks"])
 def test_forward(kind, mask, monkeypatch):
-    monkeypatch.setattr("gpt2_accel.kernels.block_attention.compiled_attention", lambda: without)
+    monkeypatch.setattr("gpt2_accel.kernels.attention.compiled_attention", lambda: without)
     model = build(kind)
     model.separator = None if mask is None else 7
     with kernels.chosen(block_masks=mask == "blocks"):
