@@ -99,7 +99,7 @@ def accumulate_gradients(
     targets. Ranks reduce the gradients in the last backward only. `interrupted` is called between micro-batches and must
     agree on all ranks; if True, returns None.
     """
-    _, count = loader.micro_batches(sequences)
+    count = loader.micro_batches(sequences)
     total = torch.zeros((), device=accelerator.device)
     for number, batch in enumerate(loader.update(first, sequences), start=1):
         if number > 1 and interrupted():

@@ -14,7 +14,7 @@
 The same command, started again after a kill, does what is missing.
 
 - fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first `--shard_tokens` tokens for validation.
-- openwebtext: as Parquet, from the Hub.
+- openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
 - text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
@@ -34,6 +34,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ DATASETS: dict[str, dict[str, Any]] = {
         "revision": "refs/convert/parquet",
         "data_files": "plain_text/*/*.parquet",
     },
+}
+# What is held out of large data sets, other than one row in 20.
+RULES = {
+    "fineweb-edu": all_train,  # the first tokens are for validation
+    "openwebtext": partial(by_hash, one_in=2000),  # nanoGPT's share
 }
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
 CHAT = (
@@ -149,6 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "cut conversations that are longer than a window; else they are left out",
     },
 }
+ALWAYS = ("data_dir", "verify")
 CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
 HUB = ("config", "split", "revision", "data_files")
 # Command -> its positional arguments, the metavar and how many, and its options.
@@ -172,19 +179,21 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
 
 def parse_options() -> argparse.Namespace:
     """Parses the command line. `--data_dir` and `--verify` stand before or after the command."""
+
+    def add(to: argparse.ArgumentParser, names: Sequence[str], **more: Any) -> None:
+        for name in names:
+            to.add_argument(f"--{name}", **OPTIONS[name], **more)
+
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", **OPTIONS["data_dir"])
-    parser.add_argument("--verify", **OPTIONS["verify"])
+    add(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
     for name, (argument, count, options) in COMMANDS.items():
         command = commands.add_parser(name, description=CHAT if name == "chat" else None)
         if argument:
             convert = weighted if name == "mix" else str
             command.add_argument("source", metavar=argument, nargs=count, type=convert)
-        for option in options:
-            command.add_argument(f"--{option}", **OPTIONS[option])
-        for option in ("data_dir", "verify"):
-            command.add_argument(f"--{option}", **OPTIONS[option], default=argparse.SUPPRESS)
+        add(command, options)
+        add(command, ALWAYS, default=argparse.SUPPRESS)
         command.set_defaults(**DATASETS.get(name, {}))
     found = parser.parse_args()
     if not found.data_dir:
@@ -207,9 +216,7 @@ def corpus_sources(options: argparse.Namespace) -> tuple[list[Source], str, str 
             files |= find_files(source, is_text, "UTF-8 text", options.pattern)
         return corpus_files(files, column), ", ".join(options.source), None
     paths, revision = hub_files(options.source, **hub_options(options))
-    # The first tokens of fineweb-edu are for validation.
-    rule = all_train if options.command == "fineweb-edu" else by_hash
-    return row_files(paths, column, rule), options.source, revision
+    return row_files(paths, column, RULES.get(options.command, by_hash)), options.source, revision
 
 
 def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]):

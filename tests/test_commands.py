@@ -248,7 +248,8 @@ def prepare_folder(folder: Path) -> None:
     with pyarrow.output_stream(str(folder / "more.jsonl.zst"), compression="zstd") as file:
         file.write(lines.encode())
     for name in ("roneneldan/TinyStories", "web/plain_text/train"):
-        table = pyarrow.table({"text": [text[:200] for text in texts] * 60})
+        rows = [text[:200] for text in texts] * 60 + [f"Held out: 817. {texts[0]}"]
+        table = pyarrow.table({"text": rows})
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
     write_lines(folder / "my_chats.jsonl", chat_rows(40))
     write_lines(folder / "my_questions.jsonl", [{"prompt": "Why?", "answer": "So."}] * 2)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-HELD_OUT = 20  # one document in 20 is for validation
+HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
 CHUNK = 2**20  # characters that are tokenized at once
@@ -37,17 +37,12 @@ def name_digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
-def held_out(key: str) -> bool:
-    """Whether the document with the name or text `key` is held out: one in `HELD_OUT`, by its SHA-256.
+def held_out(key: str, one_in: int = HELD_OUT) -> bool:
+    """Whether the document with the name or text `key` is held out: one in `one_in`, by its SHA-256.
 
     A document keeps its split when others are added or removed.
     """
-    return int(name_digest(key), 16) % HELD_OUT == 0
-
-
-def split_of(key: str) -> str:
-    """Returns the split of the document with the name or text `key`."""
-    return "val" if held_out(key) else "train"
+    return int(name_digest(key), 16) % one_in == 0
 
 
 def fitting_share(share: float) -> bool:
@@ -55,9 +50,9 @@ def fitting_share(share: float) -> bool:
     return FEWEST <= share <= MOST
 
 
-def by_hash(text: str) -> list[tuple[str, str]]:
-    """Holds out one row in 20 by a hash of its text, so that equal rows share a split."""
-    return [(split_of(text), text)]
+def by_hash(text: str, one_in: int = HELD_OUT) -> list[tuple[str, str]]:
+    """Holds out one row in `one_in` by a hash of its text, so that equal rows share a split."""
+    return [("val" if held_out(text, one_in) else "train", text)]
 
 
 def all_train(text: str) -> list[tuple[str, str]]:

@@ -26,7 +26,6 @@ from gpt2_accel.data.shards import (
     read_parts,
 )
 from gpt2_accel.files import sentence
-from gpt2_accel.optim import halved
 
 
 class Batch(NamedTuple):
@@ -245,9 +244,9 @@ class Loader:
 
     def fetch_ahead(self, samples: np.ndarray) -> None:
         """Begins to fetch the samples, (n, 2), whose shards are remote."""
-        for i, stream in enumerate(self.streams):
-            starts = samples[samples[:, 0] == i, 1] * self.sequence_length
-            stream.fetch_ahead(starts, self.sequence_length + 1)
+        for i, window in samples.tolist():
+            length = self.sequence_length
+            self.streams[i].fetch_ahead(window * length, length + 1)
 
 
 class TrainLoader(Loader):
@@ -272,15 +271,11 @@ class TrainLoader(Loader):
         self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
         self._fetched = 0  # positions whose remote shards are being fetched
 
-    def micro_batches(self, sequences: int) -> tuple[int, int]:
-        """Returns the size and number of the micro-batches of one rank in an update of `sequences` sequences.
-
-        The size is `micro_batch_size`, halved until it divides the rank's part.
-        """
-        own, rest = divmod(sequences, self.world_size)
-        assert own and not rest, (sequences, self.world_size)
-        size = halved(self.micro_batch_size, own)
-        return size, own // size
+    def micro_batches(self, sequences: int) -> int:
+        """Returns the number of micro-batches of one rank in an update of `sequences` sequences."""
+        count, rest = divmod(sequences, self.world_size * self.micro_batch_size)
+        assert count and not rest, (sequences, self.world_size, self.micro_batch_size)
+        return count
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
@@ -289,7 +284,7 @@ class TrainLoader(Loader):
         CPU. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
         not be read.
         """
-        size, _ = self.micro_batches(sequences)
+        size = self.micro_batch_size
         if any(stream.remote for stream in self.streams):
             end = first + sequences + AHEAD
             for begin in range(max(first, self._fetched), end, sequences):  # in the order of need

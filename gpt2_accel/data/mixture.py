@@ -36,10 +36,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     splits = {}
     for name in entries[0]:
         if all(name in entry for entry in entries):
-            counts = ("tokens", "documents", "bytes")
-            found = {count: [entry[name][count] for entry in entries] for count in counts}
-            sums = {count: None if None in n else sum(n) for count, n in found.items()}
-            splits[name] = {**sums, "shards": []}
+            tokens = sum(entry[name]["tokens"] for entry in entries)
+            splits[name] = {"tokens": tokens, "documents": None, "bytes": None, "shards": []}
     about = {name: manifests[first].get(name) for name in ("tokenizer", "dtype", "sequence_length")}
     manifest = {
         "format": MANIFEST_FORMAT,

@@ -1,14 +1,13 @@
 """Reads the next micro-batches in a background thread while the device computes."""
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import torch
 
 from gpt2_accel.data.loader import Batch, TrainLoader
+from gpt2_accel.data.threads import in_order
 from gpt2_accel.device import to_device
 from gpt2_accel.optim import BatchSchedule
 
@@ -23,17 +22,14 @@ class Prefetch(AbstractContextManager, Iterator[Batch]):
     """
 
     def __init__(self, batches: Iterable[Batch], device: torch.device):
-        self._batches, self._device = iter(batches), device
-        self._upcoming: deque[Future] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._device, source = device, iter(batches)
+        self._read = in_order(lambda _: next(source, None), itertools.count(), 1, AHEAD)
 
     def __exit__(self, *_) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._read.close()
 
     def __next__(self) -> Batch:
-        while len(self._upcoming) <= AHEAD:
-            self._upcoming.append(self._thread.submit(next, self._batches, None))
-        batch = self._upcoming.popleft().result()
+        batch = next(self._read)
         if batch is None:
             raise StopIteration
         moved = [part if part is None else to_device(part, self._device) for part in batch[:3]]
@@ -50,12 +46,9 @@ class PrefetchLoader(Prefetch):
         self, loader: TrainLoader, schedule: BatchSchedule, steps: range, device: torch.device
     ):
         self.micro_batches = loader.micro_batches
-        self._schedule, self._steps = schedule, iter(steps)
         first, size = schedule.first, schedule.sequences
-        batches = (batch for step in steps for batch in loader.update(first(step), size))
-        super().__init__(batches, device)
+        super().__init__((b for step in steps for b in loader.update(first(step), size)), device)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Returns what `TrainLoader.update` yields."""
-        assert first == self._schedule.first(next(self._steps)), first
-        return itertools.islice(self, self.micro_batches(sequences)[1])
+        return itertools.islice(self, self.micro_batches(sequences))

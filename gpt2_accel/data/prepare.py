@@ -11,14 +11,12 @@ import math
 import os
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -35,11 +33,12 @@ from gpt2_accel.data.shards import (
     token_dtype,
 )
 from gpt2_accel.data.sources import Source, one_text, texts
-from gpt2_accel.data.third_party import tokenizer_entry
+from gpt2_accel.data.threads import in_order
 from gpt2_accel.files import remove, remove_leftovers, sync, sync_tree, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
+    GPT2_FINGERPRINT,
     fingerprint,
     save_tokenizer,
     token_encoder,
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 SHARD_TOKENS = 100_000_000
 GROUP = 2**18  # characters that a thread tokenizes at once, if chunks are shorter
 RECORD = "record.json"
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def prepare(
@@ -126,7 +123,7 @@ def prepare_sources(
         )
         groups = read_groups(sources, tuple(record["next"]))
         with bar:
-            for encoded in in_order(writer.encode, groups, workers):
+            for encoded in in_order(writer.encode, groups, workers, 2 * workers):
                 for piece, tokens, size, invalid in encoded:
                     writer.append(piece, tokens, size, invalid)
                     bar.update(size)
@@ -168,20 +165,6 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
                     yield group
                     group, size = [], 0
     yield group
-
-
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int
-) -> Iterator[Result]:
-    """Yields the results of `function` for the items, in their order, from `workers` threads."""
-    upcoming: deque[Future] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            upcoming.append(pool.submit(function, item))
-            if len(upcoming) > 2 * workers:
-                yield upcoming.popleft().result()
-        for future in upcoming:
-            yield future.result()
 
 
 def clean(text: str) -> tuple[str, int]:
@@ -265,14 +248,12 @@ class TextWriter:
         if split not in self.shards:
             path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
             self.shards[split] = ShardWriter(path, self.dtype)
-        shard = self.shards[split]
-        shard.append(tokens)
-        shard.documents += begins and self.separator is not None
+        self.shards[split].append(tokens)
         for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
             entry[name] += count
 
     def close_shards(self) -> None:
-        """Closes the open shards. A shard's own `documents` are its separators."""
+        """Closes the open shards."""
         for split, shard in self.shards.items():
             self.record["splits"][split]["shards"].append(shard.close())
         self.shards = {}
@@ -313,12 +294,7 @@ def make_data(
             try:
                 entries = write(work)
                 save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                name = tokenizer.name_or_path or type(tokenizer).__name__
-                separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-                kind = {
-                    "format": MANIFEST_FORMAT,
-                    "tokenizer": tokenizer_entry(tokenizer, name, separator),
-                }
+                kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
                 write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
             except BaseException:
                 if not (work / RECORD).exists():
@@ -337,6 +313,18 @@ def make_data(
         for shard in listed_shards(manifest):  # a finished folder may have lost one since
             read_shard(data_dir, DTYPES[manifest["dtype"]], shard, 0, 0)
         return manifest
+
+
+def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Returns the manifest's entry of a tokenizer."""
+    mark = fingerprint(tokenizer)
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    return {
+        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+        "vocab_size": len(tokenizer),
+        "fingerprint": mark,
+        "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+    }
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:

@@ -1,11 +1,11 @@
 """Shards that are elsewhere, such as on the Hub: pieces of their files, fetched ahead of need and cached on disk."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +31,10 @@ class RemoteShards:
         self, folder: Path, fetch: Fetch, limit: float = 1e11, share: tuple[int, int] = (0, 1)
     ):
         self.folder, self.fetch, self.limit, self.share = folder, fetch, limit, share
-        self._tasks: SimpleQueue[tuple] = SimpleQueue()
         self._queued: set[tuple] = set()
         self._count = itertools.count(1)
-        for _ in range(
-            AT_ONCE
-        ):  # not an executor: at the process's end that would wait for hung requests
-            Thread(target=self._work, daemon=True).start()
+        # Not an executor: at the process's end that would wait for hung requests.
+        self._pool = ThreadPool(AT_ONCE)
 
     def read(self, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
         """Returns the tokens [start, start + count) of a shard, (count,) of `dtype`; fetches the pieces that are missing.
@@ -57,28 +54,24 @@ class RemoteShards:
                 data += self._download(path, *place)[part]
         return np.frombuffer(data, dtype)
 
-    def fetch_ahead(self, dtype: np.dtype, shard: dict, starts: Iterable[int], count: int) -> None:
-        """Begins to fetch the pieces that hold the tokens [start, start + count) of a shard, for each of `starts`."""
+    def fetch_ahead(self, dtype: np.dtype, shard: dict, start: int, count: int) -> None:
+        """Begins to fetch the pieces that hold the tokens [start, start + count) of a shard."""
         rank, ranks = self.share
-        for start in starts:
-            first, end, size = byte_range(dtype, shard, start, count)
-            for number in pieces(first, min(end, size)):
-                task = self._piece(shard, number, size)
-                if number % ranks == rank and task not in self._queued:
-                    self._queued.add(task)
-                    self._tasks.put(task)
+        first, end, size = byte_range(dtype, shard, start, count)
+        for number in pieces(first, min(end, size)):
+            task = self._piece(shard, number, size)
+            if number % ranks == rank and task not in self._queued:
+                self._queued.add(task)
+                self._pool.apply_async(self._fetch_missing, task)
 
     def _piece(self, shard: dict, number: int, size: int) -> tuple[Path, str, int, int]:
         """Returns the path of a piece of a file of `size` bytes, and its place in that."""
         path = self.folder / f"{shard['file']}.pieces" / str(number)
         return path, shard["file"], number * PIECE, min(size, (number + 1) * PIECE)
 
-    def _work(self) -> None:
-        while True:
-            path, *place = self._tasks.get()
-            with suppress(UnreadableData):  # `read` tries again, and raises it
-                if not path.exists():
-                    self._download(path, *place)
+    def _fetch_missing(self, path: Path, *place: Any) -> None:
+        if not path.exists():  # an error ends only this task: `read` tries again, and raises it
+            self._download(path, *place)
 
     def _download(self, path: Path, file: str, start: int, end: int) -> bytes:
         try:

@@ -19,7 +19,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "counts": {"not_utf8": bytes, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
-                          "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
+                          "shards": [{"file": …, "tokens": …, "sha256": …}, …]},
                 "val": …}}
 
 If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
@@ -43,17 +43,18 @@ import os
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
-from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
+from gpt2_accel.data.third_party import third_party_manifest
 from gpt2_accel.files import parse_json, plain_name
 from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
-from gpt2_accel.tokenizer import fingerprint
+from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +69,6 @@ HEADER = struct.Struct("<8sIIQ32s8x")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
-BLOCK = 2**22  # tokens read at once where all are read
 HUB = "hub:"  # begins the name of data on the Hub
 
 
@@ -84,11 +84,8 @@ class UnreadableData(OSError):
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never read as a complete one. `documents` is part of its entry in the
-    manifest.
+    A shard that was not closed has no magic, so it is never read as a complete one.
     """
-
-    documents = 0
 
     def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
         self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
@@ -112,8 +109,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        counts = {"tokens": self.tokens, "documents": self.documents}
-        return {"file": self.path.name, **counts, "sha256": digest.hex()}
+        return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
 
 
 def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[int, int, int]:
@@ -232,25 +228,20 @@ class TokenStream:
         self.shards: list[dict] = entry["shards"]
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         self.dtype = DTYPES[manifest["dtype"]]
+        self._read = partial(read_shard, self.data_dir) if remote is None else remote.read
         for shard in self.shards if remote is None else []:
-            self._read(shard, 0, 0)
+            self._read(self.dtype, shard, 0, 0)
         self.targets: np.ndarray | None = None
         if self.sequence_length is not None:
             targets = entry["targets"]
-            self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
+            self.targets = self._read(self.dtype, targets, 0, targets["tokens"]).astype(np.int64)
 
-    def _read(self, shard: dict, start: int, count: int) -> np.ndarray:
+    def fetch_ahead(self, start: int, count: int) -> None:
+        """Begins to fetch the tokens [start, start + count), those in one shard, if a `remote` reads them."""
         if self.remote is not None:
-            return self.remote.read(self.dtype, shard, start, count)
-        return read_shard(self.data_dir, self.dtype, shard, start, count)
-
-    def fetch_ahead(self, starts: np.ndarray, count: int) -> None:
-        """Begins to fetch the tokens [start, start + count) for each of `starts`, (n,) integers, if a `remote` reads them."""
-        numbers = np.searchsorted(self._ends, starts, side="right")
-        for number in np.unique(numbers).tolist() if self.remote else []:
-            shard = self.shards[number]
-            own = starts[numbers == number] - self._ends[number] + shard["tokens"]
-            self.remote.fetch_ahead(self.dtype, shard, own.tolist(), count)
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            shard, left = self.shards[number], int(self._ends[number]) - start
+            self.remote.fetch_ahead(self.dtype, shard, shard["tokens"] - left, count)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
@@ -264,7 +255,7 @@ class TokenStream:
         while filled < count:
             shard, left = self.shards[number], int(self._ends[number]) - start - filled
             size = min(count - filled, left)
-            piece = self._read(shard, shard["tokens"] - left, size)
+            piece = self._read(self.dtype, shard, shard["tokens"] - left, size)
             if len(piece) != size:
                 raise UnreadableData(
                     f"{self.data_dir / shard['file']} gave {len(piece):,} of {size:,} tokens: try again"
@@ -294,12 +285,12 @@ def data_fingerprint(data_dir: str | Path) -> str:
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data: the one in its folder, else the one that the manifest names.
+    """Loads the tokenizer of prepared data: the one in its folder, else GPT-2's, for other trainers' data.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
     manifest, folder = read_manifest(data_dir), folder_of(data_dir) / "tokenizer"
-    tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(
@@ -336,11 +327,12 @@ def verify_data(data_dir: str | Path) -> int:
     parts = read_parts(data_dir)
     shards = [(f, DTYPES[m["dtype"]], shard) for f, m, _ in parts for shard in listed_shards(m)]
     for folder, dtype, shard in progress(shards, "verifying", len(shards)):
-        digest = hashlib.sha256()
-        for start in range(0, shard["tokens"], BLOCK):
-            count = min(BLOCK, shard["tokens"] - start)
-            digest.update(read_shard(folder, dtype, shard, start, count))
-        if shard["sha256"] not in (None, digest.hexdigest()):
+        read_shard(folder, dtype, shard, 0, 0)
+        with open(folder / shard["file"], "rb") as file:
+            file.seek(HEADER.size)
+            expected = shard["sha256"]
+            changed = expected and hashlib.file_digest(file, "sha256").hexdigest() != expected
+        if changed:
             raise ValueError(
                 f"{folder / shard['file']} does not match its checksum: remove the folder and prepare the data again"
             )

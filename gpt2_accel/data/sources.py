@@ -22,7 +22,6 @@ from gpt2_accel.data.documents import (
     held_out,
     last_part,
     next_cut,
-    split_of,
 )
 from gpt2_accel.data.rows import column_of, read_rows, reading
 from gpt2_accel.files import first_line
@@ -108,7 +107,8 @@ def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
     sizes = {path: path.stat().st_size for path in names if not path.name.endswith(ROW_SUFFIXES)}
     share = sum(size for path, size in sizes.items() if held_out(names[path]))
     whole = fitting_share(share / (sum(sizes.values()) or 1))
-    found = [text_file(path, split_of(names[path]) if whole else None) for path in sizes]
+    splits = {path: by_hash(names[path])[0][0] if whole else None for path in sizes}
+    found = [text_file(path, split) for path, split in splits.items()]
     return [*found, *row_files([str(path) for path in names if path not in sizes], column)]
 
 
@@ -153,13 +153,9 @@ def find_files(
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
     found = {source: source.name}
     if source.is_dir():
-        paths = [path for path in sorted(source.rglob("*")) if path.match(pattern or "*")]
-        files = {
-            p: f"/{p.relative_to(source).as_posix()}"
-            for p in paths
-            if p.is_symlink() or p.is_file()
-        }
-        found = {path: name[1:] for path, name in files.items() if "/." not in name}
+        files = [path for path in sorted(source.rglob(pattern or "*")) if path.is_file()]
+        names = {path: path.relative_to(source).as_posix() for path in files}
+        found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
     taken = {path: name for path, name in found.items() if accepts(path)}
     others = [path for path in found if path not in taken]
     line = f"{source}: took {len(taken):,} files"
@@ -174,8 +170,8 @@ def find_files(
 
 def is_text(path: Path) -> bool:
     """Whether a path is a file of rows, or of UTF-8 text by its beginning; a few invalid bytes are allowed."""
-    if path.name.endswith(ROW_SUFFIXES[1:]) or not path.is_file():
-        return path.is_file()
+    if path.name.endswith(ROW_SUFFIXES[1:]):
+        return True
     with open(path, "rb") as file:
         text = file.read(CHUNK).decode("utf-8", "replace")
     return "\0" not in text and 1000 * text.count("\ufffd") <= len(text)

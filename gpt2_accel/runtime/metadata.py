@@ -26,7 +26,7 @@ def describe_run(run: "Run") -> dict:
     manifest, main = read_manifest(config.data_dir), accelerator.is_main_process
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
-    size, count = loader.micro_batches(run.schedule.sequences)
+    count = loader.micro_batches(run.schedule.sequences)
     sharded = ", sharded by FSDP2" if is_sharded(run.model) else ""
     return {
         "run_id": run.run_id,
@@ -36,7 +36,7 @@ def describe_run(run: "Run") -> dict:
         "updates": run.updates,
         "tokens": tokens,
         "batch": f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {size} sequences x {length} tokens",
+        f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x {length} tokens",
         "micro_batch_size": loader.micro_batch_size,
         "sequence_length": length,
         "epochs": tokens / length / loader.windows,

@@ -45,17 +45,12 @@ def test_a_mixture_follows_its_weights_and_each_data_sets_order(shares):
         assert sorted(own.tolist()) == list(range(len(own)))  # each position of its order once
         counts = np.cumsum(sets == number)[PERIOD - 1 :: PERIOD]
         assert np.abs(counts - share * PERIOD * np.arange(1, 11)).max() <= 2
-    scattered = np.random.default_rng(0).permutation(positions)[:500]
-    assert np.array_equal(locate(scattered, shares, 5)[1], places[scattered])
     assert not np.array_equal(sets[:1024], sets[1024:2048])
 
 
-def test_a_mixture_trains_evaluates_and_resumes(mixed, tmp_path):
-    whole = run(tiny_config(mixed, tmp_path / "whole", eval_every=4))
-    run(tiny_config(mixed, tmp_path / "parts", eval_every=4, max_hours=1e-9))
-    parts = run(tiny_config(mixed, tmp_path / "parts", eval_every=4, resume_from="latest"))
-    assert losses(parts) == losses(whole)
-    assert parts[-1]["val/bits_per_byte"] == whole[-1]["val/bits_per_byte"]
+def test_a_mixture_trains_and_evaluates_by_its_weights(mixed, tmp_path):
+    last = run(tiny_config(mixed, tmp_path / "run", eval_every=8))[-1]
+    assert 0 < last["val/bits_per_byte"] < last["val/loss"] * 1.45
     loader = mixture_loader(mixed)
     seen = torch.cat([ids for step in range(256) for ids, *_ in loader.update(8 * step, 8)])
     capital = ((seen >= 65) & (seen <= 90)).any(dim=1).double().mean().item()

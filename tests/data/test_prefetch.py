@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("in_order")]
 
 
 def batch(number):

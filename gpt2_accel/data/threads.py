@@ -1,0 +1,29 @@
+"""Calls a function for items in threads, ahead of need."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int, ahead: int
+) -> Iterator[Result]:
+    """Yields the results of `function` for the items, in their order, from `workers` threads.
+
+    At most `ahead` results are computed before they are asked for. An error is raised in place of its result. The threads
+    end with the iteration, also if that is closed early.
+    """
+    upcoming: deque[Future] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="in_order")
+    try:
+        for item in items:
+            upcoming.append(pool.submit(function, item))
+            if len(upcoming) > ahead:
+                yield upcoming.popleft().result()
+        for future in upcoming:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
