@@ -85,7 +85,7 @@ def export_model(run: Run) -> None:
         except (OSError, ValueError) as error:
             run.log.print_line(f"the loss is not plotted: {sentence(error)}")
         newest = list_checkpoints(config.output_dir)[-1]
-        run.uploads.push(Path(config.output_dir), newest, final=True)
+        run.uploads.push(Path(config.output_dir), newest)
 
 
 def check_weights(model: LanguageModel) -> None:

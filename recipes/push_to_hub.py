@@ -14,7 +14,7 @@ from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.hf.hub import PICTURE, check_repo_id, push_model
+from gpt2_accel.hf.hub import PICTURE, check_push, push_model
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.report.figures import draw_loss
 
@@ -26,14 +26,15 @@ class PushToHub:
     private: bool = setting(True, "make the repository private if it is new")
     verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
 
+    def __post_init__(self) -> None:
+        check_push(self.repo_id)
+
 
 def main() -> None:
     config = parse_config(PushToHub)
-    check_repo_id(config.repo_id)
     directory = Path(verified_directory(config.model, config.verify))
-    read_config(
-        directory
-    )  # raises an error if the model is another or incomplete, as does the next line
+    # These raise an error if the model is another or incomplete.
+    read_config(directory)
     weight_files(directory)
     draw_loss(config.model, directory / PICTURE)
     url = push_model(directory, config.repo_id, private=config.private)

@@ -87,7 +87,7 @@ def named_checkpoint(name: str) -> Path:
     """
     path = Path(name)
     if not path.exists() and hub.is_repo_id(name):
-        path = hub.download(name, ("*",), hub.LAST_CHECKPOINT)
+        path = hub.download(name, [f"{hub.LAST_CHECKPOINT}/*"]) / hub.LAST_CHECKPOINT
     if not (path / STATE / "state.json").is_file():
         raise FileNotFoundError(
             f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that a run with "

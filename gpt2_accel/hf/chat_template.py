@@ -47,33 +47,33 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     Raises `ValueError` if the model's own template cannot be trained with, and the errors of `model_tokenizer`.
     """
     tokenizer = model_tokenizer(name)
-    before = tokenizer.get_vocab()
     if chatml or tokenizer.chat_template is None:
         tokenizer.chat_template = CHATML
         tokenizer.add_tokens([BEGIN_TURN, END_TURN], special_tokens=True)
-    check_template(tokenizer, name)
-    end = end_of_turn(tokenizer)
+    end = end_of_turn(tokenizer, name)
     others = (tokenizer.pad_token, tokenizer.eos_token, PADDING)
     padding = next(token for token in others if token not in (None, end))
     tokenizer.add_tokens([padding], special_tokens=True)
     tokenizer.eos_token, tokenizer.pad_token = end, padding
-    after = tokenizer.get_vocab()
-    assert all(after[token] == number for token, number in before.items())
     return tokenizer
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
-    """Raises `ValueError` if the model `name` cannot be trained with the tokenizer's chat template.
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
+    """Returns the token that ends the assistant's turn: the last that the chat template marks, an added token.
 
-    The conditions are those that TRL checks before it trains on the assistant's tokens, and that it marks all answers.
+    Raises `ValueError` if the model `name` cannot be trained with the template. The conditions are those that TRL checks
+    before it trains on the assistant's tokens, and that it marks all answers.
     """
     try:
         # Two rows each: the ids of the tokens, and which of them count.
         once = np.stack(conversation_tokens(tokenizer, TURN))
         twice = np.stack(conversation_tokens(tokenizer, TURN + TURN))
-        same = np.array_equal(twice[:, : once.shape[1]], once)
-        if once[1].any() and same and end_of_turn(tokenizer) is not None:
-            return
+        counted = once[0, once[1] > 0].tolist()
+        marked = [token for token in counted if tokenizer.decode([token]).strip()]
+        if marked and np.array_equal(twice[:, : once.shape[1]], once):
+            token = tokenizer.convert_ids_to_tokens(marked[-1])
+            if token in tokenizer.get_added_vocab():
+                return token
         problem = ""
     except Exception as error:  # of the template's author
         problem = f" ({error})"
@@ -83,18 +83,9 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> No
     )
 
 
-def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Returns the token that ends the assistant's turn: the last that its template marks, if it is an added token."""
-    ids, counts = conversation_tokens(tokenizer, TURN + TURN)
-    marked = [token for token in ids[counts].tolist() if tokenizer.decode([token]).strip()]
-    token = tokenizer.convert_ids_to_tokens(marked[-1])
-    return token if token in tokenizer.get_added_vocab() else None
-
-
 def extends(tokenizer: "PreTrainedTokenizerBase", base: "PreTrainedTokenizerBase") -> bool:
     """Whether a tokenizer has all tokens of `base` under the same ids, and more."""
-    ours, theirs = tokenizer.get_vocab(), base.get_vocab()
-    return len(ours) > len(theirs) and all(ours.get(t) == number for t, number in theirs.items())
+    return base.get_vocab().items() < tokenizer.get_vocab().items()
 
 
 @torch.no_grad()
@@ -107,10 +98,8 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     """
     config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     state = model.state_dict()
-    rows = {name: state[name] for name in conversion(config.architecture).padded if name in state}
-    grown = padded(
-        ((name, tensor[: model.config.vocab_size]) for name, tensor in rows.items()), config
-    )
+    names = [name for name in conversion(config.architecture).padded if name in state]
+    grown = padded(((name, state[name][: model.config.vocab_size]) for name in names), config)
     for tensor in grown.values():
         tensor[known:tokens] = tensor[:known].mean(dim=0)
     return build(config, state | grown)

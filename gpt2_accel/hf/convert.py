@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,10 +81,10 @@ def from_hf(
             found[name if name == HEAD else table.prefix + name] = tensor
     head = None if HEAD in expected else found.pop(HEAD, None)
     needed = {key for key in expected if key.removeprefix(table.prefix) in names}
-    if missing := sorted(needed - found.keys()):
-        raise ValueError(f"{source} lacks {missing[0]}: give weights and config of one model")
-    if unknown := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"{source} has {unknown[0]}, which no {table.name} of its config has")
+    if wrong := (needed - found.keys()) | (found.keys() - expected.keys()):
+        raise ValueError(
+            f"{source} and its config are not of one model: only one of them has {min(wrong)}"
+        )
     state = {}
     for key, tensor in found.items():
         if tensor.shape != expected[key].shape or tensor.dtype not in DTYPES:
@@ -100,20 +100,18 @@ def from_hf(
     embedding = state[table.padded[0]]
     if head is not None and not torch.equal(head.float(), embedding.float()):
         raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
-    return padded(state.items(), config, torch.float32)
+    return padded(state.items(), config)
 
 
 def padded(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    config: ModelConfig,
-    dtype: torch.dtype | None = None,
+    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Copies a model's tensors, in `dtype` or their own, and adds the vocabulary padding, rows of zeros."""
+    """Copies a model's tensors in fp32, and adds the vocabulary padding, rows of zeros."""
     state = {}
     for name, tensor in tensors:
         is_padded = name in conversion(config.architecture).padded
         rows = config.padded_vocab_size if is_padded else len(tensor)
-        state[name] = torch.zeros(rows, *tensor.shape[1:], dtype=dtype or tensor.dtype)
+        state[name] = torch.zeros(rows, *tensor.shape[1:])
         state[name][: len(tensor)] = tensor
     return state
 
@@ -183,8 +181,9 @@ def save_pretrained(
             **{"pad_token_id": ids["eos_token_id"], **ids},
         ).save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
-        model_name, what = name or str(directory), config.architecture
-        card = model_card(model_name, describe(config), training, what, chat=chat)
+        card = model_card(
+            name or str(directory), describe(config), training, config.architecture, chat=chat
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -250,7 +249,7 @@ def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
 
 def local_directory(name: str | Path) -> Path:
     """Returns `name` if it is a directory, else the local copy of that Hub repository."""
-    return Path(name) if Path(name).is_dir() else hub.download(str(name), hub.MODEL_FILES)
+    return Path(name) if Path(name).is_dir() else hub.download(str(name))
 
 
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
@@ -265,30 +264,28 @@ def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
     """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/` has no such model."""
-    from transformers import CONFIG_MAPPING
-
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        model_type = values["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a model's config in JSON ({error})") from error
+        return _own_config(parse_json(path.read_text(encoding="utf-8")), dropout)
+    except Exception as error:  # HF's classes raise several types
+        raise ValueError(f"{path}: {sentence(error)}") from error
+
+
+def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
+    """Converts what a `config.json` holds."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = values.get("model_type")
     if model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{path} is of the type {model_type!r}; only {names} can load")
+        raise ValueError(f"it is of the type {model_type!r}; only {names} can load")
     table = conversion(model_type)
-    try:
-        # HF's class checks types, reads old spellings and adds what the file leaves out.
-        values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
-    except Exception as error:  # of several types
-        raise ValueError(f"{path}: {sentence(error)}") from error
+    # HF's class checks types, reads old spellings and adds what the file leaves out.
+    values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
     for key, allowed in table.supported.items():
         if values[key] not in allowed:
-            raise ValueError(f"{path} has {key} = {values[key]!r}; only {allowed[0]!r} can load")
-    try:
-        sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
-        return config_class(model_type)(**sizes, **table.read(values, dropout))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{key} = {values[key]!r}; only {allowed[0]!r} can load")
+    sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
+    return config_class(model_type)(**sizes, **table.read(values, dropout))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gpt2_accel.hf.convert import check_finite, conversion, to_hf
+from gpt2_accel.hf.convert import check_finite, conversion, special_ids, to_hf
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.rotary import rotary_frequencies
-from gpt2_accel.tokenizer import PROBE, check_vocabulary
+from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -45,11 +45,10 @@ def write_gguf(
     config = model.config
     check_finite(model)
     check_vocabulary(tokenizer, config.vocab_size, name or "the model")
-    splitting = word_splitting(tokenizer)
     writer = gguf.GGUFWriter(path, config.architecture)
     values = {
         "type": "model",
-        **({"name": name} if name else {}),
+        "name": name,
         "block_count": config.n_layer,
         "context_length": config.n_positions,
         "embedding_length": config.n_embd,
@@ -60,7 +59,7 @@ def write_gguf(
     }
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
-    add_tokenizer(writer, tokenizer, splitting, config.vocab_size)
+    add_tokenizer(writer, tokenizer, config.vocab_size)
     for key, tensor in gguf_tensors(model).items():
         writer.add_tensor(key, tensor.detach().to("cpu", torch.float32).contiguous().numpy())
     writer.write_header_to_file()
@@ -96,12 +95,13 @@ def gguf_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def add_tokenizer(
-    writer: "GGUFWriter", tokenizer: "PreTrainedTokenizerBase", splitting: str, vocab_size: int
+    writer: "GGUFWriter", tokenizer: "PreTrainedTokenizerBase", vocab_size: int
 ) -> None:
-    """Adds a byte-level BPE; rows of the model without a token get an unused one."""
+    """Adds a byte-level BPE; rows of the model without a token get an unused one. Raises the error of `word_splitting`."""
     from gguf import TokenType
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitting = word_splitting(tokenizer, backend["model"])
     tokens = {i: (f"[PAD{i}]", TokenType.UNUSED) for i in range(vocab_size)}
     tokens |= {i: (token, TokenType.NORMAL) for token, i in backend["model"]["vocab"].items()}
     for added in backend["added_tokens"]:
@@ -113,21 +113,20 @@ def add_tokenizer(
     writer.add_token_list(names)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
-    end = tokenizer.eos_token_id
-    writer.add_bos_token_id(end if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
-    writer.add_eos_token_id(end)
-    if tokenizer.pad_token_id not in (None, end):
-        writer.add_pad_token_id(tokenizer.pad_token_id)
+    for key, value in special_ids(tokenizer, vocab_size).items():
+        getattr(writer, f"add_{key}")(value)
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def word_splitting(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns the word splitting with which llama.cpp's BPE encodes as the tokenizer. Raises `ValueError` if none does."""
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+def word_splitting(tokenizer: "PreTrainedTokenizerBase", model: dict) -> str:
+    """Returns the word splitting with which llama.cpp's BPE encodes as the tokenizer, whose `model` its JSON has.
+
+    Raises `ValueError` if none does.
+    """
     if model["type"] == "BPE" and model["merges"] and tokenizer.eos_token_id is not None:
-        expected = tokenizer(PROBE, split_special_tokens=True, verbose=False)["input_ids"]
+        [expected] = encode(tokenizer, [PROBE])
         plain = Tokenizer(models.BPE(model["vocab"], [tuple(pair) for pair in model["merges"]]))
         for name, splitting in WORD_SPLITTINGS.items():
             plain.pre_tokenizer = splitting

@@ -4,34 +4,31 @@ A repository's root is a model directory. With the strategy `checkpoint` its fol
 for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
 """
 
-import math
 import os
 import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executors
 from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import first_line
+from gpt2_accel.files import first_line, write_file
 from gpt2_accel.hf.model_card import named_card
-from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.recipe_command import recipe_command
 
 # The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
-MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "README.md")  # downloaded
 PICTURE = "loss.png"  # the model card shows it if it is in the same folder
-# The files of a model directory that are uploaded beside the weights.
-UPLOADED = (
-    *("config.json", "generation_config.json", "*.safetensors.index.json"),
+# The files of a model directory that are downloaded and uploaded.
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
+    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE*", PICTURE),
 )
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = {"model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"], "dataset": ["*.bin"]}
@@ -40,28 +37,22 @@ PAUSES = (1.0, 2.0, 4.0)
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
-def download(name: str, patterns: tuple[str, ...], folder: str | None = None) -> Path:
+def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
     """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached; returns the local folder.
 
-    Only files at the root that match `patterns` are downloaded; with `folder`, those in that folder, whose path is
-    returned. Raises `FileNotFoundError` if the repository does not exist or cannot be reached.
+    Only files whose paths match one of `patterns` are downloaded. Raises `FileNotFoundError` if the repository does not
+    exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
     repo_id, _, revision = name.partition("@")
     try:
-        found = snapshot_download(
-            repo_id,
-            revision=revision or None,
-            allow_patterns=[f"{folder}/{pattern}" if folder else pattern for pattern in patterns],
-            ignore_patterns=None if folder else ["*/*"],
-        )
+        return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
             f"and the connection ({first_line(error)})"
         ) from error
-    return Path(found, folder or "")
 
 
 def is_repo_id(name: str) -> bool:
@@ -69,74 +60,57 @@ def is_repo_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", name) is not None
 
 
-def check_login() -> None:
-    """Raises `ValueError` if the Hub client finds no access token. It does not ask the Hub whether the token is valid."""
+def check_push(repo_id: str) -> None:
+    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user, or the Hub client finds no access
+    token. It does not ask the Hub whether the token is valid."""
     from huggingface_hub import get_token
 
+    if "@" in repo_id or not is_repo_id(repo_id):
+        raise ValueError(f"{repo_id!r} is not a name for a Hub repository: give USER/NAME")
     if get_token() is None:
         raise ValueError(
             "a push to the Hub needs a login: run `hf auth login`, or set HF_TOKEN to a token that may write there"
         )
 
 
-def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user."""
-    if "@" in repo_id or not is_repo_id(repo_id):
-        raise ValueError(f"{repo_id!r} is not a name for a Hub repository: give USER/NAME")
-
-
 def push_model(directory: Path, repo_id: str, *, private: bool = True) -> str:
-    """Uploads a model directory and returns the repository's URL.
-
-    Raises `OSError` if the upload fails, and `ValueError` for a bad `repo_id`.
-    """
-    check_repo_id(repo_id)
+    """Uploads a model directory and returns the repository's URL. Raises `OSError` if that fails."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "upload"
-        stage(directory, folder, repo_id)
-        try:
-            return push(folder, repo_id, private=private)
-        except Exception as error:  # from the client, its HTTP library or the network
-            raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
+        stage(directory, Path(scratch), repo_id)
+        return push(Path(scratch), repo_id, private=private)
 
 
 def stage(source: Path, target: Path, repo_id: str) -> None:
-    """Prepares an upload to `repo_id`: puts the model files of `source` into the new folder `target`.
+    """Prepares an upload to `repo_id`: puts the model files of `source` into the folder `target`.
 
     They are hard links where possible, so `source` may be removed during the upload. The model card gets the name
-    `repo_id` and the plot of the loss. Raises `FileNotFoundError` if the weights are incomplete.
+    `repo_id` and the plot of the loss.
     """
-    link_files(model_files(source), target)
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in MODEL_FILES:
+        for path in source.glob(pattern):
+            link(path, target / path.name)
     card = target / "README.md"
     if card.exists():
         text = named_card(card.read_text(encoding="utf-8"), repo_id)
         if (target / PICTURE).exists():
             text = text.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
-        card.unlink()  # removes the link, so that `source` keeps its own card
-        card.write_text(text, encoding="utf-8")
+        write_file(card, text)  # replaces the link, so `source` keeps its own card
 
 
-def model_files(directory: Path) -> list[Path]:
-    """Returns the files of a directory that belong to its model. Raises `FileNotFoundError` if the weights are incomplete."""
-    found = [path for pattern in UPLOADED for path in directory.glob(pattern)]
-    return found + weight_files(directory)
+def link(source: str | Path, target: str | Path) -> None:
+    """Hard-links a file, or copies it if the file system has no hard links."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
-def link_files(files: Iterable[Path], target: Path) -> None:
-    """Hard-links `files` into the new folder `target`, or copies them if the file system has no hard links."""
-    target.mkdir(parents=True)
-    for path in files:
-        try:
-            os.link(path.resolve(), target / path.name)
-        except OSError:
-            shutil.copyfile(path, target / path.name)
-
-
-def push(folder: Path, repo_id: str, *, private: bool, repo_type: str = "model") -> str:
+def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "model") -> str:
     """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
 
     The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
-    again after an error, and raises that of the last attempt.
+    again after an error. Raises `OSError` if the last attempt fails.
     """
     from huggingface_hub import HfApi
 
@@ -152,19 +126,13 @@ def push(folder: Path, repo_id: str, *, private: bool, repo_type: str = "model")
                 delete_patterns=REPLACED[repo_type],
             )
             return str(commit.repo_url)
-        except Exception:  # from the client, its HTTP library or the network
+        except Exception as error:  # from the client, its HTTP library or the network
             if pause is None:
-                raise
+                raise OSError(
+                    f"could not upload to {repo_id} ({first_line(error)}): check the connection and the login, `hf auth "
+                    "login` or an HF_TOKEN that may write there, and push again"
+                ) from error
             time.sleep(pause)
-
-
-def reason(error: Exception) -> str:
-    """Formats the cause of a failed upload and what to do."""
-    response = getattr(error, "response", None)
-    hint = f"it can be pushed later with {recipe_command('push_to_hub')}"
-    if getattr(response, "status_code", None) in (401, 403):
-        hint = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
-    return f"{first_line(error).removesuffix('.')}: {hint}"
 
 
 class Uploads:
@@ -185,20 +153,17 @@ class Uploads:
         self,
         config: TrainConfig,
         print_line: Callable[[str], None],
-        seconds_left: Callable[[], float] = lambda: math.inf,
+        seconds_left: Callable[[], float],
     ):
         self.repo_id, self.strategy = config.push_to_hub, config.hub_strategy
         self.print_line, self.seconds_left = print_line, seconds_left
         self.scratch = Path(config.output_dir) / ".uploads"
         self._newest: Path | None = None
         self._thread = threading.Thread()
+        self._uploading = threading.Lock()
 
     def __enter__(self) -> "Uploads":
-        if self.repo_id is not None:
-            from huggingface_hub.utils import disable_progress_bars
-
-            disable_progress_bars()  # they would break the run's progress bar
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -211,55 +176,48 @@ class Uploads:
             with suppress(KeyboardInterrupt):
                 while thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
                     thread.join(0.1)
-            if thread.is_alive():
-                self.print_line(
-                    f"the upload to {self.repo_id} did not end in time: it can be pushed later with "
-                    f"{recipe_command('push_to_hub')}"
-                )
         if thread.is_alive():
+            self.print_line(
+                f"the upload to {self.repo_id} did not end in time: push again, {by_recipe()}"
+            )
             self._newest = None
-            release_executors()
+            # The interpreter would join the client's own threads, which may wait for an answer of the Hub forever.
+            executors._threads_queues.clear()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def push(self, directory: Path, checkpoint: Path | None = None, *, final: bool = False) -> None:
-        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`, by
-        default the same.
+    def push(self, directory: Path, checkpoint: Path | None = None) -> None:
+        """Starts to push the model in `directory`, that of a checkpoint or, with the run's last `checkpoint`, its final one.
 
-        `final` marks the final model of the run.
+        With the strategy `checkpoint` it also pushes that folder.
         """
-        if self.repo_id is None or (self.strategy == "end" and not final):
+        if self.repo_id is None or (self.strategy == "end" and checkpoint is None):
             return
         folder = self.scratch / f"{time.time_ns()}"
         try:
             stage(directory, folder, self.repo_id)
             if self.strategy == "checkpoint":
-                checkpoint, target = checkpoint or directory, folder / LAST_CHECKPOINT
-                state = checkpoint / "training_state"
-                link_files(model_files(checkpoint), target)
-                link_files(state.iterdir(), target / state.name)
+                target = folder / LAST_CHECKPOINT
+                shutil.copytree(checkpoint or directory, target, copy_function=link)
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
             return
-        self._newest, before = folder, self._thread
-        self._thread = threading.Thread(target=self._upload, args=(folder, before), daemon=True)
+        self._newest = folder
+        self._thread = threading.Thread(target=self._upload, args=(folder,), daemon=True)
         self._thread.start()
 
-    def _upload(self, folder: Path, before: threading.Thread) -> None:
-        if before.ident is not None:  # one was started
-            before.join()
-        if folder == self._newest:
-            try:
-                url = push(folder, self.repo_id, private=True)
-                self.print_line(f"uploaded to {url}")
-            except Exception as error:
-                self.print_line(f"could not upload to {self.repo_id}: {reason(error)}")
+    def _upload(self, folder: Path) -> None:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()  # they would break the run's progress bar
+        with self._uploading:
+            if folder == self._newest:
+                try:
+                    self.print_line(f"uploaded to {push(folder, self.repo_id)}")
+                except OSError as error:
+                    self.print_line(f"{error}, {by_recipe()}")
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def release_executors() -> None:
-    """Lets the interpreter exit while daemon threads of executors still run.
-
-    It would join them at exit, and threads of an upload may wait forever for an answer of the Hub.
-    """
-    for thread in list(executors._threads_queues):
-        executors._threads_queues.pop(thread, None)
+def by_recipe() -> str:
+    """Formats how to push a model after the run."""
+    return f"by {recipe_command('push_to_hub')}"

@@ -3,6 +3,7 @@
 A repository is a data set that holds what `data/shards.py` describes, or token files of llm.c's or modded-nanogpt's kind.
 """
 
+import fnmatch
 import os
 import shutil
 from functools import partial
@@ -22,16 +23,11 @@ from gpt2_accel.files import (
     write_file,
     write_json,
 )
-from gpt2_accel.hf.hub import check_login, check_repo_id, push, reason
+from gpt2_accel.hf.hub import check_push, push
 
 COMMIT = "commit.txt"  # in the cached folder of a repository: the commit whose files it describes
 HEADER = 2**10  # bytes of a token file that are kept in that folder: its header is there
-SMALL = (MANIFEST, "tokenizer/*")
 TIMEOUT = 10.0  # seconds of a request without an answer
-RETRIES = {
-    "max_retries": 12,
-    "max_wait_time": 30.0,
-}  # four minutes of waits, which begin with a second
 CACHE_GB = 100.0  # of pieces of shards, unless GPT2_ACCEL_CACHE_GB says otherwise
 
 
@@ -64,7 +60,14 @@ def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int) -> b
 
     url = hf_hub_url(repo_id, file, repo_type="dataset", revision=commit)
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}
-    response = http_backoff("GET", url, headers=headers, timeout=TIMEOUT, **RETRIES)
+    response = http_backoff(
+        "GET",
+        url,
+        headers=headers,
+        timeout=TIMEOUT,
+        max_retries=12,  # four minutes of waits, which begin with a second
+        max_wait_time=30.0,
+    )
     hf_raise_for_status(response)
     return response.content
 
@@ -89,7 +92,6 @@ def describe(repo_id: str, revision: str | None, folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     commit, files = repository(repo_id, revision)
-    place = {"repo_type": "dataset", "revision": commit}
 
     def write_header(name: str) -> None:
         with open(scratch / name, "wb") as file:
@@ -98,7 +100,13 @@ def describe(repo_id: str, revision: str | None, folder: Path) -> None:
 
     with atomic_directory(folder, replace=True) as scratch:
         if MANIFEST in files:
-            snapshot_download(repo_id, **place, allow_patterns=SMALL, local_dir=scratch)
+            snapshot_download(
+                repo_id,
+                repo_type="dataset",
+                revision=commit,
+                allow_patterns=[MANIFEST, "tokenizer/*"],
+                local_dir=scratch,
+            )
             shutil.rmtree(scratch / ".cache")
         else:
             names = [name for name in files if NAME.fullmatch(name)]
@@ -125,12 +133,11 @@ def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dic
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
     commit, files = repository(repo_id, revision or None)
-    training = sorted(
-        file for file in files if (match := NAME.fullmatch(file)) and match[1] == "train"
-    )
+    training = sorted(fnmatch.filter(files, "*train_[0-9]*.bin"))
     left_out = training[shards:] if shards else []
-    wanted = {file: size for file, size in files.items() if file not in left_out}
-    print(f"{repo_id}: {len(wanted):,} files, {readable_size(sum(wanted.values()))}", flush=True)
+    for file in left_out:
+        del files[file]
+    print(f"{repo_id}: {len(files):,} files, {readable_size(sum(files.values()))}", flush=True)
     work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
     try:
         snapshot_download(
@@ -144,7 +151,7 @@ def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dic
     manifest = read_manifest(work)
     if left_out and "format" in manifest:
         train = manifest["splits"]["train"]
-        kept = [shard for shard in train["shards"] if shard["file"] not in left_out]
+        kept = [shard for shard in train["shards"] if shard["file"] in files]
         train |= {"shards": kept, "tokens": sum(shard["tokens"] for shard in kept)}
         train |= {"documents": None, "bytes": None}
         write_json(work / MANIFEST, manifest)
@@ -159,16 +166,12 @@ def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> st
     Raises `ValueError` if the folder is no prepared data or there is no login, `OSError` if the upload fails.
     """
     data_dir, manifest = Path(data_dir), read_manifest(data_dir)
-    check_repo_id(repo_id)
-    check_login()
+    check_push(repo_id)
     if "mixture" in manifest:
         raise ValueError(f"{data_dir} is a mixture: push the folders that it mixes")
     if not (data_dir / "README.md").exists():
         write_file(data_dir / "README.md", card(manifest, repo_id))
-    try:
-        return push(data_dir, repo_id, private=private, repo_type="dataset")
-    except Exception as error:  # the HTTP client's errors differ between its versions
-        raise OSError(f"could not push to {repo_id}: {reason(error)}") from error
+    return push(data_dir, repo_id, private=private, repo_type="dataset")
 
 
 CARD = """---
@@ -180,8 +183,8 @@ tags: [gpt2_accel]
 
 Token shards of gpt2_accel.
 
-- Source: {source}. The license is that of the source: check it, and name it here.
-- Tokenizer: {tokenizer}, {vocab_size:,} tokens
+- Source: {manifest[source]}. The license is that of the source: check it, and name it here.
+- Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
 {splits}
 
 Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
@@ -190,18 +193,9 @@ Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pu
 
 def card(manifest: dict, repo_id: str) -> str:
     """Returns the data set card of a data folder."""
-    splits = []
-    for split, entry in manifest["splits"].items():
-        documents = f", {entry['documents']:,} documents" if entry["documents"] else ""
-        splits.append(
-            f"- {split}: {entry['tokens']:,} tokens{documents}, {len(entry['shards'])} shards"
-        )
-    tokenizer = manifest["tokenizer"]
-    return CARD.format(
-        name=repo_id.rpartition("/")[2],
-        source=manifest["source"],
-        tokenizer=tokenizer.get("name"),
-        vocab_size=tokenizer["vocab_size"],
-        splits="\n".join(splits),
-        repo_id=repo_id,
-    )
+    splits = [
+        f"- {split}: {entry['tokens']:,} tokens, {len(entry['shards'])} shards"
+        for split, entry in manifest["splits"].items()
+    ]
+    name = repo_id.rpartition("/")[2]
+    return CARD.format(name=name, repo_id=repo_id, manifest=manifest, splits="\n".join(splits))

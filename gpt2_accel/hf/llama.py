@@ -34,9 +34,6 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     if unknown := rotary.keys() - known:
         raise ValueError(f"the rotary positions have {min(unknown)}, which cannot load")
     scaling = [rotary[name] for name in SCALINGS[kind]]
-    for value in (rotary["rope_theta"], *scaling):
-        if type(value) not in (int, float):
-            raise ValueError(f"rope_parameters have {value!r}; expected a number")
     return {
         "rope_theta": float(rotary["rope_theta"]),
         "rope_scaling": RotaryScaling(*scaling) if scaling else None,

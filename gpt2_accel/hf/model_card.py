@@ -1,18 +1,13 @@
 """The model card: a model directory's `README.md`, with the metadata that the Hub reads."""
 
-import math
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # whose versions are recorded
 # A Jinja template for `ModelCard`.
@@ -21,7 +16,7 @@ TEMPLATE = """\
 {{ card_data }}
 ---
 
-# {{ model_name }}
+# {{ title }}
 
 {{ description }}
 
@@ -106,12 +101,11 @@ def model_card(
         pipeline_tag="text-generation",
         tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
         base_model=base.partition("@")[0] if on_the_hub else None,
-        model_name=name.rpartition("/")[2],
-        eval_results=eval_results(training.results) if training else None,
     )
     card = ModelCard.from_template(
         metadata,
         template_str=TEMPLATE,
+        title=name.rpartition("/")[2],
         name=name,
         description=description,
         chat=chat,
@@ -124,43 +118,18 @@ def model_card(
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """Replaces the folder's name in the card's title, metadata and code by the repository's."""
-    from huggingface_hub import ModelCard
-
-    card = ModelCard(text, ignore_metadata_errors=True)
-    folder, name = card.data.model_name, repo_id.rpartition("/")[2]
-    if folder is None:  # not a card of this package
+    """Replaces the folder's name in the title and the code of this package's card by the repository's."""
+    code = re.search('^name = "(.*)"$', text, re.MULTILINE)
+    title = f"\n# {code[1].rpartition('/')[2]}\n" if code else ""
+    if not code or title not in text:  # not a card of this package
         return text
-    card.data.model_name = name
-    text = str(card).replace(f"\n# {folder}\n", f"\n# {name}\n", 1)
-    return re.sub(r'^name = ".*"$', f'name = "{repo_id}"', text, count=1, flags=re.MULTILINE)
+    text = text.replace(title, f"\n# {repo_id.rpartition('/')[2]}\n", 1)
+    return text.replace(code[0], f'name = "{repo_id}"', 1)
 
 
 def without_folders(text: str) -> str:
     """Shortens the absolute paths in a text to their last part."""
     return re.sub(r"(?<![^\s'\"])/\S+", lambda path: Path(path[0]).name or "/", text)
-
-
-def eval_results(results: Mapping[str, float]) -> "list[EvalResult] | None":
-    """Converts results by `TASK/METRIC` to the Hub's metadata, without standard errors; None if there are none."""
-    from huggingface_hub import EvalResult
-
-    found = []
-    for name, value in results.items():
-        task, _, metric = name.partition("/")
-        if metric.endswith("_stderr") or not math.isfinite(value):
-            continue
-        found.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=task,
-                dataset_name=task,
-                metric_type=metric,
-                metric_name=name,
-                metric_value=round(value, 6),
-            )
-        )
-    return found or None
 
 
 def installed_versions() -> dict[str, str]:

@@ -25,21 +25,20 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(tensors):
-        start, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
+    tensors = dict(sorted(tensors.items()))
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": DTYPES[tensors[name].dtype],
-            "shape": shape,
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in sorted(tensors):
-            tensor = tensors[name].detach().cpu().contiguous()
-            file.write(tensor.view(torch.uint8).numpy())
+        for tensor in tensors.values():
+            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -51,8 +50,8 @@ def weight_files(directory: Path) -> list[Path]:
     names = {WEIGHTS}
     if index.is_file():
         try:
-            names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
-            names = {Path(name).name for name in names}
+            listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {Path(name).name for name in listed.values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: download or save it again") from error
     files = [directory / name for name in sorted(names)]

@@ -29,7 +29,7 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.generation.sampling import encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
-from gpt2_accel.hf.hub import check_login, check_repo_id
+from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.architectures import check_loaded, configured_shape
@@ -51,8 +51,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work together.
     """
     if config.push_to_hub:
-        check_repo_id(config.push_to_hub)
-        check_login()
+        check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
     with all_or_none():
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -83,7 +83,7 @@ def test_a_file_that_was_cut_is_refused(zipped, tmp_path):
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
     for size in (file.stat().st_size - 2000, 3000, 3):
         os.truncate(file, size)
-        with pytest.raises(ValueError, match="ckpt.pt is damaged|ckpt.pt holds more than"):
+        with pytest.raises(ValueError, match="ckpt.pt is damaged"):
             read_checkpoint(file)
 
 

@@ -22,10 +22,10 @@ def test_the_card_has_the_checkpoints_name_and_on_the_hub_the_repositorys(tiny, 
     run(tiny("run", save_every=4))
     card = (tmp_path / "run/checkpoint-4/README.md").read_text()
     assert "partial" not in card
-    assert "# checkpoint-4\n" in card and "name: checkpoint-4" in card
+    assert "# checkpoint-4\n" in card
     stage(tmp_path / "run/checkpoint-4", tmp_path / "upload", "me/my-gpt2")
     staged = (tmp_path / "upload/README.md").read_text()
-    assert "# my-gpt2\n" in staged and "name: my-gpt2" in staged and '"me/my-gpt2"' in staged
+    assert "# my-gpt2\n" in staged and '"me/my-gpt2"' in staged
     assert "checkpoint-4" not in staged
     assert (tmp_path / "run/checkpoint-4/README.md").read_text() == card
 

@@ -42,7 +42,8 @@ def run_on(recipe, model, *flags) -> None:
 
 
 @pytest.mark.parametrize("recipe", COMMANDS)
-def test_a_recipe_refuses_a_damaged_checkpoint_unless_told_not_to(recipe, checkpoint):
+def test_a_recipe_refuses_a_damaged_checkpoint_unless_told_not_to(recipe, checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "unused")
     if recipe == "demo":
         pytest.importorskip("gradio")
     flip(checkpoint / "model.safetensors")
