@@ -46,8 +46,12 @@ bench: .venv/installed-dev  ## speed and memory against other trainers, into the
 	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/table.py
 
-gpu:  ## a part of the checks and measurements on a GPU, 8 minutes: PART=tests, bench or ladder
-	PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(PART)
+GPU_tests := benchmarks/gpu_checks.py
+GPU_bench := benchmarks/measure.py gpt2
+GPU_ladder := recipes/speed_ladder.py --output_dir benchmarks/results
+
+gpu:  ## checks or measurements on a GPU, offline, by the Python that is there: PART=tests, bench or ladder
+	HF_HUB_OFFLINE=1 PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) $(or $(GPU_$(PART)),$(error PART is tests, bench or ladder))
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails
 	$(BIN)/zensical build --clean --strict

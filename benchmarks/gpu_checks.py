@@ -1,7 +1,8 @@
-"""Plain checks of the toolkit on this machine's device, without pytest: `python benchmarks/gpu_checks.py NAME`.
+"""Plain checks of the toolkit on this machine's device, without pytest: `python benchmarks/gpu_checks.py [NAME ...]`.
 
 A check trains small models on synthetic text and raises an error if something is wrong. It prints a line that begins
-with "skipped" if the device cannot run it.
+with "skipped" if the device cannot run it. All run without a name; one that fails does not end the others. They need torch,
+transformers and accelerate, and download nothing.
 """
 
 import json
@@ -107,20 +108,6 @@ def deterministic(folder: Path) -> None:
     first, second = (run(folder, name, deterministic=True) for name in "ab")
     torch.use_deterministic_algorithms(False)
     check_close(losses(first), losses(second), 0.0)
-
-
-def export(folder: Path) -> None:
-    """transformers opens the final model, with the toolkit's logits."""
-    from transformers import AutoModelForCausalLM
-
-    from gpt2_accel import from_pretrained
-
-    run(folder, "run")
-    theirs = AutoModelForCausalLM.from_pretrained(folder / "run", dtype=torch.float32)
-    tokens = torch.randint(256, (2, LENGTH))
-    with torch.no_grad():
-        ours = from_pretrained(folder / "run")(tokens)
-        torch.testing.assert_close(theirs(tokens).logits, ours, atol=1e-3, rtol=1e-3)
 
 
 def evaluation(folder: Path) -> None:
@@ -235,6 +222,25 @@ def generation(folder: Path) -> None:
     print(tokenizer.decode([ids[0] for ids in alone]))
 
 
+# What compiles several models comes last.
+CHECKS = (attention, resume, train, evaluation, generation)
+CHECKS += (fp16, fsdp2, qwen3, deterministic, document_mask, auto_batch)
+
+
+def main(names: list[str]) -> None:
+    """Runs the checks, each in a process; a single one in this process."""
+    checks = {check.__name__: check for check in CHECKS}
+    if len(names) == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            return checks[names[0]](Path(folder))
+    failed = []
+    for name in names or checks:
+        print(f"--- {name}", flush=True)
+        if subprocess.run([sys.executable, __file__, name]).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        globals()[sys.argv[1]](Path(name))
+    main(sys.argv[1:])

@@ -42,10 +42,10 @@ FIRST = 0x10000  # 65,536 characters without gaps start at this code point
 
 @dataclass
 class Benchmark:
-    """Groups of contestants. Those of a group take turns; the first is compared with the others."""
+    """Contestants that take turns; the first is compared with the others."""
 
     title: str
-    groups: list[list[Job]]
+    jobs: list[Job]
     updates: int = 1  # of a turn
 
 
@@ -66,15 +66,15 @@ def training(name: str, batch_size: int | None) -> Benchmark:
         plain = replace(plain, precision=precision, compile=True)
     if name == "qwen3":
         qwen3 = replace(ours, name="gpt2_accel, Qwen3", architecture="qwen3")
-        group = [qwen3, replace(ours, name="gpt2_accel, GPT-2")]
+        jobs = [qwen3, replace(ours, name="gpt2_accel, GPT-2")]
     else:
-        group = [ours, theirs, plain]
+        jobs = [ours, theirs, plain]
     if name in ("gpt2", "tiny"):
-        group.append(Job("matrix products", "matmul", precision=precision, warmup=1))
+        jobs.append(Job("matrix products", "matmul", precision=precision, warmup=1))
     updates = {"baby": 100, "tiny": 5}.get(name, 20 if cuda else 1)
     models = {"gpt2": "GPT-2 124M", "baby": "nanoGPT's model for a CPU", "qwen3": "124M"}
     title = f"{models.get(name, 'a tiny model')}, {batch_size} x {shape['n_positions']:,} tokens"
-    return Benchmark(f"{title} per update", [group], updates)
+    return Benchmark(f"{title} per update", jobs, updates)
 
 
 NAMES = ("gpt2", "qwen3", "baby", "tiny")
@@ -131,15 +131,11 @@ def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]
 
 def measure(chosen: Benchmark, rounds: int) -> dict:
     """Measures all contestants of a benchmark; returns its title and its rows."""
-    found = []
-    for group in chosen.groups:
-        with tempfile.TemporaryDirectory() as name:
-            data = Path(name) / "data"
-            if any(job.kind == "toolkit" for job in group):
-                random_shards(data, group[0].shape["vocab_size"])
-            jobs = [replace(job, data_dir=str(data)) for job in group]
-            replies = compete(jobs, rounds, chosen.updates, Path(name))
-            found += rows(jobs, replies, chosen.updates)
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name) / "data"
+        random_shards(data, chosen.jobs[0].shape["vocab_size"])
+        jobs = [replace(job, data_dir=str(data)) for job in chosen.jobs]
+        found = rows(jobs, compete(jobs, rounds, chosen.updates, Path(name)), chosen.updates)
     return {"title": f"{chosen.title}, {rounds} rounds", "rows": found}
 
 

@@ -97,11 +97,11 @@ def estimate(loss_of: PlainLoss, batches: Iterator[Batch]) -> float:
     return sum(loss_of(*next(batches)).item() for _ in range(EVAL_BATCHES)) / EVAL_BATCHES
 
 
-def learning_rate(step: int, updates: int) -> float:
+def learning_rate(step: int) -> float:
     """Returns the learning rate: linear warmup, then cosine decay."""
     if step < WARMUP:
         return PEAK * (step + 1) / (WARMUP + 1)
-    progress = (step - WARMUP) / max(updates - WARMUP, 1)
+    progress = (step - WARMUP) / (UPDATES - WARMUP)
     return LOWEST + (PEAK - LOWEST) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -109,7 +109,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", required=True, help="text file")
     parser.add_argument("--output_dir", required=True, help="folder of the model")
-    parser.add_argument("--max_steps", type=int, default=UPDATES)
     options = parser.parse_args()
     text = Path(options.input).read_text(encoding="utf-8")
     number = {character: i for i, character in enumerate(sorted(set(text)))}
@@ -122,13 +121,13 @@ def main() -> None:
     model = GPT(GPTConfig(len(number), **CPU_SHAPE))
     loss_of, optimizer = PlainLoss(model), plain_optimizer(model, PEAK, beta2=0.99)
     update = plain_update(loss_of, optimizer, train)
-    for step in range(options.max_steps + 1):
-        if step % EVAL_EVERY == 0 or step == options.max_steps:
+    for step in range(UPDATES + 1):
+        if step % EVAL_EVERY == 0:
             losses = estimate(loss_of, train), estimate(loss_of, val)
             print("step {}: train {:.4f}, val {:.4f}".format(step, *losses), flush=True)
-        if step < options.max_steps:
+        if step < UPDATES:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, options.max_steps)
+                group["lr"] = learning_rate(step)
             update()
     save_pretrained(model, options.output_dir, char_tokenizer(text))
 

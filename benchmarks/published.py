@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from table import markdown
 
+from gpt2_accel.study import outcome
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
 
@@ -21,18 +22,10 @@ LAWS = (
     ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192), "law-2e14.json"),
 )
 CORPORA = {"Python's library": "python", "tiny Shakespeare": "shakespeare"}
-# The tuned settings of AdamW and Muon on each corpus: optimizer, rate, batch, schedule, last rate, decay, beta2, warmup.
-SETTINGS = ["optimizer", "learning_rate", "total_batch_size", "lr_schedule", "min_lr_ratio"]
-SETTINGS += ["weight_decay", "beta2"]
-TUNED = {
-    "python": (
-        ("adamw", 0.002, 192, "wsd", 0.1, 0.0, 0.9999, 0.1),
-        ("muon", 0.022, 768, "linear", 0.03, 0.1, 0.999, 0.05),
-    ),
-    "shakespeare": (
-        ("adamw", 0.0056, 192, "wsd", 0.03, 0.03, 0.8, 0.1),
-        ("muon", 0.011, 384, "linear", 0.0, 0.1, 0.95, 0.003),
-    ),
+# Of each corpus: the runs with the settings that the tuning chose last, among all that other seeds than 0 trained.
+CHOSEN = {
+    "python": "optimizer == 'muon' or beta2 == 0.9999",
+    "shakespeare": "optimizer == 'adamw' or min_lr_ratio == 0",
 }
 
 
@@ -143,8 +136,9 @@ def optimizers(folder: Path) -> str:
     """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
     rows, shares = [], []
     for corpus, name in CORPORA.items():
-        runs = read_runs(folder / f"cpu/muon_{name}.csv")
-        adamw, muon = (tuned(runs, *settings) for settings in TUNED[name])
+        runs = read_runs(folder / f"cpu/muon_{name}.csv").query(f"seed > 0 and ({CHOSEN[name]})")
+        both = runs.pivot(index="tokens", columns=["optimizer", "seed"], values="loss")
+        adamw, muon = both["adamw"], both["muon"]
         for tokens in adamw.index:
             losses = plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])
             difference = plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f")
@@ -159,18 +153,9 @@ def optimizers(folder: Path) -> str:
     )
 
 
-def tuned(runs: pd.DataFrame, *settings: object) -> pd.DataFrame:
-    """Returns the losses of the runs with these settings and a warmup: tokens by seeds 1 to 5."""
-    *values, warmup = settings
-    same = (runs[SETTINGS] == values).all(axis=1) & (runs.seed > 0)
-    same &= (runs.warmup_steps / runs.max_steps - warmup).abs() <= 0.6 / runs.max_steps
-    return runs[same].pivot(index="tokens", columns="seed", values="loss")
-
-
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    mean, half = interval([*values])
-    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
+    return outcome.plus_minus(*interval([*values]), form)
 
 
 def architectures(folder: Path) -> str:

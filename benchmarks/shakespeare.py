@@ -59,7 +59,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", type=Path, help="text file; downloaded if not given")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each")
-    parser.add_argument("--flags", default="", help="more flags of both programs, for a trial")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     text = tiny_shakespeare(options.input)
@@ -68,7 +67,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, arguments in PROGRAMS.items():
             with tempfile.TemporaryDirectory() as folder:
-                took, loss = run(f"{arguments} {options.flags}", Path(folder), text)
+                took, loss = run(arguments, Path(folder), text)
             print(f"{name}: {took:.1f} s, loss {loss:.4f}", flush=True)
             seconds[name].append(took)
             losses[name].append(loss)

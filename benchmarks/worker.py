@@ -5,7 +5,6 @@ a line of JSON on stdout. It ends when it is killed. Of several processes the fi
 """
 
 import json
-import math
 import os
 import signal
 import sys
@@ -50,25 +49,6 @@ class Gate:
         print(json.dumps(reply), file=self.replies, flush=True)
         self.left = int(sys.stdin.readline())
         self.begun = time.perf_counter()
-
-
-def matmul_flops(
-    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 3
-) -> float:
-    """Measures the FLOP/s of a product of two square matrices on the device: the best of `repeats`.
-
-    `size` is the width of the matrices, by default 4096 and 1024 on a CPU. A product counts 2·size³ operations. On a
-    GPU fp32 follows `torch.get_float32_matmul_precision`: "highest" is true fp32, "high" is TF32.
-    """
-    size = size or (1024 if device.type == "cpu" else 4096)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = math.inf
-    for number in range(repeats + 1):
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()  # waits for the device
-        if number:  # the first warms up
-            best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def peak_memory() -> int:
@@ -164,10 +144,16 @@ def build_model(job: Job) -> nn.Module:
 
 
 def matmul(job: Job, folder: str, gate: Gate) -> None:
-    """The product of two large square matrices; replies with its FLOP/s."""
+    """The product of two large square matrices; replies with its FLOP/s, the best of ten."""
     dtype, size = DTYPES.get(job.precision, torch.float32), 2048 if DEVICE.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
     while True:
-        gate(flops=matmul_flops(DEVICE, dtype, size, repeats=10))
+        seconds = []
+        for _ in range(10):
+            begun = time.perf_counter()
+            (a @ b)[0, 0].item()  # waits for the device
+            seconds.append(time.perf_counter() - begun)
+        gate(flops=2 * size**3 / min(seconds))
 
 
 KINDS = {kind.__name__: kind for kind in (toolkit, hf_trainer, loop, matmul)}

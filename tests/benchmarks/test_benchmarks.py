@@ -19,19 +19,19 @@ TINY = {"shape": measure.TINY, "batch_size": 4}
 
 def test_every_contestant_has_a_row_that_follows_from_its_seconds(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # the job's own precision counts
-    training = measure.training("tiny", None).groups[0]
-    loops = [Job(name, "loop", **TINY) for name in ("a", "b")]
-    found = measure.measure(measure.Benchmark("tiny", [training, loops], 5), rounds=2)
-    names = ["gpt2_accel", "HF Trainer", "nanoGPT's loop", "a", "b"]
+    training = measure.training("tiny", None).jobs
+    jobs = [*training, Job("another loop", "loop", **TINY)]
+    found = measure.measure(measure.Benchmark("tiny", jobs, 5), rounds=2)
+    names = ["gpt2_accel", "HF Trainer", "nanoGPT's loop", "another loop"]
     assert [row["name"] for row in found["rows"]] == names
     for row in found["rows"]:
         speeds = [5 * 4 * 32 / seconds for seconds in row["seconds"]]
         assert row["tokens_per_second"] == measure.summary(speeds) and len(speeds) == 2
         assert row["memory"] > 2**26 and row["setting"].startswith("fp32")
-    assert ["speed_up" in row for row in found["rows"]] == [False, True, True, False, True]
+    assert ["speed_up" in row for row in found["rows"]] == [False, True, True, True]
     assert 0 < found["rows"][0]["mfu"]["median"] < 1
     shown = table.table(found)
-    assert shown.startswith("tiny, 2 rounds; gpt2_accel reaches ") and shown.count("\n") == 8
+    assert shown.startswith("tiny, 2 rounds; gpt2_accel reaches ") and shown.count("\n") == 7
 
 
 def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monkeypatch):
