@@ -30,7 +30,7 @@ def main() -> None:
     path = Path(config.study)
     engine = config.engine(Path("runs") / path.stem)
     from gpt2_accel.study.compare import compare, dry_run
-    from gpt2_accel.study.engine import require_study
+    from gpt2_accel.study.engine import require_scipy
     from gpt2_accel.study.outcome import comparison_page
     from gpt2_accel.study.study_file import read_study
 
@@ -38,7 +38,7 @@ def main() -> None:
     if config.dry_run:
         print(dry_run(study, engine))
         return
-    require_study()
+    require_scipy()
     outcome = compare(study, engine)
     page = comparison_page(outcome, path.stem)
     print("\n\n".join(page.text))

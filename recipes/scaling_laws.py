@@ -18,7 +18,8 @@ from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, require
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.files import write_json
-from gpt2_accel.study.engine import Engine, require_study
+from gpt2_accel.report.figures import require_matplotlib
+from gpt2_accel.study.engine import Engine, require_scipy
 from gpt2_accel.study.options import EngineOptions
 from gpt2_accel.study.outcome import RUNS, run_rows, scaling_page
 from gpt2_accel.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
@@ -68,7 +69,8 @@ def main() -> None:
         largest = grid.runs[grid.budgets[-1]][SIDE]
         print(f"{markdown(RUNS, run_rows(grid))}\n\n{engine.forecast(grid.left(), largest)}")
         return
-    require_study()
+    require_scipy()
+    require_matplotlib()
     law = grid.train()
     page = scaling_page(grid, law, config.target_flops)
     print("\n\n".join(page.text))

@@ -117,24 +117,17 @@ def report_of(runs: list[Run]) -> Page:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Returns a run's metadata and progress by title."""
-    known, last = run.metadata, run.lines[-1] if run.lines else {}
+    """Returns a run's metadata and progress by title; the state is such as `stopped at update 120: SIGTERM`."""
+    known, last, status = run.metadata, run.lines[-1] if run.lines else {}, run.status
+    reason = f": {status['reason']}" if status.get("reason") else ""
     hours, flops = (run.curve("step", axis)[0][-1:] for axis in ("hours", "flops"))
     return {
-        "state": state_of(run),
+        "state": f"{status['state']} at update {run.step:,}{reason}" if status else "",
         "tokens": f"{last['tokens']:,}" if "tokens" in last else "",
         "training": duration(hours[0] * 3600) if hours else "",
         "FLOPs": f"{flops[0]:.3g}" if flops else "",
         **{name: str(known.get(name) or "") for name in METADATA},
     }
-
-
-def state_of(run: Run) -> str:
-    """Describes a run's state, such as `stopped at update 120: SIGTERM`."""
-    if not run.status:
-        return ""
-    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-    return f"{run.status.get('state')} at update {run.step:,}{reason}"
 
 
 def newest(run: Run, name: str) -> str:

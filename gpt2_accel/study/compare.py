@@ -5,12 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import short_number
 from gpt2_accel.study.engine import Engine
-from gpt2_accel.study.intervals import Verdict, interval, judge
+from gpt2_accel.study.intervals import Verdict, judge
 from gpt2_accel.study.study_file import StudyFile
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 
@@ -32,12 +30,6 @@ class Comparison:
         results = self.results[variant, budget]
         return [math.nan if r is None else r.metric(self.study.metric) for r in results]
 
-    def differences(self, variant: str, budget: float | None) -> list[float]:
-        """Returns the difference of a variant to the baseline for each seed: infinite if one of them diverged, NaN if both did, or
-        if a run is missing."""
-        both = (self.values(name, budget) for name in (variant, self.study.baseline))
-        return [a - b for a, b in zip(*both, strict=True)]
-
     def verdict(self, variant: str, budget: float | None) -> Verdict:
         """Returns the verdict on a variant, or that it is the baseline.
 
@@ -45,31 +37,12 @@ class Comparison:
         """
         if variant == self.study.baseline:
             return Verdict(math.nan, math.nan, "baseline")
-        found = self.differences(variant, budget)
+        # Infinite if one of a pair diverged, NaN if both did, or if a run is missing.
+        both = (self.values(name, budget) for name in (variant, self.study.baseline))
+        found = [a - b for a, b in zip(*both, strict=True)]
         if more := found.count(math.inf) - found.count(-math.inf):
             return Verdict(math.nan, math.nan, f"diverged {'more' if more > 0 else 'less'} often")
         return judge([*filter(math.isfinite, found)])
-
-    def token_share(self, variant: str) -> str | None:
-        """Returns the share of the baseline's tokens, in the largest budget, with which a variant reaches the baseline's
-        metric, as text: mean over the seeds and half the width of the 95% interval, or a bound if a seed reaches it outside
-        of the budgets. Interpolates over the logarithm of the tokens. None with one budget, or if a run is missing."""
-        budgets = self.study.budgets
-        lowest = np.minimum.accumulate([self.values(variant, budget) for budget in budgets])
-        goals = np.array(self.values(self.study.baseline, budgets[-1]))
-        missing = np.isnan(lowest.sum() + goals.sum())
-        if variant == self.study.baseline or len(budgets) < 2 or missing:
-            return None
-        [last, *_] = self.results[self.study.baseline, budgets[-1]]
-        tokens = [self.results[variant, budget][0].tokens / last.tokens for budget in budgets]
-        if (goals < lowest[-1]).any():
-            return f"> {tokens[-1]:.0%}"
-        logs = [
-            np.interp(-goal, -own, np.log(tokens))
-            for goal, own in zip(goals, lowest.T, strict=True)
-        ]
-        mean, half = interval(np.exp(logs).tolist())
-        return f"< {mean:.0%}" if (goals > lowest[0]).any() else f"{mean:.1%} ± {half:.1%}"
 
 
 def compare(study: StudyFile, engine: Engine) -> Comparison:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -37,25 +38,21 @@ from gpt2_accel.study.trials import (
     write_table,
 )
 
-INSTALL = "pip install 'scipy>=1.13' 'matplotlib>=3.9'"
 PAUSE = 0.5  # seconds between looks at a run, or at its lock
 PROBE = 40  # updates that measure the speed of training
 LOG = "log.txt"  # in a run's folder: its terminal output
 
 
-def require_study() -> None:
-    """Raises `ValueError` if a library of the extra `study` is not installed."""
-    try:
-        import matplotlib  # noqa: F401, missing libraries are named before hours of runs
-        import scipy  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"a study needs {error.name}: {INSTALL}") from error
+def require_scipy() -> None:
+    """Raises `ValueError` if SciPy is not installed: before hours of runs."""
+    if find_spec("scipy") is None:
+        raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")
 
 
 @dataclass
 class Engine:
-    """Trains the runs of a study in `folder`, one in each of `slots` with a number of `processes`, and records them in the
-    CSV file `table`. A run in the table is done.
+    """Trains the runs of a study in `folder`, one in each of `slots`, and records them in the CSV file `table`. A run in
+    the table is done.
 
     `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
     recorded runs by id, `failed` the ids of those that failed.
@@ -64,7 +61,6 @@ class Engine:
     folder: Path
     table: Path
     slots: Sequence[str]
-    processes: int = 1
     precision: Mapping[str, str] = field(default_factory=dict)
     keep_models: bool = False
 
@@ -157,7 +153,7 @@ class Engine:
         """Starts a trial in `folder`, where it resumes."""
         recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
         write_file(folder / CODE, code_fingerprint(trial.recipe))
-        arguments = (*recipe, slot, self.processes, folder / LOG)
+        arguments = (*recipe, slot, folder / LOG)
         process = children.FORKS.Process(target=children.train_recipe, args=arguments)
         process.start()
         return process

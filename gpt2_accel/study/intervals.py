@@ -11,11 +11,11 @@ MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for al
 
 
 @functools.cache
-def student(runs: int, confidence: float = CONFIDENCE) -> float:
+def student(runs: int) -> float:
     """Returns the two-sided quantile of Student's t with `runs` - 1 degrees of freedom."""
     from scipy.stats import t
 
-    return float(t.ppf((1 + confidence) / 2, runs - 1))
+    return float(t.ppf((1 + CONFIDENCE) / 2, runs - 1))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

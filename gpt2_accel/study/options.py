@@ -21,12 +21,11 @@ class EngineOptions:
         None, "CSV file that lists the recorded runs; default runs.csv in the folder"
     )
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
-    gpus_per_run: int = setting(1, "GPUs of each run; without a GPU its processes")
     keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
     dry_run: bool = setting(False, "print the runs, their FLOPs and hours, then exit")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="processes gpus_per_run")
+        check_ranges(self, positive="processes")
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             raise ValueError(
                 f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
@@ -37,12 +36,11 @@ class EngineOptions:
         children.prepare()
         from gpt2_accel.study.engine import Engine
 
-        folder, each = Path(self.output_dir or folder), self.gpus_per_run
+        folder = Path(self.output_dir or folder)
         return Engine(
             folder,
             Path(self.table or folder / "runs.csv"),
-            children.slots(self.processes, each),
-            each,
-            children.precision(each),
+            children.slots(self.processes),
+            children.precision(),
             self.keep_models,
         )

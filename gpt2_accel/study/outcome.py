@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.report.figures import (
-    COLOURS,
-    INK,
-    WIDE,
-    add_legend,
-    new_figure,
-    short_number,
-)
+from gpt2_accel.report.figures import COLOURS, add_legend, new_figure, short_number
 from gpt2_accel.report.page import Page
 from gpt2_accel.study.compare import Comparison
 from gpt2_accel.study.intervals import interval
@@ -30,7 +23,7 @@ RUNS = ("run", "val/loss", "parameters", "tokens")
 
 
 def comparison_page(outcome: Comparison, title: str) -> Page:
-    """Returns the page of a comparison: tables by budget, remarks, a picture. Needs matplotlib."""
+    """Returns the page of a comparison: tables by budget, remarks."""
     page, study = Page(title), outcome.study
     heads = ("variant", "verdict", "difference to the baseline", METRICS[study.metric], "tokens")
     for budget in study.budgets:
@@ -40,9 +33,6 @@ def comparison_page(outcome: Comparison, title: str) -> Page:
     if lines := [*remarks(outcome), *caveats(study.recipe, used)]:
         page.section("Remarks")
         page.bullets(lines)
-    if len(study.variants) > 1:
-        caption = "The largest budget: mean difference, its 95% interval, and each pair of seeds."
-        page.picture("differences", differences_figure(outcome), caption)
     return page
 
 
@@ -69,15 +59,9 @@ def verdict_rows(outcome: Comparison, budget: float | None) -> dict[str, list[st
 
 
 def remarks(outcome: Comparison) -> list[str]:
-    """Returns the share of tokens of each variant, where it is known, what the tuning of each chose, and which of it is at an end
-    of its axis beyond which there may be more: not at 0, and no text."""
+    """Returns what the tuning of each variant chose, and which of it is at an end of its axis beyond which there may be more: not
+    at 0, and no text."""
     study, lines = outcome.study, []
-    for name in study.variants:
-        if share := outcome.token_share(name):
-            text = (
-                f"{name} reaches the {study.metric} of {study.baseline} with {share} of its tokens"
-            )
-            lines.append(text)
     for name, trial in outcome.tuned.items():
         best = {axis: trial.resolved[axis] for axis in study.tune}
         count = math.prod(map(len, study.tune.values()))
@@ -88,26 +72,6 @@ def remarks(outcome: Comparison) -> list[str]:
             if type(best[axis]) in (int, float) and at_end and best[axis] != 0:
                 lines.append(f"{name}: the best {axis} is at the end of its axis: extend it")
     return lines
-
-
-def differences_figure(outcome: Comparison) -> "Figure":
-    """Draws the interval of each variant's difference to the baseline in the largest budget, with its pairs as points."""
-    study = outcome.study
-    found = {}
-    for name in [name for name in study.variants if name != study.baseline]:
-        if own := [*filter(math.isfinite, outcome.differences(name, study.budgets[-1]))]:
-            found[name] = own
-    figure, ax = new_figure(f"difference to {study.baseline}", WIDE, 1.0 + 0.4 * len(found))
-    for place, (points, colour) in enumerate(zip(found.values(), cycle(COLOURS), strict=False)):
-        ax.plot(points, [place] * len(points), "|", color=colour, markersize=9, alpha=0.6)
-        mean, half = interval(points)
-        half = None if math.isinf(half) else half
-        ax.errorbar(mean, place, xerr=half, fmt="o", color=colour, capsize=4, markersize=5)
-    ax.axvline(0, color=INK, linewidth=1)
-    ax.set_yticks(range(len(found)), [*found])
-    ax.invert_yaxis()
-    ax.set_xlabel(f"{METRICS[study.metric]}; lower is better")
-    return figure
 
 
 def scaling_page(grid: Grid, law: FittedLaw | None, target: float | None) -> Page:

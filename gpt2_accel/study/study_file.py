@@ -26,7 +26,6 @@ class StudyFile:
     recipe: str
     variants: dict
     settings: dict = field(default_factory=dict)
-    baseline: str = ""
     budget: dict = field(default_factory=dict)
     seeds: int = 3
     metric: str = "loss"
@@ -40,9 +39,9 @@ class StudyFile:
         self.variants = {str(name): own or {} for name, own in self.variants.items()}
         for name, own in {"settings": self.settings, **self.variants}.items():
             check_settings(name, own)
-        self.baseline = self.baseline or next(iter(self.variants))
-        check_choice("baseline", self.baseline, self.variants)
-        check_choice("metric", self.metric, METRICS)
+        self.baseline = next(iter(self.variants))
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be {' or '.join(METRICS)}, got {self.metric!r}")
         check_ranges(self, positive="seeds")
         self.unit, self.budgets = read_budgets(self.budget)
         self.tune = read_tuning(self.tune)
@@ -72,12 +71,6 @@ def check_kind(name: str, value: Any, kind: type) -> None:
     """Raises `ValueError` if a value is of another kind than one of `KINDS`."""
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}, expected {KINDS[kind]}")
-
-
-def check_choice(name: str, value: str, choices: Mapping) -> None:
-    """Raises `ValueError` if a value is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_settings(where: str, own: Any) -> None:

@@ -228,7 +228,7 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
     return Result(
         trial.id,
         json.dumps(settings, sort_keys=True),
-        json.loads((folder / "run.json").read_text(encoding="utf-8"))["parameters"],
+        trial.shape.parameter_count,
         status["step"],
         tokens,
         float(tokens * trial.flops_per_token),

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import LONG, long, run
+from conftest import LONG, run
 from launching import ROOT, Started, in_process, wait_for
 
 from gpt2_accel import device
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.study import children
 from gpt2_accel.study.compare import Comparison, first_trials, points_of, run_of
-from gpt2_accel.study.engine import Engine, require_study
+from gpt2_accel.study.engine import Engine, require_scipy
 from gpt2_accel.study.outcome import remarks
 from gpt2_accel.study.study_file import StudyFile, read_study
 from gpt2_accel.study.trials import Result, Trial, read_trial
@@ -85,7 +85,7 @@ def test_a_halved_rate_of_adamw_is_worse(studied):
     assert re.match(r"\| half +\| worse +\| \+\d\.\d+ ± 0\.\d+ +\|", row), row
     assert len(rows(folder)) == 4
     page = (folder / "study.html").read_text()
-    assert "worse" in page and "<svg" in page and (folder / "differences.png").exists()
+    assert "worse" in page
 
 
 def test_a_run_is_the_training_loops(tiny, studied):
@@ -211,7 +211,6 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     assert "tokens: 640" in done.stdout and "tokens: 1.536k" in done.stdout
     assert "adamw: 4 trials chose learning_rate 0.01, lr_schedule constant" in done.stdout
     assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
-    assert re.search(r"muon reaches the loss of adamw with (<|>)? ?[\d.]+%", done.stdout)
     seeds = [json.loads(row["settings"])["seed"] for row in rows(tmp_path / "out")]
     assert seeds.count(0) == 8 and len(seeds) == 8 + 2 * 2 * 2
 
@@ -224,7 +223,10 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
         ("recipe: quickstart\nvariants: {}", "variants is empty"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a"),
+        (
+            "recipe: quickstart\nvariants: {a: {}}\nmetric: b",
+            "metric must be loss or bits_per_byte",
+        ),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
         (
             "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}",
@@ -310,10 +312,9 @@ def test_the_weights_of_init_from_are_in_a_runs_identity(tiny, data_dir, tmp_pat
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "scipy", None)
-        with pytest.raises(ValueError, match="a study needs scipy.*: pip install 'scipy"):
-            require_study()
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ValueError, match="a study needs scipy: pip install 'scipy"):
+        require_scipy()
 
 
 @pytest.mark.parametrize(
@@ -332,27 +333,6 @@ def test_a_verdict_counts_divergence_within_pairs(own, base, word):
     study = StudyFile("recipe", {"base": {}, "own": {}})
     outcome = Comparison(study, {("base", None): results(base), ("own", None): results(own)})
     assert outcome.verdict("own", None).word == word
-
-
-@pytest.mark.parametrize(
-    "losses, expected",
-    [
-        ((5.0, 4.6, 4.4), "70.7%"),  # between two budgets
-        ((5.0, 4.4, 4.6), "44.5%"),  # the first time
-        ((4.4, 4.3, 4.2), "< 25%"),
-        ((5.0, 5.1, 5.0), "> 100%"),
-        ((5.0, math.inf, 4.5), "100.0%"),
-    ],
-)
-def test_the_share_of_tokens_with_which_a_loss_is_reached(losses, expected):
-    def results(name, own):
-        for budget, loss in zip((100, 200, 400), own, strict=True):
-            both = [Result(f"{seed}", "", 1, 1, budget, 1.0, loss) for seed in (1, 2)]
-            yield (name, budget), both
-
-    study = StudyFile("recipe", {"base": {}, "own": {}}, budget={"tokens": [100, 200, 400]})
-    outcome = Comparison(study, dict([*results("base", (6.0, 5.5, 4.5)), *results("own", losses)]))
-    assert outcome.token_share("own").startswith(expected)
 
 
 def test_a_best_value_at_the_end_of_its_axis_is_named():
@@ -379,17 +359,7 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir, tmp_path):
 def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
     monkeypatch.setattr(device, "accelerator_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a, 5,MIG-7")
-    assert children.slots(None, 1) == ["GPU-1a", "5", "MIG-7"]
-    assert children.slots(None, 2) == ["GPU-1a,5", "MIG-7"]
-    assert len(children.slots(2, 1)) == 2
+    assert children.slots(None) == ["GPU-1a", "5", "MIG-7"]
+    assert len(children.slots(2)) == 2
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert len(children.slots(None, 1)) == usable_cpus()
-
-
-@long
-def test_a_run_of_several_processes(data_dir, tmp_path):
-    path = study_file(tmp_path, data_dir, variants={"one": {}}, seeds=1)
-    done = compare(path, tmp_path / "out", "--gpus_per_run", 2)
-    assert done.returncode == 0, [log.read_text() for log in tmp_path.glob("out/runs/*/log.txt")]
-    [metadata] = tmp_path.glob("out/runs/*/run.json")
-    assert json.loads(metadata.read_text())["hardware"].startswith("2 x cpu")
+    assert len(children.slots(None)) == usable_cpus()
