@@ -176,15 +176,18 @@ def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expecte
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_push_to_an_existing_repository_removes_old_weights_only(tiny, here, architecture):
-    old = {"model-00001-of-00002.safetensors": b"", "notes.md": b"mine"}
-    here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
-    run(tiny("run", push_to_hub=REPO, architecture=architecture))
+def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_path, architecture):
+    old = {"model-00001-of-00002.safetensors", "last-checkpoint/notes.txt"}
+    here.repos[REPO] = {"commits": [("0" * 40, dict.fromkeys([*old, "notes.md"], b""))]}
+    config = tiny("run", push_to_hub=REPO, hub_strategy="checkpoint", architecture=architecture)
+    run(config)
     files = here.files(REPO)
     assert json.loads(files["config.json"])["model_type"] == architecture
     assert f"- {architecture}\n".encode() in files["README.md"]
-    assert "model.safetensors" in files and "model-00001-of-00002.safetensors" not in files
-    assert files["notes.md"] == b"mine"
+    assert "notes.md" in files and not {*old, "run.json", "status.json"} & files.keys()
+    checkpoint = tmp_path / "run/checkpoint-8"
+    sent = {path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
+    assert {f"last-checkpoint/{path}" for path in sent} < files.keys()
 
 
 def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here, tmp_path):
@@ -284,23 +287,6 @@ def test_a_process_exits_during_an_upload_that_hangs(tiny, server, tmp_path):
         assert process.wait(10) == 0
     finally:
         process.kill()
-
-
-def test_only_a_checkpoints_files_are_uploaded_for_a_resume(tiny, here, tmp_path):
-    old = {"last-checkpoint/notes.txt": b"", "notes.md": b"mine"}
-    here.repos[REPO] = {"private": False, "commits": [("0" * 40, old)]}
-    config = tiny("run", save_every=4)
-    run(config)
-    checkpoint = tmp_path / "run/checkpoint-8"
-    needed = json.loads((checkpoint / "training_state/manifest.json").read_text())["files"]
-    config = replace(config, push_to_hub=REPO, hub_strategy="checkpoint")
-    with Uploads(config, print, lambda: 1.0) as uploads:
-        uploads.push(tmp_path / "run", checkpoint)
-    files = here.files(REPO)
-    folder = "last-checkpoint/"
-    sent = {name.removeprefix(folder) for name in files if name.startswith(folder)}
-    assert sent == {*needed, "training_state/manifest.json"}
-    assert "run.json" not in files and "status.json" not in files and "notes.md" in files
 
 
 def test_the_model_card_has_data_settings_and_results(tiny, tmp_path):

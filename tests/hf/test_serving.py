@@ -10,17 +10,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 from conftest import WORDS, run, tiny_config
-from launching import ROOT, Started, free_port
+from launching import ROOT, Started, free_port, wait_for
 from test_export import NASTY, own_bpe, random_llama, random_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from test_llama_directories import smollm2_tokenizer
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
@@ -52,22 +50,11 @@ def trained_as(architecture, trained, path):
     if architecture == "llama":
         texts = {"train": [" ".join(WORDS * 9)] * 4 + [NASTY] * 9, "val": [" ".join(WORDS * 4)]}
         data = path.parent / "digits"
-        prepare(texts, smollm2_tokenizer(texts["train"]), data, source="made up")
+        bpe = train_bpe([*texts["train"], "a  1,\n\n  22\t\t3   x"] * 9, 400).backend_tokenizer
+        prepare(texts, smollm2_tokenizer(bpe), data, source="made up")
     changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": architecture}
     run(tiny_config(data, path, **changes, n_embd=32, n_head=4))
     return path
-
-
-def smollm2_tokenizer(texts):
-    bpe = Tokenizer(models.BPE())
-    parts = [pre_tokenizers.Digits(individual_digits=True)]
-    parts += [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([*texts, "a  1,\n\n  22\t\t3   x"] * 9, trainer)
-    bpe.add_special_tokens(["<|endoftext|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
 
 
 def request():
@@ -100,14 +87,12 @@ def streamed(url, **settings):
     return [piece for piece in pieces if piece]
 
 
-def wait_for(url, has_ended, log, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert not has_ended(), log.read_text()
-        with suppress(OSError):
-            return urlopen(url, timeout=5).close()
-        time.sleep(0.1)
-    raise AssertionError(f"no answer at {url}\n{log.read_text()}")
+def answers(url, server):
+    """Whether a server answers at `url`; it must not have ended."""
+    assert server.poll() is None
+    with suppress(OSError):
+        urlopen(url, timeout=5).close()
+        return True
 
 
 def test_transformers_serve_streams_a_completion(trained, tmp_path):
@@ -116,7 +101,7 @@ def test_transformers_serve_streams_a_completion(trained, tmp_path):
     server = Started(COMMAND, "serve", trained, "--port", port, "--device", "cpu", log=log)
     try:
         url = f"http://localhost:{port}"
-        wait_for(f"{url}/health", lambda: server.poll() is not None, log)
+        wait_for(lambda: answers(f"{url}/health", server), 120)
         pieces = streamed(url)
         assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
     finally:
@@ -199,7 +184,7 @@ def test_llama_cpps_server_streams_a_completion(trained, tmp_path):
         )
     try:
         url = f"http://localhost:{port}"
-        wait_for(f"{url}/v1/models", lambda: server.poll() is not None, log)
+        wait_for(lambda: answers(f"{url}/v1/models", server), 120)
         pieces = streamed(url, repeat_penalty=1.0)
         assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
     finally:
