@@ -19,7 +19,7 @@ import torch
 from results import RESULTS, ratios, summary, write_result
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.data.sources import tiny_shakespeare
+from gpt2_accel.data.sources import one_text
 from gpt2_accel.device import has_bf16
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
-    text = tiny_shakespeare(options.input)
+    text, _ = one_text(options.input)
     seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     losses: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for _ in range(options.rounds):

@@ -285,10 +285,9 @@ class TrainLoader(Loader):
         not be read.
         """
         size = self.micro_batch_size
-        if any(stream.remote for stream in self.streams):
-            end = first + sequences + AHEAD
-            for begin in range(max(first, self._fetched), end, sequences):  # in the order of need
-                self.fetch_ahead(self.order(begin, sequences))
+        begin, end = max(first, self._fetched), first + sequences + AHEAD
+        if begin < end and any(stream.remote for stream in self.streams):
+            self.fetch_ahead(self.order(begin, end - begin))
             self._fetched = end
         samples = self.order(first, sequences)
         counted = np.full(sequences, self.sequence_length)  # targets of each window

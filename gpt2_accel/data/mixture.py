@@ -6,13 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt2_accel.data.shards import (
-    MANIFEST,
-    MANIFEST_FORMAT,
-    VERSION,
-    check_same,
-    read_manifest,
-)
+from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, check_same, read_manifest
 from gpt2_accel.files import atomic_directory, write_json
 
 
@@ -31,18 +25,17 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
-    first = max(manifests, key=lambda folder: manifests[folder].get("version", VERSION))
+    first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
     entries = [manifest["splits"] for manifest in manifests.values()]
     splits = {}
     for name in entries[0]:
         if all(name in entry for entry in entries):
             tokens = sum(entry[name]["tokens"] for entry in entries)
             splits[name] = {"tokens": tokens, "documents": None, "bytes": None, "shards": []}
-    about = {name: manifests[first].get(name) for name in ("tokenizer", "dtype", "sequence_length")}
+    shared = ("version", "tokenizer", "dtype", "sequence_length")
     manifest = {
         "format": MANIFEST_FORMAT,
-        "version": manifests[first].get("version", VERSION),
-        **about,
+        **{name: newest.get(name) for name in shared},
         "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
         "mixture": [
             {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}

@@ -255,22 +255,19 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
 
 
 def one_text(path: str | Path | None = None) -> tuple[str, Source]:
-    """Returns the text of `tiny_shakespeare`, and its source: the first 90% for training, the rest for validation, as
-    nanoGPT has it. The source's name is the text's file or name, and its SHA-256."""
-    text = tiny_shakespeare(path)
+    """Returns the text of the file `path`, by default tiny Shakespeare, and its source: the first 90% for training, the rest
+    for validation, as nanoGPT has it. The source's name is the text's file or name, and its SHA-256.
+
+    Raises the errors of `read_text` and `tiny_shakespeare`."""
+    text = tiny_shakespeare() if path is None else read_text(path)
     content, cut = text.encode(), int(len(text) * 0.9)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
     name = f"{path or 'tiny Shakespeare'}, SHA-256 {hashlib.sha256(content).hexdigest()}"
     return text, texts(name, splits, len(content))
 
 
-def tiny_shakespeare(path: str | Path | None = None) -> str:
-    """Returns the text of the file `path`, by default tiny Shakespeare, downloaded.
-
-    Raises `OSError` if it cannot be read, and the errors of `read_text`.
-    """
-    if path is not None:
-        return read_text(path)
+def tiny_shakespeare() -> str:
+    """Downloads tiny Shakespeare. Raises `OSError` if it cannot be read."""
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
             return response.read().decode()

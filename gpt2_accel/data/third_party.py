@@ -51,7 +51,7 @@ def third_party_manifest(folder: Path) -> dict | None:
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    about = {"tokenizer": GPT2, "dtype": "uint16", "source": f"{folder} as it is"}
+    about = {"version": 1, "tokenizer": GPT2, "dtype": "uint16", "source": f"{folder} as it is"}
     return {**about, "splits": dict(splits)} if splits else None
 
 

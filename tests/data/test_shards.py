@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -53,25 +52,6 @@ def test_the_order_is_a_permutation(size, seed, epoch):
 def loader(data_dir, **changes):
     settings = {"sequence_length": 16, "micro_batch_size": 2, "seed": 1}
     return TrainLoader(open_split(data_dir, "train"), **{**settings, **changes})
-
-
-def rows(batches):
-    return torch.cat([input_ids for input_ids, *_ in batches])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch_size"), [(1, 8), (1, 1), (2, 2), (4, 1), (4, 2)]
-)
-def test_an_update_reads_the_same_sequences_on_any_ranks_and_micro_batches(
-    data_dir, world_size, micro_batch_size
-):
-    changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
-    ranks = [loader(data_dir, rank=rank, **changes) for rank in range(world_size)]
-    whole = loader(data_dir)
-    for step in (0, 5, 1000):  # the last in a later epoch
-        got = rows(batch for rank in ranks for batch in rank.update(8 * step, 8)).tolist()
-        expected = rows(whole.update(8 * step, 8)).tolist()
-        assert sorted(got) == sorted(expected)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
