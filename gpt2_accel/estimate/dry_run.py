@@ -12,8 +12,7 @@ from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.files import readable_size
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.models import ModelConfig
-from gpt2_accel.models.architectures import check_loaded, configured_shape
+from gpt2_accel.models import ModelConfig, check_loaded, configured_shape
 from gpt2_accel.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 

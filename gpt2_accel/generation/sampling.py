@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, setting
@@ -224,10 +225,9 @@ def left_padded(
     rows: Sequence[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns rows of token ids of one length, with padding at their left, and which are no padding: (B, T) int64 each."""
-    longest = max(map(len, rows))
-    padded = [[0] * (longest - len(row)) + row for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
+    ids = [torch.tensor(row, device=device) for row in rows]
+    padded = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
+    return padded.clamp(min=0), (padded >= 0).long()
 
 
 def choose(

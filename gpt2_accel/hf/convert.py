@@ -23,8 +23,7 @@ from gpt2_accel.hf.safetensors_files import (
     weight_files,
     write_safetensors,
 )
-from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.models.architectures import config_class
+from gpt2_accel.models import LanguageModel, ModelConfig, config_class
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt2_accel.hf.convert import check_finite, conversion, special_ids, to_hf
 from gpt2_accel.models import LanguageModel
-from gpt2_accel.models.rotary import rotary_frequencies
+from gpt2_accel.models.parts import rotary_frequencies
 from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt2_accel.hf import Conversion
-from gpt2_accel.models.architectures import config_class
+from gpt2_accel.models import config_class
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.models.rotary import RotaryScaling
+from gpt2_accel.models.parts import RotaryScaling
 
 # The kinds of scaled rotary positions -> HF's names of the fields of `RotaryScaling`.
 SCALINGS = {

@@ -9,9 +9,11 @@ Shape letters: B batch, T sequence, C width.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +22,6 @@ from gpt2_accel.models.parts import (
     Mask,
     document_mask,
     document_positions,
-    head_logits,
     head_loss,
     sequence_positions,
 )
@@ -60,6 +61,27 @@ class ModelConfig:
         return -(-self.vocab_size // 128) * 128
 
 
+def config_class(name: str | None) -> type[ModelConfig]:
+    """Returns the config of an architecture in `config.ARCHITECTURES`; None is GPT-2. `models/NAME.py` has it as `CONFIG`."""
+    return import_module(f"gpt2_accel.models.{name or 'gpt2'}").CONFIG
+
+
+def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
+    """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings that the architecture does not
+    have."""
+    return config_class(settings.architecture).from_settings(settings, vocab_size)
+
+
+def check_loaded(settings: object, shape: ModelConfig) -> None:
+    """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
+    found = shape.architecture, shape.n_layer
+    if found != (settings.architecture or found[0], settings.depth or found[1]):
+        raise ValueError(
+            f"{settings.init_from} is a {found[0]} with n_layer = {found[1]}: leave out --architecture and --depth, which are "
+            "for a new model, or --init_from"
+        )
+
+
 def layers_heads_width(settings: object) -> tuple[int, int, int]:
     """Returns layers, heads and width of a `TrainConfig`. `depth` N means N layers of width 64·N with heads of 64 channels,
     as in nanochat."""
@@ -69,7 +91,7 @@ def layers_heads_width(settings: object) -> tuple[int, int, int]:
 
 
 class LanguageModel(nn.Module):
-    """A language model. A subclass has the modules, `hidden`, `final_norm` and `head_weight`.
+    """A language model. A subclass has the modules, `hidden` and `head_weight`.
 
     The token embedding and the head have `config.padded_vocab_size` rows. The padding rows are zero, get no gradient,
     and are excluded from the loss, from the logits that `forward` returns, and from saved files.
@@ -121,14 +143,9 @@ class LanguageModel(nn.Module):
     def hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
     ) -> torch.Tensor:
-        """Returns the output of the last block, (B, T, C), before the final norm.
+        """Returns the input of the head, (B, T, C), after the final norm.
 
         Arguments as in `forward`, positions also (T,); the mask may also be a `BlockMask`."""
-        raise NotImplementedError
-
-    @property
-    def final_norm(self) -> nn.Module:
-        """The norm between the last block and the head."""
         raise NotImplementedError
 
     @property
@@ -171,11 +188,10 @@ class LanguageModel(nn.Module):
             documents = (input_ids == self.separator).cumsum(dim=1)
         if documents is not None:
             attention_mask = self.document_mask(documents)
-        x = self.hidden(input_ids, position_ids, attention_mask)
-        x = self.final_norm(x[:, -logits_to_keep:])
+        x = self.hidden(input_ids, position_ids, attention_mask)[:, -logits_to_keep:]
         weight, vocab_size = self.head_weight, self.config.vocab_size
         if targets is None:
-            return head_logits(x, weight, vocab_size)
+            return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
         return head_loss(x, weight, targets, vocab_size, reduction)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:

@@ -191,11 +191,7 @@ class GPT(LanguageModel):
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        return self.run_blocks(self.h, x, attention_mask)
-
-    @property
-    def final_norm(self) -> LayerNorm:
-        return self.ln_f
+        return self.ln_f(self.run_blocks(self.h, x, attention_mask))
 
     @property
     def head_weight(self) -> torch.Tensor:

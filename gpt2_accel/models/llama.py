@@ -19,11 +19,12 @@ from gpt2_accel.models.parts import (
     Embedding,
     Mask,
     RMSNorm,
+    RotaryScaling,
     SwiGLU,
     attend,
+    rotary_angles,
     rotate,
 )
-from gpt2_accel.models.rotary import RotaryScaling, rotary_angles
 
 
 @dataclass
@@ -215,11 +216,7 @@ class Llama(LanguageModel):
             position_ids, config.head_dim, config.rope_theta, config.rope_scaling
         )
         angles = tuple(part.to(x.dtype) for part in angles)
-        return self.run_blocks(self.layers, x, angles, attention_mask)
-
-    @property
-    def final_norm(self) -> RMSNorm:
-        return self.norm
+        return self.norm(self.run_blocks(self.layers, x, angles, attention_mask))
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""What the architectures share: embeddings, norms, positions, attention, the document mask, the logits and the loss.
+"""What the architectures share: embeddings, norms, positions, rotary angles, attention, the document mask, the loss.
 
 Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vocabulary (padded).
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,55 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class RotaryScaling(NamedTuple):
+    """Scaled rotary frequencies, for contexts longer than those of the first training.
+
+    Frequencies that turn less than `low_freq_factor` times in `original_positions` are divided by `factor`, those that turn
+    more than `high_freq_factor` times stay, and the ones between are interpolated ("The Llama 3 Herd of Models", 2024,
+    arXiv:2407.21783; the formula is that of `rope_type: llama3` in `transformers`). The default `original_positions` of
+    0 divides all of them (`linear`; Chen et al., 2023, arXiv:2306.15595).
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 0
+
+
+def rotary_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: Sequence[float] | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Returns the angle per position of each pair of channels, theta^(-2i/D) before `scaling`, a `RotaryScaling`: (D/2,) fp32."""
+    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / head_dim)
+    if not scaling:
+        return frequencies
+    factor, low, high, original = scaling
+    turns = original / (2 * math.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+def rotary_angles(
+    position_ids: torch.Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: RotaryScaling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+
+    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2 turn together, by
+    position times `rotary_frequencies`.
+    """
+    frequencies = rotary_frequencies(head_dim, theta, scaling, position_ids.device)
+    angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -112,11 +163,6 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
-
-
-def head_logits(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns the logits without vocabulary padding. x: (…, C), weight: (V, C) -> (…, vocab_size)."""
-    return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
 
 
 def head_loss(

@@ -31,8 +31,7 @@ from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
-from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.models.architectures import check_loaded, configured_shape
+from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded, configured_shape
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process

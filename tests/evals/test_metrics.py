@@ -16,12 +16,8 @@ def test_formulas():
     assert formulas.bits_per_byte([math.log(2) * 3], 2) == pytest.approx(1.5)
     assert formulas.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
     assert formulas.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
-    for call in (
-        lambda: formulas.mean_loss([], []),
-        lambda: formulas.choice_accuracy([[1, 2]], [-1]),
-    ):
-        with pytest.raises(ValueError):
-            call()
+    with pytest.raises(ValueError):
+        formulas.mean_loss([], [])
 
 
 def test_metrics_of_batches_and_of_one_call():

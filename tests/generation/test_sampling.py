@@ -19,8 +19,8 @@ from gpt2_accel.generation.sampling import (
 )
 from gpt2_accel.hf.convert import as_hf
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
-from gpt2_accel.models.rotary import RotaryScaling
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]

@@ -17,8 +17,8 @@ from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.convert import build, hf_config, read_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
-from gpt2_accel.models.rotary import RotaryScaling
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}

@@ -24,8 +24,8 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
-from gpt2_accel.models.rotary import RotaryScaling
 from gpt2_accel.tokenizer import encode, train_bpe
 
 LLAMA = os.environ.get("LLAMA_PYTHON")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel.hf.convert import build, from_hf, hf_config
 from gpt2_accel.kernels import cross_entropy
-from gpt2_accel.models.architectures import check_loaded
+from gpt2_accel.models import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
