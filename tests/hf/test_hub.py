@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -30,6 +29,7 @@ from huggingface_hub import ModelCard
 from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
+from gpt2_accel.checkpoint.find import named_checkpoint
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.evals.results import BASELINES
@@ -312,13 +312,8 @@ def test_the_model_card_has_data_settings_and_results(tiny, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Hi")
 
 
-def test_a_repository_without_a_checkpoint_is_refused(tiny, user, tmp_path):
-    server, command = user
-    server.repos["user/weights"] = {
-        "private": True,
-        "commits": [("0" * 40, {"config.json": b"{}"})],
-    }
-    config = tiny("run", resume_from="user/weights")
-    done = command(SCRIPT, *as_flags(config))
-    assert "--resume_from user/weights is not a checkpoint of this toolkit" in done.stderr
-    assert not Path(tmp_path / "run").exists()
+def test_a_repository_without_a_checkpoint_is_refused(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    here.repos[REPO] = {"commits": [("0" * 40, {"config.json": b"{}"})]}
+    with pytest.raises(FileNotFoundError, match="--resume_from user/name is not a checkpoint"):
+        named_checkpoint(REPO)
