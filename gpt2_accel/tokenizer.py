@@ -207,18 +207,17 @@ def check_vocabulary(
 
 def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
     """Returns what the class `kind` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
+    reason = "no tokens"
     try:
         tokenizer = kind.from_pretrained(name)
+        # For a model without a tokenizer the library makes one without tokens, or with special tokens only.
+        if len(tokenizer) > len(tokenizer.all_special_tokens):
+            return tokenizer
     except Exception as error:  # the library raises nothing narrower for a damaged file
-        raise FileNotFoundError(
-            f"{name} holds no tokenizer that transformers can load ({first_line(error)})"
-        ) from error
-    # For a model without a tokenizer the library makes one without tokens, or with special tokens only.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise FileNotFoundError(
-            f"{name} holds no tokenizer: put the files of the one that the model was trained with there"
-        )
-    return tokenizer
+        reason = first_line(error)
+    raise FileNotFoundError(
+        f"{name} holds no tokenizer: put the files of the one that its model or data was made with there ({reason})"
+    )
 
 
 def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:

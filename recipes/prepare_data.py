@@ -231,7 +231,7 @@ def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]
         built = {"gpt2": gpt2_tokenizer, "bytes": byte_tokenizer}.get(name)
         return built() if built else load_tokenizer(name)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}: choose another --tokenizer, {TOKENIZERS}") from error
+        raise FileNotFoundError(f"{error}, or choose another --tokenizer, {TOKENIZERS}") from error
 
 
 def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
