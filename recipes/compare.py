@@ -5,7 +5,7 @@
 The file names a recipe, the variants' settings, a budget of tokens or FLOPs, and the number of seeds; docs/studies.md
 describes it. One run per GPU, or per CPU core, trains at a time, in a folder of its own in `runs/<name of the file>`; the
 same command continues what was stopped or killed. `--dry_run true` prints the runs and their hours. `runs.csv` there lists
-the recorded runs. Prints a table with verdicts and writes it as a page, `study.html`.
+the recorded runs. Prints a table with verdicts and writes it to `study.md`.
 """
 
 import sys
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
+from gpt2_accel.files import write_file
 from gpt2_accel.study.options import EngineOptions
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     engine = config.engine(Path("runs") / path.stem)
     from gpt2_accel.study.compare import compare, dry_run
     from gpt2_accel.study.engine import require_scipy
-    from gpt2_accel.study.outcome import comparison_page
+    from gpt2_accel.study.outcome import comparison_text
     from gpt2_accel.study.study_file import read_study
 
     study = read_study(path, Path(__file__).parent)
@@ -40,9 +41,9 @@ def main() -> None:
         return
     require_scipy()
     outcome = compare(study, engine)
-    page = comparison_page(outcome, path.stem)
-    print("\n\n".join(page.text))
-    print(f"\n{page.save(engine.folder, 'study.html')}\n{engine.table}")
+    text, written = comparison_text(outcome), engine.folder / "study.md"
+    write_file(written, text + "\n")
+    print(f"{text}\n\n{written}\n{engine.table}")
     if engine.failed:
         sys.exit(1)
 

@@ -6,7 +6,7 @@ For each budget in FLOPs, sizes of one architecture train with as many tokens as
 lie on each side of the lowest loss; docs/scaling.md describes it. One run per GPU, or per CPU core, trains at a time; the same
 command continues what was killed. `--dry_run true` prints the runs and their time first.
 Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
-`scaling.html` shows it, and with `--target_flops` the command of the best run.
+`scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
 """
 
 import sys
@@ -17,11 +17,11 @@ from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.results import markdown
-from gpt2_accel.files import write_json
-from gpt2_accel.report.figures import require_matplotlib
+from gpt2_accel.files import write_file, write_json
+from gpt2_accel.report.figures import require_matplotlib, save_png
 from gpt2_accel.study.engine import Engine, require_scipy
 from gpt2_accel.study.options import EngineOptions
-from gpt2_accel.study.outcome import RUNS, run_rows, scaling_page
+from gpt2_accel.study.outcome import RUNS, run_rows, runs_figure, scaling_text
 from gpt2_accel.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
 from gpt2_accel.study.trials import read_trial
 
@@ -72,9 +72,11 @@ def main() -> None:
     require_scipy()
     require_matplotlib()
     law = grid.train()
-    page = scaling_page(grid, law, config.target_flops)
-    print("\n\n".join(page.text))
-    files = [engine.table, page.save(engine.folder, "scaling.html")]
+    text = scaling_text(grid, law, config.target_flops)
+    print(text)
+    files = [engine.table, engine.folder / "scaling.md", engine.folder / "scaling.png"]
+    write_file(files[1], text + "\n")
+    save_png(runs_figure(grid, law), files[2])
     if law is not None:
         record = {"settings": grid.base.changes, "budgets": grid.budgets, **asdict(law)}
         write_json(path := engine.folder / "law.json", record)

@@ -112,9 +112,13 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     """Draws the loss curves of a run to the PNG file `path`, legible on a phone too. Does nothing without matplotlib or
     without curves."""
     if find_spec("matplotlib") is not None and (Path(run_dir) / "metrics.jsonl").exists():
-        figure = loss_figure([read_run(run_dir)])
-        with atomic_file(path) as file:
-            figure.savefig(file, format="png", facecolor="white")
+        save_png(loss_figure([read_run(run_dir)]), path)
+
+
+def save_png(figure: "Figure", path: str | Path) -> None:
+    """Writes a figure as a PNG file."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", facecolor="white")
 
 
 def finish_axes(ax: "Axes", axis: str, values: list[float]) -> None:

@@ -1,7 +1,4 @@
-"""The report of one run or several: one HTML file that needs no network, and its pictures as PNGs.
-
-`Page` is any such page, also that of a study.
-"""
+"""The report of one run or several: one HTML file that needs no network, and its pictures as PNGs."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +8,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.evals.results import Rows, markdown, number, result_rows
+from gpt2_accel.evals.results import Rows, number, result_rows
 from gpt2_accel.files import atomic_files
 from gpt2_accel.report import figures
 from gpt2_accel.report.figures import NARROW, WIDE
@@ -33,17 +30,15 @@ REM_PER_INCH = 7.5  # size of a picture on the page
 
 @dataclass
 class Page:
-    """A page under construction. `body` is the HTML of its sections, `text` their titles, tables and lists as Markdown, `pictures` the figures by file name."""
+    """A page under construction. `body` is the HTML of its sections, `pictures` the figures by file name."""
 
     title: str
     body: list[str] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
     pictures: dict[str, "Figure"] = field(default_factory=dict)
 
     def section(self, title: str) -> None:
         """Starts a section."""
         self.body.append(f"<h2>{html.escape(title)}</h2>")
-        self.text.append(title)
 
     def table(self, heads: Sequence[str], rows: Rows) -> None:
         """Adds a table. The first of `heads` is that of the rows' titles."""
@@ -53,40 +48,29 @@ class Page:
             row = "".join(f"<td>{html.escape(cell or '-')}</td>" for cell in cells)
             lines.append(f'<tr><th scope="row">{html.escape(title)}</th>{row}</tr>')
         self.body.append(f'<div class="wide"><table>{"".join(lines)}</table></div>')
-        self.text.append(markdown(heads, rows))
 
-    def bullets(self, lines: Sequence[str]) -> None:
-        """Adds a list of sentences."""
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        self.body.append(f"<ul>{items}</ul>")
-        self.text.append("\n".join(f"- {line}" for line in lines))
-
-    def picture(self, name: str, figure: "Figure", caption: str = "") -> None:
+    def picture(self, name: str, figure: "Figure") -> None:
         """Adds a figure, which is also written as `<name>.png`."""
         self.pictures[name] = figure
         width = f'style="width: {REM_PER_INCH * figure.get_figwidth()}rem"'
-        below = f"<figcaption>{html.escape(caption)}</figcaption>"
-        self.body.append(f"<figure {width}>{figures.themed_svg(figure)}{below}</figure>")
+        self.body.append(f"<figure {width}>{figures.themed_svg(figure)}</figure>")
 
     def document(self) -> str:
         """Returns the page as HTML."""
         template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
         return template.substitute(title=html.escape(self.title), body="\n".join(self.body))
 
-    def save(self, folder: str | Path, name: str) -> Path:
-        """Writes the page as the HTML file `name` to `folder`, with its pictures as PNGs; returns the path of the file."""
-        with atomic_files(folder) as scratch:
-            (scratch / name).write_text(self.document(), encoding="utf-8")
-            for picture, figure in self.pictures.items():
-                figure.savefig(scratch / f"{picture}.png", facecolor="white")
-        return Path(folder) / name
-
 
 def write_report(runs: list[Run], folder: str | Path) -> Path:
     """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file. Draws what is there. Raises
     `ValueError` if matplotlib is missing."""
     figures.require_matplotlib()
-    return report_of(runs).save(folder, "report.html")
+    page = report_of(runs)
+    with atomic_files(folder) as scratch:
+        (scratch / "report.html").write_text(page.document(), encoding="utf-8")
+        for name, figure in page.pictures.items():
+            figure.savefig(scratch / f"{name}.png", facecolor="white")
+    return Path(folder) / "report.html"
 
 
 def report_of(runs: list[Run]) -> Page:
@@ -160,7 +144,8 @@ def add_evaluations(page: Page, runs: list[Run]) -> None:
     names, rows = comparable(runs, results), result_rows(results)
     page.section("Results of evaluate.py")
     page.table(heads, {name: rows[name] for name in names})
-    page.bullets([*notes])
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    page.body.append(f"<ul>{items}</ul>")
 
 
 def add_curves(page: Page, runs: list[Run], metrics: Sequence[str]) -> None:

@@ -1,14 +1,15 @@
-"""The pages of a comparison and of a scaling study, which are also printed."""
+"""The outcomes of a comparison and of a scaling study as Markdown, which is also printed."""
 
 import math
 import shlex
+from collections.abc import Iterable
 from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import COLOURS, add_legend, new_figure, short_number
-from gpt2_accel.report.page import Page
 from gpt2_accel.study.compare import Comparison
 from gpt2_accel.study.intervals import interval
 from gpt2_accel.study.law import UNKNOWNS, FittedLaw, bootstrap_interval, loss_of
@@ -22,18 +23,22 @@ if TYPE_CHECKING:
 RUNS = ("run", "val/loss", "parameters", "tokens")
 
 
-def comparison_page(outcome: Comparison, title: str) -> Page:
-    """Returns the page of a comparison: tables by budget, remarks."""
-    page, study = Page(title), outcome.study
+def comparison_text(outcome: Comparison) -> str:
+    """Returns a comparison as Markdown: tables by budget, remarks."""
+    study, parts = outcome.study, []
     heads = ("variant", "verdict", "difference to the baseline", METRICS[study.metric], "tokens")
     for budget in study.budgets:
-        page.section(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
-        page.table(heads, verdict_rows(outcome, budget))
+        parts.append(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
+        parts.append(markdown(heads, verdict_rows(outcome, budget)))
     used = {result for own in outcome.results.values() for result in own if result}
     if lines := [*remarks(outcome), *caveats(study.recipe, used)]:
-        page.section("Remarks")
-        page.bullets(lines)
-    return page
+        parts += ["Remarks", bullets(lines)]
+    return "\n\n".join(parts)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """Returns sentences as a list in Markdown."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def plus_minus(mean: float, half: float, form: str = ".4f") -> str:
@@ -74,16 +79,15 @@ def remarks(outcome: Comparison) -> list[str]:
     return lines
 
 
-def scaling_page(grid: Grid, law: FittedLaw | None, target: float | None) -> Page:
-    """Returns the page of a scaling study: the law, its remarks, with the best run of `target` FLOPs, pictures, the runs."""
-    page, runs = Page("Scaling law"), grid.runs
-    page.section("Law")
+def scaling_text(grid: Grid, law: FittedLaw | None, target: float | None) -> str:
+    """Returns a scaling study as Markdown: the law, its remarks, with the best run of `target` FLOPs, the runs."""
+    parts, runs = ["Law"], grid.runs
     if law is None:
         lines = [
             f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
         ]
     else:
-        page.table(("law", "value", "95% interval"), law_rows(law))
+        parts.append(markdown(("law", "value", "95% interval"), law_rows(law)))
         lines = [form_remark(law), *(target_remarks(grid, law, target) if target else [])]
     lines += [
         f"with {short_number(budget, True)} FLOPs fewer than {SIDE} sizes stand on a side of the lowest loss, as others repeat the "
@@ -92,12 +96,8 @@ def scaling_page(grid: Grid, law: FittedLaw | None, target: float | None) -> Pag
         if not SIDE <= grid.lowest(trials) < len(trials) - SIDE
     ]
     results = [grid.engine.results.get(trial.id) for trials in runs.values() for trial in trials]
-    page.bullets(lines + caveats(grid.base.recipe, [*filter(None, results)]))
-    page.section("Runs")
-    caption = "Each point is a run, each colour a budget in FLOPs. The lines are the fitted law."
-    page.picture("budgets", runs_figure(grid, law), caption)
-    page.table(RUNS, run_rows(grid))
-    return page
+    lines += caveats(grid.base.recipe, [*filter(None, results)])
+    return "\n\n".join([*parts, bullets(lines), "Runs", markdown(RUNS, run_rows(grid))])
 
 
 def run_rows(grid: Grid) -> dict[str, list[str]]:
@@ -156,7 +156,7 @@ def target_remarks(grid: Grid, law: FittedLaw, flops: float) -> list[str]:
 
 def runs_figure(grid: Grid, law: FittedLaw | None) -> "Figure":
     """Draws the loss over the size for each budget, with the law's."""
-    figure, ax = new_figure("val/loss in nats per token")
+    figure, ax = new_figure("val/loss in nats per token by budget in FLOPs; lines: the fitted law")
     for (budget, trials), colour in zip(grid.runs.items(), cycle(COLOURS), strict=False):
         N, D = np.array([(trial.shape.parameter_count, trial.tokens) for trial in trials], float).T
         label = short_number(budget, True)
