@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.formulas import accuracy, choice_accuracy
 from gpt2_accel.evals.items import read_items
-from gpt2_accel.evals.likelihood import Question, log_likelihoods, token_errors, token_nats
+from gpt2_accel.evals.likelihood import Question, log_likelihoods
 from gpt2_accel.files import first_line
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import encode, text_start
@@ -131,8 +131,7 @@ class Core:
             greedy, name = task.type == "language_modeling", f"core/{task.name}"
             questions = [q for i in range(len(task.items)) for q in self.questions(task, i)]
             cut += sum(not question.fits(self.n_positions) for question in questions)
-            score = token_errors if greedy else token_nats
-            scores = log_likelihoods(accelerator, model, questions, interrupted, score)
+            scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
             rows = zip(scores, questions, strict=True)

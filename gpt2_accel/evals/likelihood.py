@@ -143,17 +143,17 @@ def collate(batch: Sequence[Question], device: torch.device) -> dict[str, torch.
     }
 
 
-def token_nats(model: torch.nn.Module, batch: Sequence[Question]) -> torch.Tensor:
-    """Returns the negative log-likelihood of each predicted token of the rows in nats, (B, S), 0 at padding."""
+def token_scores(
+    model: torch.nn.Module, batch: Sequence[Question], greedy: bool = False
+) -> torch.Tensor:
+    """Returns the negative log-likelihood of each predicted token of the rows in nats, (B, S), 0 at padding. With `greedy`
+    it is 1 for a token that greedy decoding would not give, else 0."""
     inputs = collate(batch, model.device)
-    return model(**inputs, reduction="none", logits_to_keep=inputs["targets"].shape[1])
-
-
-def token_errors(model: torch.nn.Module, batch: Sequence[Question]) -> torch.Tensor:
-    """Returns 1 for each token of the rows that greedy decoding would not give, else 0, (B, S)."""
-    inputs = collate(batch, model.device)
-    targets = inputs.pop("targets")
-    found = model(**inputs, logits_to_keep=targets.shape[1]).argmax(dim=-1)
+    targets = inputs["targets"]
+    inputs["logits_to_keep"] = targets.shape[1]
+    if not greedy:
+        return model(**inputs, reduction="none")
+    found = model(**inputs | {"targets": None}).argmax(dim=-1)
     return ((found != targets) & (targets != -100)).float()
 
 
@@ -163,11 +163,11 @@ def log_likelihoods(
     model: torch.nn.Module,
     questions: Sequence[Question],
     interrupted: Callable[[], bool] = lambda: False,
-    score: Callable[[torch.nn.Module, Sequence[Question]], torch.Tensor] = token_nats,
+    greedy: bool = False,
 ) -> list[list[float]]:
     """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All ranks call it.
 
-    It is the negative sum of `score` over the continuation's tokens; `token_errors` is another.
+    With `greedy` it is 0 if greedy decoding gives the continuation, else minus the number of other tokens.
 
     `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left. Batch i runs on
     rank i modulo the number of ranks, and the host waits for the device after the last batch only. `interrupted` as in
@@ -186,7 +186,7 @@ def log_likelihoods(
             number = first + accelerator.process_index
             # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
             batch = batches[min(number, len(batches) - 1)]
-            nats = score(plain, [rows[index] for index in batch])
+            nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
                 found.append((batch, nats))
     sums = []  # of each own row: its index and the log-likelihoods of its continuations

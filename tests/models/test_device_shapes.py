@@ -9,7 +9,7 @@ from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt2_accel import GPTConfig, kernels
-from gpt2_accel.evals.likelihood import Question, token_nats
+from gpt2_accel.evals.likelihood import Question, token_scores
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -79,4 +79,4 @@ def test_scoring():
     model = build(KINDS[0]).eval()
     rows = [Question([1, 2, 3], [[4], [5, 6]]), Question([1], [[2, 3]])]
     for batch in (rows, rows[1:]):  # with a mask, and without
-        assert token_nats(model, batch).device == OTHER
+        assert token_scores(model, batch).device == OTHER
