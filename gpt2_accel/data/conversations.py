@@ -80,10 +80,10 @@ def prepare_conversations(
 
     def write(folder: Path) -> dict:
         conversations, keys, problems = encode_files(files, tokenizer, sequence_length, cut)
-        longest = max(map(len, conversations), default=0)
-        size = -(-longest // SHORTEST) * SHORTEST if shorten else sequence_length
-        size, entries = min(size, sequence_length), {}
-        chosen = held_out(keys)
+        size, entries, chosen = sequence_length, {}, held_out(keys)
+        if shorten:
+            longest = max(map(len, conversations), default=0)
+            size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(conversations, mine))
             if not own:
@@ -94,13 +94,12 @@ def prepare_conversations(
                 )
             entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id)
         kind = {"version": PACKED_VERSION, "dtype": DTYPE.name, "sequence_length": size}
-        found = {"left_out": problems, "splits": entries}
-        return {**kind, "template": template, "model": model, **found}
+        kind |= {"template": template, "model": model}
+        return {**kind, "left_out": problems, "splits": entries}
 
     template = template_digest(tokenizer)
     states = [(file, *state_of(file)) for file in files]
-    options = template, sequence_length, cut, model, shorten
-    plan = plan_of(states, tokenizer, *options)
+    plan = plan_of(states, tokenizer, template, sequence_length, cut, model, shorten)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
 
