@@ -125,9 +125,6 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "decay of matrices and embeddings")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0 for never")
-    spike_z: float = setting(
-        0.0, "skip updates whose loss or norm is X deviations above the last 100; 0 for none"
-    )
     lr_schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}, after the warmup")
     warmup_steps: int = setting(715, "updates of linear warmup")
     min_lr_ratio: float = setting(0.1, "last learning rate, as a share of the peak")
@@ -175,7 +172,7 @@ class TrainConfig:
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
             "eval_tokens sample_tokens keep_last depth",
             not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
-            "sample_every save_every keep_every spike_z seed micro_batch_size patience profile",
+            "sample_every save_every keep_every seed micro_batch_size patience profile",
             above_zero="max_hours",
             share="min_lr_ratio decay_share",
             below_one="beta2 dropout",

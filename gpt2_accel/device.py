@@ -1,4 +1,4 @@
-"""Device capabilities: bf16 units, a compiler, peak FLOP/s, memory, whether a model is sharded.
+"""Device capabilities: bf16 units, a compiler, peak FLOP/s, memory, whether a tensor is sharded.
 
 The environment variable `GPT2_ACCEL_DEVICE` overrides them, for tests and for machines that report wrong values. It is
 a JSON object of function names and return values, such as `{"has_bf16": false, "free_memory": 1000000000}`.
@@ -14,7 +14,6 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import psutil
 import torch
-from torch import nn
 
 OVERRIDES = "GPT2_ACCEL_DEVICE"
 
@@ -186,10 +185,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def cpu_instructions() -> str:
-    """Returns the instruction sets that compiled code uses on this CPU, such as `AVX512 bf16 amx`."""
+    """Returns the instruction sets that compiled code uses on this CPU, and whether it has bf16 units and AMX."""
     units = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
-    found = [name for name, there in zip(("bf16", "amx"), units, strict=True) if there]
-    return " ".join((torch.backends.cpu.get_cpu_capability(), *found))
+    return f"{torch.backends.cpu.get_cpu_capability()} {units}"
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -197,22 +195,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class HostCopy:
-    """A copy of a tensor to the host. `read` waits for the copy only, not for work that the device got after it."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._copy = tensor.to("cpu", non_blocking=True)
-        self._end = (
-            torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-        )
-
-    def read(self) -> torch.Tensor:
-        """Returns the copy."""
-        if self._end is not None:
-            self._end.synchronize()
-        return self._copy
 
 
 # Memory
@@ -249,11 +231,6 @@ def memory_gb() -> float:
 
 
 # Sharding
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the model's parameters are sharded over the processes (FSDP2)."""
-    return any(is_shard(parameter) for parameter in model.parameters())
 
 
 def is_shard(tensor: torch.Tensor) -> bool:

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import torch
-
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.checkpoint.state_dict import full_model
 from gpt2_accel.files import sentence
-from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.hf.convert import check_finite, save_pretrained
 from gpt2_accel.hf.hub import PICTURE
-from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.metadata import describe_training, end_summary
@@ -61,13 +58,13 @@ def wait_for_checkpoint(run: Run) -> None:
 def export_model(run: Run) -> None:
     """Writes the final model into the run's folder, marks the run as finished, and pushes it if `push_to_hub` is set.
 
-    Raises `OSError` if the model cannot be written, `Diverged` if its logits are not finite.
+    Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
     """
     config = run.config
     plain = full_model(run.accelerator, run.model)
     if plain is None:  # not the main process
         return
-    check_weights(plain)
+    check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)
     try:
         save_pretrained(plain, config.output_dir, run.tokenizer, training=training)
@@ -86,18 +83,6 @@ def export_model(run: Run) -> None:
             run.log.print_line(f"the loss is not plotted: {sentence(error)}")
         newest = list_checkpoints(config.output_dir)[-1]
         run.uploads.push(Path(config.output_dir), newest)
-
-
-def check_weights(model: LanguageModel) -> None:
-    """Raises `Diverged` if the logits of a few tokens are NaN or infinite. They are if a weight is, or far too large."""
-    tokens = torch.arange(min(16, model.config.n_positions, model.config.vocab_size))
-    with evaluating(model), torch.no_grad():
-        finite = model(tokens[None]).isfinite().all()
-    if not finite:
-        raise Diverged(
-            "the run has diverged, its logits are NaN or infinite: resume from an earlier checkpoint with a lower "
-            "--learning_rate, or start again with it"
-        )
 
 
 def is_complete(run: Run) -> bool:

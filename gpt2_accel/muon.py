@@ -55,24 +55,21 @@ class Muon(torch.optim.AdamW):
 
     def muon_step(self, group: dict) -> None:
         """Updates the matrices of `group`, batched by shape."""
-        params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            if not self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        grads = [own_rows(param.grad) for param in params]
-        buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
-        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-        nesterov = iter(torch._foreach_lerp(grads, buffers, self.momentum))
-        by_shape: dict[tuple[torch.Size, int], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        by_shape: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.grad is not None:
-                kind = param.shape, self.stacked.get(name, 1)
-                by_shape.setdefault(kind, []).append((param, next(nesterov)))
-        for ((rows, columns), count), pairs in by_shape.items():
-            of_shape, momenta = zip(*pairs, strict=True)
-            shared = orthogonalize_rows if is_shard(of_shape[0]) else orthogonalize_shared
-            updates = shared(torch.stack(momenta), rows, count).to(of_shape[0].dtype)
-            weights = [own_rows(param) for param in of_shape]
+                by_shape.setdefault((param.shape, self.stacked.get(name, 1)), []).append(param)
+        for ((rows, columns), count), params in by_shape.items():
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            grads = [own_rows(param.grad) for param in params]
+            buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+            nesterov = torch._foreach_lerp(grads, buffers, self.momentum)
+            shared = orthogonalize_rows if is_shard(params[0]) else orthogonalize_shared
+            updates = shared(torch.stack(nesterov), rows, count).to(params[0].dtype)
+            weights = [own_rows(param) for param in params]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(rows // count, columns))
             torch._foreach_add_(weights, updates.unbind(), alpha=-scale * group["lr"])
@@ -88,20 +85,18 @@ def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch
 
     matrices: (N, rows, columns), each a stack of `count` -> the same shape.
     """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return orthogonalize(matrices, count)
     share, rank = -(-len(matrices) // ranks), dist.get_rank()
     own = matrices[rank * share : (rank + 1) * share]
-    shape, dtype = matrices.shape[1:], iteration_dtype(matrices.device)
-    padded = torch.zeros(share, *shape, dtype=dtype, device=matrices.device)
+    dtype = iteration_dtype(matrices.device)
+    padded = matrices.new_zeros(share, *matrices.shape[1:], dtype=dtype)
     if len(own):
         padded[: len(own)] = orthogonalize(own, count)
-    gathered = padded.new_empty(share * ranks, *shape)
-    # The older name warns from torch 2.13 on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, padded)
-    return gathered[: len(matrices)]
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    return torch.cat(gathered)[: len(matrices)]
 
 
 def orthogonalize_rows(shards: torch.Tensor, rows: int, count: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ The settings of a run import this module, so the functions that need torch impor
 """
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,11 +38,7 @@ def learning_rate(
     - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their 1 - sqrt decay over the
       last `decay_share` of all steps;
     - `constant`.
-
-    Raises `ValueError` for an unknown `schedule`.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
@@ -56,14 +53,16 @@ def learning_rate(
     return peak * (min_ratio + (1 - min_ratio) * remaining)
 
 
+@dataclass
 class BatchSchedule:
     """Updates of `sequences` sequences each, from update `step` on, before which the run has seen `seen` sequences.
 
     A resume with another batch size starts a new schedule at its step.
     """
 
-    def __init__(self, sequences: int, step: int = 0, seen: int = 0):
-        self.sequences, self.step, self.seen = sequences, step, seen
+    sequences: int
+    step: int = 0
+    seen: int = 0
 
     def first(self, step: int) -> int:
         """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
@@ -97,7 +96,6 @@ def build_optimizer(
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
 ) -> "torch.optim.Optimizer":
     """Builds the optimizer. `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the
     other parameters.
@@ -113,24 +111,17 @@ def build_optimizer(
 
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
-    named = list(model.named_parameters())
-    matrices = [(n, p) for n, p in named if p.ndim >= 2]
-    vectors = [(n, p) for n, p in named if p.ndim < 2]
-    if name == "adamw":
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    hidden = hidden_matrices(model)
-    hidden_names = {n for n, _ in hidden}
-    stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
+    hidden = dict(hidden_matrices(model)) if name == "muon" else {}
+    others = [(n, p) for n, p in model.named_parameters() if n not in hidden]
     groups = [
-        {"params": hidden, "muon": True},
-        {"params": [(n, p) for n, p in matrices if n not in hidden_names]},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in others if p.ndim >= 2]},
+        {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return Muon(groups, stacked, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    groups.insert(0, {"params": list(hidden.items()), "muon": True})
+    stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
+    return Muon(groups, stacked, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:

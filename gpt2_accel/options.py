@@ -40,6 +40,7 @@ REMOVED: dict[str, Any] = {
     "accelerate_config": None,
     "device": None,
     "law": None,
+    "spike_z": 0.0,
 }
 
 

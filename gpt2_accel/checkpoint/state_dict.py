@@ -62,18 +62,21 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
-def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the parameters' names, in the order of their numbers in the optimizer's state dict."""
-    return [name for group in optimizer.param_groups for name in group["param_names"]]
+def parameters_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the parameters by name, in the order of their numbers in the optimizer's state dict."""
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Returns the optimizer's state as `<parameter>/<state>` -> tensor."""
-    names = parameter_names(optimizer)
     return {
-        f"{names[number]}/{key}": tensor
-        for number, values in optimizer.state_dict()["state"].items()
-        for key, tensor in values.items()
+        f"{name}/{key}": tensor
+        for name, parameter in parameters_by_name(optimizer).items()
+        for key, tensor in optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -84,22 +87,17 @@ def load_optimizer_tensors(
 
     Names and shapes are those of its parameters: the model is the checkpoint's.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_name = dict(zip(parameter_names(optimizer), parameters, strict=True))
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in by_name}
+    parameters = parameters_by_name(optimizer)
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parameters}
     for key, tensor in tensors.items():
         name, _, kind = key.partition("/")
-        parameter = by_name[name]
-        assert not tensor.ndim or tensor.shape == parameter.shape, key
+        parameter = parameters[name]
         if tensor.ndim and is_shard(parameter):
             from torch.distributed.tensor import distribute_tensor
 
             mesh = parameter.device_mesh
             tensor = distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
         states[name][kind] = tensor
-    optimizer.load_state_dict(
-        {
-            "state": dict(enumerate(states.values())),
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
+    groups = optimizer.state_dict()["param_groups"]
+    state = dict(enumerate(states.values()))
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

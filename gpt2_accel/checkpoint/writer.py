@@ -25,7 +25,6 @@ from gpt2_accel.checkpoint.find import (
     best_checkpoint,
     file_entry,
     list_checkpoints,
-    manifest_text,
     point_to,
     step_of,
 )
@@ -37,7 +36,6 @@ from gpt2_accel.checkpoint.state_dict import (
     optimizer_tensors,
 )
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import is_sharded
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
@@ -67,7 +65,6 @@ class CheckpointWriter:
     ):
         self.config, self.tokenizer = config, tokenizer
         self.run_dir = Path(config.output_dir)
-        self.keep_best = config.keep_best and config.eval_every > 0
         self.saved, self.print_line = saved, print_line
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -84,16 +81,13 @@ class CheckpointWriter:
 
         Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict`.
         """
-        if not (accelerator.is_main_process or is_sharded(model)):
-            return
         self.join()
         plain = full_model(accelerator, model)
         optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
-        if not accelerator.is_main_process:
-            return
-        snapshot = (plain, optimizer_state, state, training)
-        self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
-        self._thread.start()
+        if accelerator.is_main_process:
+            snapshot = (plain, optimizer_state, state, training)
+            self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
+            self._thread.start()
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -143,7 +137,7 @@ class CheckpointWriter:
         keep = checkpoints[-self.config.keep_last :]
         if every := self.config.keep_every:
             keep += [path for path in checkpoints if step_of(path) % every == 0]
-        if self.keep_best and (best := best_checkpoint(checkpoints)):
+        if self.config.keep_best and (best := best_checkpoint(checkpoints)):
             keep.append(best)
         for path in checkpoints:
             if path not in keep:
@@ -157,7 +151,7 @@ class CheckpointWriter:
     def link(self, step: int) -> None:
         """Points the links to the newest and the best checkpoint up to `step`."""
         checkpoints = self._up_to(step)
-        if self.keep_best and (best := best_checkpoint(checkpoints)):
+        if self.config.keep_best and (best := best_checkpoint(checkpoints)):
             point_to(self.run_dir / "best", best)
         if checkpoints:
             point_to(self.run_dir / "latest", checkpoints[-1])
@@ -168,9 +162,9 @@ class CheckpointWriter:
 
 def write_manifest(checkpoint: Path) -> None:
     """Writes the manifest of a checkpoint whose other files are all written."""
-    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = {path.relative_to(checkpoint).as_posix(): file_entry(path) for path in paths}
-    (checkpoint / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
+    write_json(checkpoint / MANIFEST, {"files": files})
 
 
 def load_training_state(
@@ -186,12 +180,9 @@ def load_training_state(
             "resume with the --optimizer of the first run"
         )
     tensors = load_file(path / STATE / "optimizer.safetensors")
-    # What stays on the CPU is cloned: memory-mapped tensors would keep the file's disk space in use after the checkpoint
-    # is removed. Numbers, the steps, stay there with some optimizers.
-    on_cpu = accelerator.device.type == "cpu"
-    for name, tensor in tensors.items():
-        if on_cpu or not tensor.ndim:
-            tensors[name] = tensor.clone()
+    if accelerator.device.type == "cpu":
+        # Memory-mapped tensors would keep the file's disk space in use after the checkpoint is removed.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     load_optimizer_tensors(optimizer, tensors)
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

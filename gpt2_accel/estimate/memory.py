@@ -14,7 +14,6 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import (
     DTYPES,
     free_memory,
-    is_sharded,
     reports_out_of_memory,
     total_memory,
 )
@@ -127,7 +126,7 @@ def fitting_batch_size(
     free = free_memory(device) // (1 if device.type == "cuda" else processes)
     fitting = sizes[: bisect_left(sizes, FREE * free, key=needed)]
     best = fitting[-1] if fitting else 0
-    if reports_out_of_memory(device) and not is_sharded(model):
+    if reports_out_of_memory(device) and not accelerator.is_fsdp2:
         tried = reversed(fitting or sizes[:1])
         best = next((n for n in tried if trial_fits(accelerator, model, n, length, packed)), 0)
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())

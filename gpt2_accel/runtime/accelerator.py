@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -48,13 +47,10 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     processes()  # all of the launch
-    try:
-        # DDP's buckets are the gradients, instead of a copy of them.
-        views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # which is not checked there
-        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
-    except ValueError as error:  # for example an unknown precision or compile backend
-        raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
+    # DDP's buckets are the gradients, instead of a copy of them.
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # which is not checked there
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -85,11 +81,12 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
         kernels.choose(logits_at_once=logits_at_once(total_memory(device), precision))
-    if device.type == "cpu" and torch.get_num_threads() > usable_cpus():
-        # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
-        torch.set_num_threads(usable_cpus())
-    if device.type == "cpu" and kernels.choices.enabled:
-        tune_memory()
+    if device.type == "cpu":
+        if torch.get_num_threads() > usable_cpus():
+            # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
+            torch.set_num_threads(usable_cpus())
+        if kernels.choices.enabled:
+            tune_memory()
     kernels.choose(
         fuse=compiled,
         sdpa_order=attention_order(device, deterministic),
@@ -111,7 +108,7 @@ def tune_memory() -> None:
     tokens, in the same time.
     """
     functorch.activation_memory_budget = 0.8
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # An older glibc refuses more than 32 MiB.
         libc.mallopt(M_MMAP_THRESHOLD, 2**30) or libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

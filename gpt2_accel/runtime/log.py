@@ -32,8 +32,8 @@ class RunLog(AbstractContextManager):
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
     `full_speed` is that of an MFU of 1, in tokens per second, None if unknown.
 
-    `seconds` is the training time, including that before a resume. `results` has the newest evaluations. Each of `outputs` is called with the metrics of an update, with its `step` and `tokens`; of these
-    `skipped` and `samples` are no numbers.
+    `seconds` is the training time, including that before a resume. `results` has the newest evaluations. Each of `outputs`
+    is called with the metrics of an update, with its `step` and `tokens`; of these `skipped` and `samples` are no numbers.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class RunLog(AbstractContextManager):
         if run_dir is not None:
             names = ("metrics.jsonl", "samples.jsonl")
             self._files = [JsonLines(run_dir / name, step) for name in names]
-            self.outputs = [self._show, self._files[0].write]
-        for line in self._files[0].entries if self._files else []:  # before a resume
-            self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
-            for name, value in line.items():
-                if "/" in name and not name.startswith("train/") and value is not None:
-                    self.results[name] = value
+            self.outputs = [self._files[0].write]
+            for line in self._files[0].entries:  # before a resume
+                self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
+                for name, value in line.items():
+                    if "/" in name and not name.startswith("train/") and value is not None:
+                        self.results[name] = value
         self._line: dict[str, object] = {}
-        self._measured = (step, self.seconds)  # at the last line of figures
+        self._measured = (self.tokens, self.seconds)  # at the last line of figures
         self.resume()
 
     def __exit__(self, *_) -> None:
@@ -90,10 +90,10 @@ class RunLog(AbstractContextManager):
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, with the speed since the last call, the training time in
-        seconds, the memory in GB, and the MFU if known."""
-        step, seconds = self._measured
-        speed = (self.tokens - self._tokens_at(step)) / (self.seconds - seconds)
-        self._measured = (self.step, self.seconds)
+        seconds, the memory in GB, and the MFU if known. Shows some of them beside the bar."""
+        tokens, seconds = self._measured
+        speed = (self.tokens - tokens) / (self.seconds - seconds)
+        self._measured = (self.tokens, self.seconds)
         figures = figures | {
             "tokens_per_second": speed,
             "seconds": round(self.seconds, 3),
@@ -102,6 +102,8 @@ class RunLog(AbstractContextManager):
         if self._full_speed:
             figures["mfu"] = speed / self._full_speed
         self._line |= {f"train/{name}": value for name, value in figures.items()}
+        shown = {name: f"{figures[name]:.4g}" for name in SHOWN if name in figures}
+        self._bar.set_postfix({"at": self.step, **shown}, refresh=False)
 
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and the samples that it read."""
@@ -132,13 +134,6 @@ class RunLog(AbstractContextManager):
             for output in self.outputs:
                 output({"step": self.step, "tokens": self.tokens, **self._line})
         self._line = {}
-
-    def _show(self, line: dict) -> None:
-        """Shows the figures of a training update beside the bar."""
-        names = [name for name in SHOWN if f"train/{name}" in line]
-        if names:
-            shown = {name: f"{line[f'train/{name}']:.4g}" for name in names}
-            self._bar.set_postfix({"at": line["step"], **shown}, refresh=False)
 
 
 def in_words(results: dict[str, float]) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.device import device_name, is_sharded, memory_gb, precision_name
+from gpt2_accel.device import device_name, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
 
@@ -27,7 +27,7 @@ def describe_run(run: "Run") -> dict:
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
     count = loader.micro_batches(run.schedule.sequences)
-    sharded = ", sharded by FSDP2" if is_sharded(run.model) else ""
+    sharded = ", sharded by FSDP2" if accelerator.is_fsdp2 else ""
     return {
         "run_id": run.run_id,
         "parameters": shape.parameter_count,
@@ -69,14 +69,14 @@ def git_commit() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def start_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows before the first update."""
     about = run.metadata
     compiled = run.accelerator.state.dynamo_plugin.backend.value.lower()
-    flops = float(about["flops_per_token"]) * about["tokens"]
+    flops = about["flops_per_token"] * about["tokens"]
     return (
         f"{about['parameters']:,} parameters on {about['hardware']}, compile backend {compiled}\n"
         f"{about['batch']}\n"
@@ -89,7 +89,7 @@ def end_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows after the last update."""
     log = run.log
     return (
-        f"trained on {log.tokens:,} tokens ({log.tokens * float(run.metadata['flops_per_token']):.2g} FLOPs) in "
+        f"trained on {log.tokens:,} tokens ({log.tokens * run.metadata['flops_per_token']:.2g} FLOPs) in "
         f"{duration(log.seconds)}, {log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
         f"{memory_gb():.2g} GB of memory at the end"
     )

@@ -13,7 +13,6 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from torch.distributed import DistError
 
 from gpt2_accel.data.shards import UnreadableData
-from gpt2_accel.device import HostCopy
 from gpt2_accel.files import sentence
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
@@ -105,13 +104,18 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
     """
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
         return flag
-    sent: HostCopy | None = None
+    on_gpu = accelerator.device.type == "cuda"
+    count, copied = torch.zeros(()), None
 
     def answer() -> bool:
-        nonlocal sent
-        previous, own = sent, torch.full((), float(flag()), device=accelerator.device)
-        sent = HostCopy(accelerator.reduce(own, "sum"))
-        return previous is not None and previous.read().item() > 0
+        nonlocal count, copied
+        previous, end = count, copied
+        own = torch.full((), float(flag()), device=accelerator.device)
+        count = accelerator.reduce(own, "sum").to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        if end is not None:
+            end.synchronize()
+        return previous.item() > 0
 
     return answer
 

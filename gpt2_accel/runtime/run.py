@@ -19,7 +19,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
-from gpt2_accel.device import device_name, is_sharded, peak_flops
+from gpt2_accel.device import device_name, peak_flops
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.files import check_renames, lock_folder, lock_id, remove, sync, write_json
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
@@ -67,12 +67,12 @@ class Run:
     def __post_init__(self) -> None:
         config = self.config
         self.schedule = config.batch_schedule(self.accelerator.num_processes)
-        self.guard = AnomalyGuard(config.spike_z)
+        self.guard = AnomalyGuard()
         self.early_stopping = EarlyStopping(config.patience)
         self.step, self.run_id = 0, secrets.token_hex(4)
         self.val_loss: float | None = None
         self.status: Status | None = None  # of the main process
-        self.resumes_here = self.stopping = self._save_due = False
+        self.resumes_here = self.stopping = False
         self.problem = ""
         # What determines the order of the data.
         self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
@@ -102,8 +102,8 @@ class Run:
                     )
             seen = position["sequences"] * position["sequence_length"]
             self.step = saved["step"]
-            self.guard.load(saved["guard"])
-            self.early_stopping.load(saved["guard"])
+            waited, best = saved["guard"]["waited"], saved["guard"]["best"]
+            self.early_stopping = EarlyStopping(config.patience, waited, best)
             self.schedule = config.batch_schedule(
                 accelerator.num_processes, self.step, seen // config.tokens_per_sequence
             )
@@ -125,7 +125,7 @@ class Run:
         return {
             "step": self.step,
             "position": {"sequences": self.schedule.first(self.step), **self._order},
-            "guard": self.guard.state() | self.early_stopping.state(),
+            "guard": {"best": self.early_stopping.best, "waited": self.early_stopping.waited},
             "run_id": self.run_id,
             "data": self._data,
             "val_loss": self.val_loss,
@@ -146,8 +146,10 @@ class Run:
                 self._open(stack)
             if self.checkpoint and self.val_loss is None and self._due(self.config.eval_every):
                 self.evaluate()
-                self._saved_step, self._save_due = None, True  # the checkpoint gets the result, too
-                self.end_step()
+                self.log.write()
+                self._saved_step = None  # the checkpoint gets the result, too
+                self.save()
+                self.log.resume()
             try:
                 yield
             except UnreadableData:  # raised on all ranks
@@ -178,23 +180,20 @@ class Run:
                 peak and peak * accelerator.num_processes / self.metadata["flops_per_token"],
             )
         )
-        if main and config.report_to:
+        self.uploads = Uploads(config, self.log.print_line, lambda: self.stop.seconds_left)
+        writer = CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
+        if main:
             trackers = open_trackers(config, self.metadata, self.log)
             self.log.outputs.append(enter(trackers))
-        self.uploads = Uploads(config, self.log.print_line, lambda: self.stop.seconds_left)
-        if main:
             enter(self.uploads)
+            writer.link(self.step)  # a kill may have prevented it
         self.profile = enter(profiler(config.profile, run_dir, accelerator))
-        writer = CheckpointWriter(config, self.tokenizer, self.uploads.push, self.log.print_line)
         self.writer = enter(writer)
         steps = range(self.step, self.updates)
         batches = PrefetchLoader(self.train_loader, self.schedule, steps, accelerator.device)
         self.loader = enter(batches)
-        if main:
-            self.writer.link(self.step)  # a kill may have prevented it
-        if gc.isenabled():  # a rank that collects within an update keeps the others waiting
-            gc.disable()
-            stack.callback(gc.enable)
+        gc.disable()  # a rank that collects within an update keeps the others waiting
+        stack.callback(gc.enable)
         self.log.resume()
 
     # What the loop calls
@@ -265,7 +264,7 @@ class Run:
         config, accelerator, model = self.config, self.accelerator, self.model
         if self.stopping or not self._due(config.sample_every):
             return
-        plain = full_model(accelerator, model) if is_sharded(model) else unwrap(accelerator, model)
+        plain = (full_model if accelerator.is_fsdp2 else unwrap)(accelerator, model)
         with main_process_first():  # may exceed the time limit of a collective
             if accelerator.is_main_process:
                 plain = plain.to(accelerator.device)
@@ -277,15 +276,13 @@ class Run:
     def end_step(self) -> None:
         """Writes the metrics of this step, and then its checkpoint if one is due.
 
-        A checkpoint waits for a good update: if the run diverges, the newest one precedes the bad updates. It has no
-        step whose metrics a kill or a full disk could have prevented.
+        A skipped update has no checkpoint: if the run diverges, the newest one precedes the bad updates. It has no step
+        whose metrics a kill or a full disk could have prevented.
         """
-        self._save_due |= self._due(self.config.save_every)
-        is_good = self.guard.bad_in_a_row == 0
         self.log.write()
-        if not self.diverged and (not self.goes_on() or (self._save_due and is_good)):
+        due = self._due(self.config.save_every) and self.guard.bad_in_a_row == 0
+        if not self.diverged and (due or not self.goes_on()):
             self.save()
-            self._save_due = False
         if self._due(self.config.log_every):
             gc.collect(1)  # on all ranks at once, the young objects
         self.log.resume()

@@ -105,8 +105,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
 def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
     """Raises `ValueError` if a process has other settings or other data than the main process, or does not see the
     checkpoint to resume. Paths may differ between nodes."""
-    names = [field.name for field in fields(TrainConfig) if field.name not in PATHS]
-    found = {name: getattr(config, name) for name in names}
+    found = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
     with all_or_none():
         found["data"] = data_fingerprint(config.data_dir)
     found["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
@@ -231,11 +230,9 @@ def build_evaluations(
     if val_loader is not None:
         evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
     if config.hellaswag_every:
-        if config.hellaswag_data:
-            items = read_items(config.hellaswag_data)
-        else:
-            with main_process_first():
-                items = hub_items("--hellaswag_data FILE")
+        file = config.hellaswag_data
+        with main_process_first():
+            items = read_items(file) if file else hub_items("--hellaswag_data FILE")
         hellaswag = HellaSwag(items, tokenizer, shape)
         accelerator.print("\n".join(hellaswag.notes))
         evaluations.append((config.hellaswag_every, hellaswag))

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
-    *(signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT),
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGHUP,
+    signal.SIGXCPU,
+    signal.SIGQUIT,
 )
 GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
@@ -32,15 +36,14 @@ class StopRequest:
     """
 
     def __init__(self, max_hours: float | None = None):
-        self._ends = None if max_hours is None else time.monotonic() + max_hours * 3600
+        self._ends = math.inf if max_hours is None else time.monotonic() + max_hours * 3600
         self._signal: str | None = None
-        self._received = math.inf  # time of the first signal
-        self._repeated = False  # whether there was a second signal
+        self._received = math.inf  # time of the first signal, -infinity after a second
         self._handlers: dict[int, object] = {}
 
     @property
     def reason(self) -> str | None:
-        if self._signal is None and self._ends is not None and time.monotonic() >= self._ends:
+        if self._signal is None and time.monotonic() >= self._ends:
             return "max_hours"
         return self._signal
 
@@ -48,7 +51,7 @@ class StopRequest:
     def seconds_left(self) -> float:
         """The seconds that optional waits may still take: infinite before a signal, `GRACE` from the first signal on, 0
         after a second one."""
-        return 0.0 if self._repeated else max(0.0, self._received + GRACE - time.monotonic())
+        return max(0.0, self._received + GRACE - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -68,7 +71,7 @@ class StopRequest:
             return
         if time.monotonic() < self._received + ECHO:
             return
-        self._repeated = True
+        self._received = -math.inf
         if number == signal.SIGINT and self._signal == "SIGINT":
             # A third Ctrl-C must not interrupt the cleanup.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,8 +84,6 @@ def die_with_launcher() -> None:
     With one process, `accelerate launch` dies of a signal without passing it on. Does nothing if the parent is not a
     launcher: the end of a shell must not stop the run.
     """
-    if not sys.platform.startswith("linux"):
-        return
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -125,16 +126,16 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Writes text; returns its length."""
-        self._try(lambda: self._stream.write(text))
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Writes what is buffered."""
         self._try(self._stream.flush)
 
-    def _try(self, action: Callable[[], object]) -> None:
+    def _try(self, action: Callable, *arguments: str) -> None:
         try:
-            action()
+            action(*arguments)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):
                 null = os.open(os.devnull, os.O_WRONLY)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import make_text, run, status, tiny_config
 
-from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, read_state
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.runtime.log import RunLog
@@ -86,13 +86,12 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         advance(log, step)
 
     monkeypatch.setattr(RunLog, "advance", watched)
-    lines = run(tiny(save_every=4, eval_every=1, spike_z=50))
+    lines = run(tiny(save_every=4, eval_every=1))
     assert (8, []) in seen  # four more updates were done before the first checkpoint was written
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
     for step, path in zip((4, 8), list_checkpoints(tmp_path), strict=True):
         assert find_corruption(path) is None
-        assert len(read_state(path)["guard"]["recent"]["loss"]) == step  # not of a later one
-        loss = lines[step - 1]["val/loss"]
+        loss = lines[step - 1]["val/loss"]  # not of a later one
         assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
 
 

@@ -307,12 +307,12 @@ def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
 
 @pytest.mark.parametrize(
     ("rate", "changes"),
-    [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e38, {}), (3e38, {"max_grad_norm": 0.0})],
+    [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e39, {})],
 )
 def test_a_destroyed_model_is_not_a_result(tiny, rate, changes, tmp_path):
     settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
-    what = "val/loss is" if "eval_every" in changes else "its logits are"
-    with pytest.raises(ValueError, match=f"the run has diverged, {what}"):
+    what = "the run has diverged, val/loss is" if changes else "the model after update 1 holds NaN"
+    with pytest.raises(ValueError, match=what):
         run(tiny("run", **settings))
     assert not (tmp_path / "run/model.safetensors").exists()
     assert status(tmp_path / "run")["state"] == "failed"

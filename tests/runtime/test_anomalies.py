@@ -4,7 +4,7 @@ import json
 import math
 
 from gpt2_accel.files import JsonLines, read_json_lines
-from gpt2_accel.runtime.guard import MAX_OVERFLOWS, WINDOW, AnomalyGuard
+from gpt2_accel.runtime.guard import MAX_OVERFLOWS, AnomalyGuard
 
 
 def test_endless_fp16_overflows_are_bad_updates():
@@ -15,14 +15,6 @@ def test_endless_fp16_overflows_are_bad_updates():
     assert guard.bad_in_a_row == 2
     assert guard.check(2.0, 1.0, scaled=True) is None
     assert guard.check(2.0, math.nan, scaled=True) is None  # the count starts again
-
-
-def test_a_skipped_spike_does_not_hide_a_smaller_one():
-    guard = AnomalyGuard(spike_z=4.0)
-    assert not any(guard.check(2 + i % 2 / 10, 1.0) for i in range(WINDOW))
-    assert "the loss is 9" in guard.check(9.0, 1.0)
-    assert "the loss is 3" in guard.check(3.0, 1.0)
-    assert guard.check(2.0, 1.0) is None
 
 
 def test_non_finite_numbers_are_null_in_the_log(tmp_path):
