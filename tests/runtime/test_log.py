@@ -10,8 +10,6 @@ from conftest import metrics, run
 from torch.distributed import DistError
 
 from gpt2_accel.checkpoint.find import SILENCE, read_status
-from gpt2_accel.report.page import state_of
-from gpt2_accel.report.reader import read_run
 from gpt2_accel.runtime import log
 from gpt2_accel.runtime.log import RunLog, Status
 
@@ -38,13 +36,15 @@ def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
     run(tiny())
     written = json.loads((tmp_path / "status.json").read_text()) | {"state": "running"}
 
-    def said(silent):
+    def found(silent):
         changed = {"time": (datetime.now(UTC) - silent).isoformat(timespec="seconds")}
         (tmp_path / "status.json").write_text(json.dumps(written | changed))
-        return state_of(read_run(tmp_path))
+        return read_status(tmp_path)
 
-    assert said(SILENCE / 2) == "running at update 8"
-    assert said(2 * SILENCE).startswith("killed at update 8: no heartbeat since 2")
+    assert found(SILENCE / 2)["state"] == "running"
+    killed = found(2 * SILENCE)
+    assert (killed["state"], killed["step"]) == ("killed", 8)
+    assert killed["reason"].startswith("no heartbeat since 2")
 
 
 @pytest.mark.parametrize("updates", [0, 3])
