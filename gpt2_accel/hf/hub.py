@@ -28,7 +28,7 @@ PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE*", PICTURE),
+    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = {"model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"], "dataset": ["*.bin"]}
