@@ -200,6 +200,7 @@ def pack(
         tokens = np.concatenate([conversations[i] for i in window])
         writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
         targets.append(np.count_nonzero(tokens & COUNTS))
+    writer.documents = len(conversations)
     counted = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
     counted.append(np.array(targets))
     return {

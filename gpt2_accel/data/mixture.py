@@ -30,8 +30,10 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     splits = {}
     for name in entries[0]:
         if all(name in entry for entry in entries):
-            tokens = sum(entry[name]["tokens"] for entry in entries)
-            splits[name] = {"tokens": tokens, "documents": None, "bytes": None, "shards": []}
+            counts = ("tokens", "documents", "bytes")  # they are part of the data's fingerprint
+            found = {count: [entry[name][count] for entry in entries] for count in counts}
+            sums = {count: None if None in n else sum(n) for count, n in found.items()}
+            splits[name] = {**sums, "shards": []}
     shared = ("version", "tokenizer", "dtype", "sequence_length")
     manifest = {
         "format": MANIFEST_FORMAT,

@@ -248,12 +248,14 @@ class TextWriter:
         if split not in self.shards:
             path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
             self.shards[split] = ShardWriter(path, self.dtype)
-        self.shards[split].append(tokens)
+        shard = self.shards[split]
+        shard.append(tokens)
+        shard.documents += begins and self.separator is not None
         for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
             entry[name] += count
 
     def close_shards(self) -> None:
-        """Closes the open shards."""
+        """Closes the open shards. A shard's own `documents` are its separators."""
         for split, shard in self.shards.items():
             self.record["splits"][split]["shards"].append(shard.close())
         self.shards = {}

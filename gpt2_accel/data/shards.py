@@ -19,7 +19,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "counts": {"not_utf8": bytes, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
-                          "shards": [{"file": …, "tokens": …, "sha256": …}, …]},
+                          "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
 
 If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
@@ -84,8 +84,11 @@ class UnreadableData(OSError):
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never read as a complete one.
+    A shard that was not closed has no magic, so it is never read as a complete one. `documents` is part of its entry in the
+    manifest, and so of the data's fingerprint.
     """
+
+    documents = 0
 
     def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
         self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
@@ -109,7 +112,8 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return {"file": self.path.name, "tokens": self.tokens, "sha256": digest.hex()}
+        counts = {"tokens": self.tokens, "documents": self.documents}
+        return {"file": self.path.name, **counts, "sha256": digest.hex()}
 
 
 def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[int, int, int]:

@@ -116,7 +116,8 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(corpus,
     manifest = made(sources, tmp_path / "many", workers=3, shard_tokens=500)
     assert len(manifest["splits"]["train"]["shards"]) > 40
     for entry in manifest["splits"].values():
-        assert entry["tokens"] == sum(shard["tokens"] for shard in entry["shards"])
+        for name in ("tokens", "documents"):
+            assert entry[name] == sum(shard[name] for shard in entry["shards"])
     train, val = everything_in(tmp_path / "many")
     assert [train, val] == everything_in(tmp_path / "one")
     assert sorted(train + val) == sorted(texts * 5) and 20 < len(val) < 90
