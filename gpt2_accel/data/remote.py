@@ -1,5 +1,6 @@
 """Shards that are elsewhere, such as on the Hub: pieces of their files, fetched ahead of need and cached on disk."""
 
+import atexit
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +36,7 @@ class RemoteShards:
         self._count = itertools.count(1)
         # Not an executor: at the process's end that would wait for hung requests.
         self._pool = ThreadPool(AT_ONCE)
+        atexit.register(self._pool.terminate)
 
     def read(self, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
         """Returns the tokens [start, start + count) of a shard, (count,) of `dtype`; fetches the pieces that are missing.
