@@ -178,6 +178,11 @@ def logits_at_once(memory: float, precision: str) -> int:
     return int(memory / 16 / (2 if precision in DTYPES else 4))
 
 
+def end_of_work(device: torch.device) -> torch.Event | None:
+    """Returns an event at the end of the work that a CUDA device has got so far, None for other devices."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until a CUDA device has done all that it got."""
     if device.type == "cuda":

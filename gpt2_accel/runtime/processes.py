@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from torch.distributed import DistError
 
 from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.device import end_of_work
 from gpt2_accel.files import sentence
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
@@ -104,7 +105,6 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
     """
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
         return flag
-    on_gpu = accelerator.device.type == "cuda"
     count, copied = torch.zeros(()), None
 
     def answer() -> bool:
@@ -112,7 +112,7 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
         previous, end = count, copied
         own = torch.full((), float(flag()), device=accelerator.device)
         count = accelerator.reduce(own, "sum").to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        copied = end_of_work(accelerator.device)
         if end is not None:
             end.synchronize()
         return previous.item() > 0
