@@ -50,11 +50,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
-from gpt2_accel.data.third_party import third_party_manifest
+from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
 from gpt2_accel.files import parse_json, plain_name
 from gpt2_accel.progress import progress
 from gpt2_accel.recipe_command import recipe_command
-from gpt2_accel.tokenizer import fingerprint, gpt2_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -289,12 +289,12 @@ def data_fingerprint(data_dir: str | Path) -> str:
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data: the one in its folder, else GPT-2's, for other trainers' data.
+    """Loads the tokenizer of prepared data: the one in its folder, else the one that the manifest names.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
     manifest, folder = read_manifest(data_dir), folder_of(data_dir) / "tokenizer"
-    tokenizer = load_tokenizer(folder) if folder.is_dir() else gpt2_tokenizer()
+    tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(

@@ -1,11 +1,12 @@
 """Token files of other trainers open and train as they are."""
 
-import subprocess
+import json
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_text, write_lines
+from conftest import make_text, run, tiny_config
 
+from gpt2_accel.data.loader import open_split
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import (
     TokenStream,
@@ -14,7 +15,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     verify_data,
 )
-from gpt2_accel.tokenizer import fingerprint, save_tokenizer
+from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")
 
@@ -72,36 +73,103 @@ def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data
         read_manifest(tmp_path)
 
 
-def test_what_datatrove_writes_with_gpt2s_bpe_trains_under_other_names(gpt2, tmp_path):
-    """The pipeline of docs/data.md, by the local executor; the last of four tasks has no file."""
-    pytest.importorskip("datatrove")
+# datatrove
+
+
+TEXTS = [make_text(60, seed) for seed in range(90)]
+
+
+def datatrove_tokenize(folder, tokenizer, merge=False):
+    """Tokenizes `TEXTS` by datatrove's local executor, in three tasks; the pipeline of docs/data.md."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
 
-    texts, data = [make_text(60, seed) for seed in range(90)], tmp_path / "data"
-    (tmp_path / "text").mkdir()
+    (folder / "text").mkdir(parents=True)
     for number in range(3):
-        write_lines(tmp_path / f"text/{number}.jsonl", [{"text": t} for t in texts[number::3]])
-    save_tokenizer(gpt2, tmp_path / "gpt2")
-    tokenizer = DocumentTokenizer(
-        str(tmp_path / "tokens"),
-        tokenizer_name_or_path=str(tmp_path / "gpt2/tokenizer.json"),
-        eos_token="<|endoftext|>",
-        seed=1,
+        rows = [json.dumps({"text": text}) for text in TEXTS[number::3]]
+        (folder / f"text/{number}.jsonl").write_text("\n".join(rows))
+    tokens = LocalPipelineExecutor(
+        pipeline=[
+            JsonlReader(str(folder / "text")),
+            DocumentTokenizer(
+                str(folder / "tokens"),
+                tokenizer_name_or_path=tokenizer,
+                eos_token="<|endoftext|>",
+                seed=1,
+            ),
+        ],
+        tasks=4,  # the last has no file
+        logging_dir=str(folder / "logs/tokens"),
     )
-    tokenize = [JsonlReader(str(tmp_path / "text")), tokenizer]
-    LocalPipelineExecutor(tokenize, tasks=4, logging_dir=str(tmp_path / "logs/1")).run()
-    options = {"max_tokens_per_file": 2000, "seed": 1, "progress": False}
-    merger = DocumentTokenizerMerger(str(tmp_path / "tokens"), str(data), "words", **options)
-    LocalPipelineExecutor([merger], tasks=1, logging_dir=str(tmp_path / "logs/2")).run()
-    rename = "for f in *.ds; do mv $f train_${f%%_*}.bin; done; mv train_000.bin val_000.bin"
-    assert f"`{rename}`" in (ROOT / "docs/data.md").read_text()
-    subprocess.run(rename, shell=True, cwd=data, check=True)
+    tokens.run()
+    if merge:
+        merger = DocumentTokenizerMerger(
+            str(folder / "tokens"),
+            str(folder / "merged"),
+            "words",
+            max_tokens_per_file=4000,
+            seed=1,
+            progress=False,
+        )
+        LocalPipelineExecutor([merger], tasks=1, logging_dir=str(folder / "logs/merged")).run()
+    return folder / ("merged" if merge else "tokens")
+
+
+@pytest.fixture(scope="module")
+def trained_bpe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    save_tokenizer(train_bpe(TEXTS, 300), folder)
+    return folder
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["tokenizer", "merger"])
+def test_what_datatrove_writes_trains(merge, trained_bpe, tmp_path):
+    pytest.importorskip("datatrove")
+    data = datatrove_tokenize(tmp_path, str(trained_bpe / "tokenizer.json"), merge)
     train, val = (TokenStream(data, split) for split in ("train", "val"))
+    total = train.tokens + val.tokens
+    assert val.tokens == total // 20 and len(list(data.glob("*.ds"))) > 1
     ids = np.concatenate([stream.read(0, stream.tokens) for stream in (train, val)])
     text = load_data_tokenizer(data).decode(ids.tolist())
-    assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(texts)
-    assert verify_data(data) > 2 and train.tokens > val.tokens > 1000
+    assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
+    assert read_manifest(data)["tokenizer"]["end_of_text"] == 299
+    assert verify_data(data) > 2
+    last = run(
+        tiny_config(data, tmp_path / "run", max_steps=30, eval_every=30, document_mask=True)
+    )[-1]
+    assert last["val/loss"] < 4
+    run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
     write_mixture(tmp_path / "mix", {str(data): 1})
-    assert fingerprint(load_data_tokenizer(tmp_path / "mix")) == fingerprint(gpt2)
+    assert fingerprint(load_data_tokenizer(tmp_path / "mix")) == fingerprint(
+        load_data_tokenizer(data)
+    )
+
+
+def write_ds(folder, tokens, kind, name="000_words"):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.ds").write_bytes(tokens.tobytes())
+    (folder / f"{name}.ds.metadata").write_text(f"{kind}\n{len(tokens)}\n{len(tokens)} T")
+
+
+def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, gpt2):
+    write_ds(tmp_path, np.append(TOKENS[:999], 50256).astype("<u2"), "gpt2")
+    [(train, _)], [(val, _)] = (open_split(tmp_path, split) for split in ("train", "val"))
+    assert train.read(0, 950).tolist() + val.read(0, 49).tolist() == TOKENS[:999].tolist()
+    assert fingerprint(load_data_tokenizer(tmp_path)) == fingerprint(gpt2)
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+
+
+def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
+    mine = f"{trained_bpe}|2"
+    for name, kind, error, message, change in [
+        ("cut", f"{trained_bpe}|4", ValueError, "is not the shard", None),
+        ("running", mine, ValueError, "1.ds has no readable", lambda d: (d / "1.ds").touch()),
+        ("nowhere", "not/there|2", FileNotFoundError, "no tokenizer.*/nowhere/tokenizer", None),
+    ]:
+        folder = tmp_path / name
+        write_ds(folder, TOKENS[:9], kind)
+        if change is not None:
+            change(folder)
+        with pytest.raises(error, match=message):
+            TokenStream(folder, "train")
