@@ -50,7 +50,10 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     # DDP's buckets are the gradients, instead of a copy of them.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # which is not checked there
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
+    try:
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
+    except ValueError as error:
+        raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
