@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 from table import markdown
 
-from gpt2_accel.study import outcome
-from gpt2_accel.study.intervals import interval
+from gpt2_accel.study import intervals
 from gpt2_accel.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
@@ -143,10 +142,8 @@ def optimizers(folder: Path) -> str:
             losses = plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])
             difference = plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f")
             rows.append((corpus, f"{tokens:,.0f}", *losses, difference))
-        # Where each seed's losses by the logarithm of the tokens reach AdamW's last.
-        goals = zip(adamw.iloc[-1], muon.T.to_numpy(), strict=True)
-        logs = [np.interp(-goal, -losses, np.log(muon.index)) for goal, losses in goals]
-        shares.append(f"{plus_minus(np.exp(logs) / adamw.index[-1], '.1%')} on {corpus}")
+        share = intervals.reached(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
+        shares.append(f"{share} on {corpus}")
     return (
         f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
         f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}."
@@ -155,7 +152,7 @@ def optimizers(folder: Path) -> str:
 
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    return outcome.plus_minus(*interval([*values]), form)
+    return intervals.plus_minus(*intervals.interval([*values]), form)
 
 
 def architectures(folder: Path) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import gpt2_accel
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.files import digest, first_line
+from gpt2_accel.runtime.signals import end_with_parent
 
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
 PACKAGE = Path(gpt2_accel.__file__).parent
@@ -32,17 +33,20 @@ FORKS.set_forkserver_preload(  # torch._dynamo takes 1.6 s of each run: an optim
 )
 
 
-def slots(limit: int | None) -> list[str]:
-    """Returns where a run at a time trains: the number or UUID of each GPU, or an empty text for each CPU core if there is
-    no GPU or the launch is for the CPU. At most `limit`."""
+def slots(limit: int | None, each: int) -> list[str]:
+    """Returns where a run at a time trains: the numbers or UUIDs of `each` GPUs, or an empty text for each `each` CPU cores
+    if there is no GPU or the launch is for the CPU. At most `limit`. Raises `ValueError` if there are fewer GPUs."""
     from gpt2_accel.device import accelerator_count
 
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if not on_cpu and (count := accelerator_count()):
         names = re.findall(r"[^\s,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        found = names or [str(number) for number in range(count)]
+        gpus = names or [str(number) for number in range(count)]
+        found = [",".join(gpus[i : i + each]) for i in range(0, count - each + 1, each)]
+        if not found:
+            raise ValueError(f"gpus_per_run is {each}: give at most the {count} that are visible")
     else:
-        found = [""] * usable_cpus()
+        found = [""] * max(1, usable_cpus() // each)
     return found[:limit]
 
 
@@ -94,10 +98,11 @@ def train_recipe(
     source: bytes,
     arguments: Sequence[str],
     files: Mapping[str, str],
-    gpu: str,
+    gpus: str,
+    processes: int,
     log: Path,
 ) -> None:
-    """Trains a run in this child. Its output is appended to `log`.
+    """Trains a run in this child, or in several processes with the launcher of torchrun. Its output is appended to `log`.
 
     Raises `SystemExit` if one of `files` no longer has the SHA-256 here.
     """
@@ -111,11 +116,26 @@ def train_recipe(
     for path, sha in files.items():
         if not Path(path).exists() or digest(Path(path)) != sha:
             sys.exit(f"{path} has changed since the study started: start it again")
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     else:
         os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         torch.set_num_threads(1)
+    if processes == 1:
+        return run_recipe(recipe, source, arguments)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    free_port = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(1, 1, processes, **free_port, max_restarts=0, start_method="fork")
+    elastic_launch(config, one_of_several)(os.getpid(), recipe, source, arguments)
+
+
+def one_of_several(parent: int, recipe: Path, source: bytes, arguments: Sequence[str]) -> None:
+    """Trains one process of a run of several. Ends when the launcher, the process `parent`, ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the launcher's handler
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
     run_recipe(recipe, source, arguments)
 
 
@@ -162,8 +182,9 @@ def own_modules(names: Iterable[str]) -> list[Path]:
     ]
 
 
-def precision() -> dict[str, str]:
-    """Returns what of the launch of a run changes its numbers: its precision and its compiler. Runs have those of this process,
-    which `accelerate launch` sets."""
+def precision(processes: int) -> dict[str, str]:
+    """Returns what of the launch of a run changes its numbers: its precision, its compiler, and the number of its processes if
+    it is above 1. Runs have those of this process, which `accelerate launch` sets."""
     names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
-    return {kind: os.environ.get(name, "no").lower() for kind, name in names.items()}
+    found = {kind: os.environ.get(name, "no").lower() for kind, name in names.items()}
+    return found | ({"processes": str(processes)} if processes > 1 else {})

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import short_number
 from gpt2_accel.study.engine import Engine
-from gpt2_accel.study.intervals import Verdict, judge
+from gpt2_accel.study.intervals import Verdict, judge, reached
 from gpt2_accel.study.study_file import StudyFile
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 
@@ -43,6 +45,17 @@ class Comparison:
         if more := found.count(math.inf) - found.count(-math.inf):
             return Verdict(math.nan, math.nan, f"diverged {'more' if more > 0 else 'less'} often")
         return judge([*filter(math.isfinite, found)])
+
+    def token_share(self, variant: str) -> str | None:
+        """Returns the share of the baseline's tokens, in the largest budget, with which a variant reaches the baseline's
+        metric, as `reached` describes it. None for the baseline, with one budget, or if a run is missing."""
+        budgets, base = self.study.budgets, self.study.baseline
+        losses = np.array([self.values(variant, budget) for budget in budgets])
+        goals = np.array(self.values(base, budgets[-1]))
+        if variant == base or len(budgets) < 2 or np.isnan(losses.sum() + goals.sum()):
+            return None
+        tokens = np.array([self.results[variant, budget][0].tokens for budget in budgets])
+        return reached(goals, losses, tokens / self.results[base, budgets[-1]][0].tokens)
 
 
 def compare(study: StudyFile, engine: Engine) -> Comparison:

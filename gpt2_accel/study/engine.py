@@ -51,8 +51,8 @@ def require_scipy() -> None:
 
 @dataclass
 class Engine:
-    """Trains the runs of a study in `folder`, one in each of `slots`, and records them in the CSV file `table`. A run in
-    the table is done.
+    """Trains the runs of a study in `folder`, one in each of `slots` with a number of `processes`, and records them in the
+    CSV file `table`. A run in the table is done.
 
     `precision` is that of the runs. With `keep_models` the weights and checkpoints of a recorded run stay. `results` has the
     recorded runs by id, `failed` the ids of those that failed.
@@ -61,6 +61,7 @@ class Engine:
     folder: Path
     table: Path
     slots: Sequence[str]
+    processes: int = 1
     precision: Mapping[str, str] = field(default_factory=dict)
     keep_models: bool = False
 
@@ -153,7 +154,7 @@ class Engine:
         """Starts a trial in `folder`, where it resumes."""
         recipe = trial.recipe, recipe_source(trial.recipe), trial.arguments(folder), trial.files
         write_file(folder / CODE, code_fingerprint(trial.recipe))
-        arguments = (*recipe, slot, folder / LOG)
+        arguments = (*recipe, slot, self.processes, folder / LOG)
         process = children.FORKS.Process(target=children.train_recipe, args=arguments)
         process.start()
         return process

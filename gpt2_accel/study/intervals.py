@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+import numpy as np
+
 CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
@@ -23,6 +25,30 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return fmean(values), math.inf
     return fmean(values), student(len(values)) * stdev(values) / math.sqrt(len(values))
+
+
+def plus_minus(mean: float, half: float, form: str = ".4f") -> str:
+    """Formats an interval: 3.9260 ± 0.0051; without a spread only the mean."""
+    return f"{mean:{form}}" + ("" if math.isinf(half) else f" ± {half:{form.lstrip('+')}}")
+
+
+def reached(goals: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> str:
+    """Returns the share of tokens with which losses reach those of others, as text: mean over the seeds and half the width of
+    the 95% interval, or a bound if a seed reaches its goal outside of the budgets. Interpolates over the logarithm.
+
+    Args:
+        goals: the others' losses, of shape (seeds,).
+        losses: by budget from the smallest, of shape (budgets, seeds).
+        shares: the tokens of each budget as a share of the others', of shape (budgets,).
+    """
+    lowest = np.minimum.accumulate(losses)
+    if (goals < lowest[-1]).any():
+        return f"> {shares[-1]:.0%}"
+    logs = [
+        np.interp(-goal, -own, np.log(shares)) for goal, own in zip(goals, lowest.T, strict=True)
+    ]
+    mean, half = interval(np.exp(logs).tolist())
+    return f"< {mean:.0%}" if (goals > lowest[0]).any() else plus_minus(mean, half, ".1%")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ class EngineOptions:
         None, "CSV file that lists the recorded runs; default runs.csv in the folder"
     )
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
+    gpus_per_run: int = setting(1, "GPUs of each run; without a GPU its processes")
     keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
     dry_run: bool = setting(False, "print the runs, their FLOPs and hours, then exit")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="processes")
+        check_ranges(self, positive="processes gpus_per_run")
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             raise ValueError(
                 f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
@@ -36,11 +37,12 @@ class EngineOptions:
         children.prepare()
         from gpt2_accel.study.engine import Engine
 
-        folder = Path(self.output_dir or folder)
+        folder, each = Path(self.output_dir or folder), self.gpus_per_run
         return Engine(
             folder,
             Path(self.table or folder / "runs.csv"),
-            children.slots(self.processes),
-            children.precision(),
+            children.slots(self.processes, each),
+            each,
+            children.precision(each),
             self.keep_models,
         )

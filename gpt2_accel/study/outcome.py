@@ -11,7 +11,7 @@ import numpy as np
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import COLOURS, add_legend, new_figure, short_number
 from gpt2_accel.study.compare import Comparison
-from gpt2_accel.study.intervals import interval
+from gpt2_accel.study.intervals import interval, plus_minus
 from gpt2_accel.study.law import UNKNOWNS, FittedLaw, bootstrap_interval, loss_of
 from gpt2_accel.study.scaling import FEWEST_BUDGETS, FEWEST_RUNS, SIDE, Grid
 from gpt2_accel.study.study_file import METRICS
@@ -41,11 +41,6 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def plus_minus(mean: float, half: float, form: str = ".4f") -> str:
-    """Formats an interval: 3.9260 ± 0.0051; without a spread only the mean."""
-    return f"{mean:{form}}" + ("" if math.isinf(half) else f" ± {half:{form.lstrip('+')}}")
-
-
 def verdict_rows(outcome: Comparison, budget: float | None) -> dict[str, list[str]]:
     """Returns the cells of a table for one budget, by variant: verdict, difference to the baseline, metric, tokens."""
     rows = {}
@@ -64,9 +59,14 @@ def verdict_rows(outcome: Comparison, budget: float | None) -> dict[str, list[st
 
 
 def remarks(outcome: Comparison) -> list[str]:
-    """Returns what the tuning of each variant chose, and which of it is at an end of its axis beyond which there may be more: not
-    at 0, and no text."""
-    study, lines = outcome.study, []
+    """Returns the share of tokens of each variant, where it is known, what the tuning of each chose, and which of it is at an end
+    of its axis beyond which there may be more: not at 0, and no text."""
+    study = outcome.study
+    lines = [
+        f"{name} reaches the {study.metric} of {study.baseline} with {share} of its tokens"
+        for name in study.variants
+        if (share := outcome.token_share(name))
+    ]
     for name, trial in outcome.tuned.items():
         best = {axis: trial.resolved[axis] for axis in study.tune}
         count = math.prod(map(len, study.tune.values()))

@@ -26,6 +26,7 @@ class StudyFile:
     recipe: str
     variants: dict
     settings: dict = field(default_factory=dict)
+    baseline: str = ""
     budget: dict = field(default_factory=dict)
     seeds: int = 3
     metric: str = "loss"
@@ -39,9 +40,10 @@ class StudyFile:
         self.variants = {str(name): own or {} for name, own in self.variants.items()}
         for name, own in {"settings": self.settings, **self.variants}.items():
             check_settings(name, own)
-        self.baseline = next(iter(self.variants))
-        if self.metric not in METRICS:
-            raise ValueError(f"metric must be {' or '.join(METRICS)}, got {self.metric!r}")
+        self.baseline = self.baseline or next(iter(self.variants))
+        for name, choices in {"baseline": self.variants, "metric": METRICS}.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         check_ranges(self, positive="seeds")
         self.unit, self.budgets = read_budgets(self.budget)
         self.tune = read_tuning(self.tune)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import LONG, run
+from conftest import LONG, long, run
 from launching import ROOT, Started, in_process, wait_for
 
 from gpt2_accel import device
@@ -210,6 +210,7 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     assert "tokens: 640" in done.stdout and "tokens: 1.536k" in done.stdout
     assert "adamw: 4 trials chose learning_rate 0.01, lr_schedule constant" in done.stdout
     assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
+    assert re.search(r"muon reaches the loss of adamw with (<|>)? ?[\d.]+%", done.stdout)
     seeds = [json.loads(row["settings"])["seed"] for row in rows(tmp_path / "out")]
     assert seeds.count(0) == 8 and len(seeds) == 8 + 2 * 2 * 2
 
@@ -222,10 +223,8 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
         ("recipe: quickstart\nvariants: {}", "variants is empty"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
-        (
-            "recipe: quickstart\nvariants: {a: {}}\nmetric: b",
-            "metric must be loss or bits_per_byte",
-        ),
+        ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a, got"),
+        ("recipe: quickstart\nvariants: {a: {}}\nmetric: b", "one of loss, bits_per_byte, got 'b'"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
         (
             "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}",
@@ -334,6 +333,29 @@ def test_a_verdict_counts_divergence_within_pairs(own, base, word):
     assert outcome.verdict("own", None).word == word
 
 
+@pytest.mark.parametrize(
+    "losses, expected",
+    [
+        ((5.0, 4.6, 4.4), "70.7%"),  # between two budgets
+        ((5.0, 4.4, 4.6), "44.5%"),  # the first time
+        ((4.4, 4.3, 4.2), "< 25%"),
+        ((5.0, 5.1, 5.0), "> 100%"),
+        ((5.0, math.inf, 4.5), "100.0%"),
+    ],
+)
+def test_the_share_of_tokens_with_which_a_loss_is_reached(losses, expected):
+    def results(name, own):
+        for budget, loss in zip((100, 200, 400), own, strict=True):
+            both = [Result(f"{seed}", "", 1, 1, budget, 1.0, loss) for seed in (1, 2)]
+            yield (name, budget), both
+
+    variants, budget = {"own": {}, "base": {}}, {"tokens": [100, 200, 400]}
+    study = StudyFile("recipe", variants, baseline="base", budget=budget)
+    outcome = Comparison(study, dict([*results("base", (6.0, 5.5, 4.5)), *results("own", losses)]))
+    assert outcome.token_share("own").startswith(expected)
+    assert outcome.token_share("base") is None
+
+
 def test_a_best_value_at_the_end_of_its_axis_is_named():
     axes = {"weight_decay": [0, 0.1], "beta2": [0.9, 0.99], "lr_schedule": ["linear", "wsd"]}
     study = StudyFile("recipe", {"one": {}}, tune=axes)
@@ -358,7 +380,19 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir, tmp_path):
 def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
     monkeypatch.setattr(device, "accelerator_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a, 5,MIG-7")
-    assert children.slots(None) == ["GPU-1a", "5", "MIG-7"]
-    assert len(children.slots(2)) == 2
+    assert children.slots(None, 1) == ["GPU-1a", "5", "MIG-7"]
+    assert children.slots(None, 2) == ["GPU-1a,5"]
+    assert len(children.slots(2, 1)) == 2
+    with pytest.raises(ValueError, match="gpus_per_run is 4: give at most the 3"):
+        children.slots(None, 4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert len(children.slots(None)) == usable_cpus()
+    assert len(children.slots(None, 1)) == usable_cpus()
+
+
+@long
+def test_a_run_of_several_processes(data_dir, tmp_path):
+    path = study_file(tmp_path, data_dir, variants={"one": {}}, seeds=1)
+    done = compare(path, tmp_path / "out", "--gpus_per_run", 2)
+    assert done.returncode == 0, [log.read_text() for log in tmp_path.glob("out/runs/*/log.txt")]
+    [metadata] = tmp_path.glob("out/runs/*/run.json")
+    assert json.loads(metadata.read_text())["hardware"].startswith("2 x cpu")
