@@ -131,6 +131,18 @@ def widths(folder: Path) -> str:
     return "\n\n".join([markdown(heads, rows), "\n".join(lines)])
 
 
+def ratios(folder: Path) -> str:
+    """Returns the differences that another rate of Muon's AdamW part makes."""
+    rows = []
+    for corpus, name in CORPORA.items():
+        runs = read_runs(folder / f"cpu/adamw_ratio_{name}.csv")
+        losses = runs.pivot(index="adamw_ratio", columns="seed", values="loss")
+        others = losses.index.drop(1.0)
+        found = [plus_minus(losses.loc[ratio] - losses.loc[1.0], "+.4f") for ratio in others]
+        rows.append((corpus, plus_minus(losses.loc[1.0]), *found))
+    return markdown(("corpus", "ratio 1", *(f"ratio {ratio:g}" for ratio in others)), rows)
+
+
 def optimizers(folder: Path) -> str:
     """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
     rows, shares = [], []
@@ -177,6 +189,7 @@ STUDIES = {
     "scaling": scaling,
     "rates": rates,
     "widths": widths,
+    "ratios": ratios,
     "optimizers": optimizers,
     "architectures": architectures,
 }
