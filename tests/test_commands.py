@@ -145,6 +145,7 @@ NOT_RUN = {
     "pip install 'matplotlib>=3.9'": "installs",
     "pip install 'gradio>=6.0'": "installs",
     "pip install 'scipy>=1.13' 'matplotlib>=3.9'": "installs",
+    "pip install 'scipy>=1.13'": "installs",
     "srun -N 8 python recipes/compare.py STUDY.yaml --output_dir SHARED/STUDY": (
         "tests/study/test_workers.py does, on one machine"
     ),
