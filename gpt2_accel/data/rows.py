@@ -74,7 +74,7 @@ def parse_line(line: str, place: str) -> Any:
     try:
         return parse_json(line)
     except ValueError as error:
-        reason = re.sub(r": line 1 (column \d+) .*", r" at \1", str(error))
+        reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", str(error))
         raise ValueError(f"{place}, is not valid JSON ({reason}): correct or remove it") from error
 
 

@@ -47,6 +47,11 @@ class StudyFile:
         check_ranges(self, positive="seeds")
         self.unit, self.budgets = read_budgets(self.budget)
         self.tune = read_tuning(self.tune)
+        for name, own in self.variants.items():
+            if fixed := sorted(own.keys() & self.tune.keys()):
+                raise ValueError(
+                    f"{name} sets {fixed[0]}, which tune also sets: leave it out of one of them"
+                )
 
 
 def read_study(path: Path, recipes: Path) -> StudyFile:

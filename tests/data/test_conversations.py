@@ -168,7 +168,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 22
     assert left_out(manifest["left_out"])[-1] == (
-        "left out: 2 conversations of more tokens than a window, whose beginning --cut keeps, the first: "
+        "left out: 2 conversations of more tokens than a window, whose beginning prepare_data.py chat --cut keeps, the first: "
         f"{file}, line 25"
     )
     # Invalid characters are replaced.

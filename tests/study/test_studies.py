@@ -198,8 +198,8 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(data_dir, tmp_path
 def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     parts = {
         "variants": {
-            "adamw": {"learning_rate": 5e-3},
-            "muon": {"optimizer": "muon", "learning_rate": 5e-3, "total_batch_size": 256},
+            "adamw": {"optimizer": "adamw"},
+            "muon": {"optimizer": "muon", "total_batch_size": 256},
         },
         "budget": {"tokens": [5 * 128, 12 * 128]},
         "tune": {"learning_rate": [5e-3, "1e-2"], "lr_schedule": ["cosine", "constant"]},
@@ -233,6 +233,10 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
         (
             "recipe: quickstart\nvariants: {a: {}}\ntune: {beta3: [0.9, 0.99]}",
             "unknown option --beta3: did you mean --beta",
+        ),
+        (
+            "recipe: quickstart\nvariants: {a: {beta2: 0.9}}\ntune: {beta2: [0.8, 0.9]}",
+            "a sets beta2, which tune also sets",
         ),
         (
             "recipe: quickstart\nvariants: {a: {}}\ntune: {beta2: [0.9, 1.5]}",
