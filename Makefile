@@ -16,8 +16,8 @@ chat: .venv/installed  ## a model that answers questions about Python's library:
 	$(LAUNCH) recipes/chat_sft.py --config recipes/chat_python.yaml
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 
-test: .venv/installed-dev  ## the tests: offline, on CPU
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+test: .venv/installed-dev  ## the tests: offline, on CPU; they wait much, so three at a time
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

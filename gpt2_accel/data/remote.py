@@ -93,7 +93,8 @@ class RemoteShards:
     def _evict(self) -> None:
         """Removes the oldest pieces beyond the limit."""
         with suppress(FileNotFoundError):  # of a piece that another process has just removed
-            found = sorted(self.folder.glob("*.pieces/*"), key=lambda path: path.stat().st_mtime)
+            written = self.folder.glob("*.pieces/[0-9]*")  # without those that are being written
+            found = sorted(written, key=lambda path: path.stat().st_mtime)
             for path in found[: max(0, len(found) - int(self.limit // PIECE))]:
                 path.unlink()
                 self._queued.clear()
