@@ -301,7 +301,7 @@ def prompt_tokens(
 
     Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
     user's, or for a message that is of another role, is empty, is no valid Unicode or holds a special token, which would end
-    a turn; what the assistant said is taken as it is.
+    a turn. The assistant's messages are not checked.
     """
     if not tokenizer.chat_template:
         raise ValueError(

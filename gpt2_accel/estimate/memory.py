@@ -65,7 +65,7 @@ def activation_bytes(
     config: TrainConfig, shape: ModelConfig, precision: str, size: int, at_once: int | None = None
 ) -> int:
     """Returns the bytes of the activations of `size` sequences at the peak, without compilation: what autograd saves for the
-    backward, and the logits and their gradients, of which `at_once` are there.
+    backward, and the logits and their gradients, at most `at_once` of them.
 
     With `checkpoint_activations` one block saves everything, and the others their input in fp32.
     """

@@ -20,8 +20,11 @@ ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 
 @dataclass
 class Comparison:
-    """The outcome of a study: the results by variant and budget, of each seed, None for a run that failed; the trials that the
-    tuning chose, by variant."""
+    """The outcome of a study.
+
+    `results` has the result of each seed by variant and budget, None for a run that failed; `tuned` the trial that tuning
+    chose for each variant.
+    """
 
     study: StudyFile
     results: Mapping[tuple[str, float | None], Sequence[Result | None]]

@@ -1,4 +1,4 @@
-"""The outcomes of a comparison and of a scaling study as Markdown, which is also printed."""
+"""The outcomes of a comparison and of a scaling study, as Markdown."""
 
 import math
 import shlex

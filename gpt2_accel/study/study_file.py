@@ -112,7 +112,7 @@ def read_tuning(tune: Mapping[str, Any]) -> dict[str, list]:
     for name, values in tune.items():
         if not isinstance(values, list) or len(values) < 2:
             raise ValueError(
-                f"tune: {name} is {values!r}: give each setting a list of values, of which all combinations are trained"
+                f"tune: {name} is {values!r}: give each setting a list of values; all combinations are trained"
             )
     return {name: [typed(name, value) for value in values] for name, values in tune.items()}
 
