@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from conftest import long, losses, make_text, metrics, run, tiny_config, write_lines
-from runs import finish, weights
+from interrupted import finish, weights
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest

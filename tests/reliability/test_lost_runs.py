@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import as_flags, contents, long, losses, metrics, run, status, tiny_config
-from launching import ROOT, launch, python, wait_for
-from runs import (
+from interrupted import (
     KILLING_SCRIPT,
     SCRIPT,
     finish,
@@ -22,6 +21,7 @@ from runs import (
     start,
     weights,
 )
+from launching import ROOT, launch, python, wait_for
 
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory

@@ -21,8 +21,16 @@ from conftest import (
     tiny_config,
     write_lines,
 )
+from interrupted import (
+    KILLING_SCRIPT,
+    SCRIPT,
+    finish,
+    killed_before_each,
+    last_step,
+    start,
+    weights,
+)
 from launching import ROOT, python
-from runs import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start, weights
 
 import gpt2_accel.finish as finish_module
 import gpt2_accel.train as train_module
