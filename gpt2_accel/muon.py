@@ -66,9 +66,10 @@ class Muon(torch.optim.AdamW):
             grads = [own_rows(param.grad) for param in params]
             buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-            nesterov = torch._foreach_lerp(grads, buffers, self.momentum)
+            nesterov = torch.stack(torch._foreach_lerp(grads, buffers, self.momentum))
+            nesterov = nesterov.to(iteration_dtype(nesterov.device))
             shared = orthogonalize_rows if is_shard(params[0]) else orthogonalize_shared
-            updates = shared(torch.stack(nesterov), rows, count).to(params[0].dtype)
+            updates = shared(nesterov, rows, count).to(params[0].dtype)
             weights = [own_rows(param) for param in params]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(rows // count, columns))
@@ -90,8 +91,7 @@ def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch
         return orthogonalize(matrices, count)
     share, rank = -(-len(matrices) // ranks), dist.get_rank()
     own = matrices[rank * share : (rank + 1) * share]
-    dtype = iteration_dtype(matrices.device)
-    padded = matrices.new_zeros(share, *matrices.shape[1:], dtype=dtype)
+    padded = matrices.new_zeros(share, *matrices.shape[1:])
     if len(own):
         padded[: len(own)] = orthogonalize(own, count)
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
@@ -111,7 +111,6 @@ def orthogonalize_rows(shards: torch.Tensor, rows: int, count: int) -> torch.Ten
     owned = [max(0, min(share, len(shards) - r * share)) for r in range(ranks)]  # matrices
     sent = [number * heights[rank] * columns for number in owned]
     received = [owned[rank] * height * columns for height in heights]
-    shards = shards.to(iteration_dtype(shards.device))
     pieces = exchange(shards.flatten(), sent, received)
     shapes = [(owned[rank], height, columns) for height in heights]
     whole = torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim=1)

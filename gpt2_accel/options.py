@@ -39,7 +39,6 @@ REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "accelerate_config": None,
     "device": None,
-    "law": None,
     "spike_z": 0.0,
 }
 

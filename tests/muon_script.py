@@ -1,5 +1,6 @@
 """Updates of Muon on all ranks, with the matrices as DDP has them and sharded by FSDP2, in fp32. Prints for each the largest
-difference of the weights to updates of one process, and the number of matrices that this rank orthogonalizes in an update."""
+difference of the weights to updates of one process, the number of matrices that this rank orthogonalizes, and the size of its
+optimizer state."""
 
 import copy
 
@@ -22,8 +23,9 @@ def models():
     yield Llama(LlamaConfig(**shape, n_kv_head=1, head_dim=10, n_inner=50))
 
 
-def updated(model: torch.nn.Module, tokens: torch.Tensor) -> list[int]:
-    """Makes updates from gradients of one batch; returns the numbers of matrices that were orthogonalized at once."""
+def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
+    """Makes updates from gradients of one batch; returns the number of matrices that were orthogonalized, and the numbers in
+    this rank's optimizer state."""
     counts, orthogonalize = [], muon.orthogonalize
 
     def counted(matrices, count=1):
@@ -39,7 +41,8 @@ def updated(model: torch.nn.Module, tokens: torch.Tensor) -> list[int]:
             optimizer.zero_grad()
     finally:
         muon.orthogonalize = orthogonalize
-    return counts
+    held = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return sum(counts), sum(muon.own_rows(tensor).numel() for tensor in held if tensor.ndim)
 
 
 def main() -> None:
@@ -62,12 +65,12 @@ def main() -> None:
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         for how, each in (("ddp", model), ("fsdp", sharded)):
-            counts = updated(each, tokens)
+            count, held = updated(each, tokens)
             pairs = zip(each.parameters(), alone.parameters(), strict=True)
             whole = ((p.full_tensor() if how == "fsdp" else p, q) for p, q in pairs)
             difference = max((p - q).abs().max().item() for p, q in whole)
             name = f"{type(model).__name__} {how}"
-            print(f"{name}, rank {dist.get_rank()}: {difference:.1e}, {sum(counts)}")
+            print(f"{name}, rank {dist.get_rank()}: {difference:.1e}, {count}, {held}")
 
 
 cli.run(main)

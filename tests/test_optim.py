@@ -76,9 +76,15 @@ def test_ranks_share_the_matrices_of_muon(processes):
     done = launch("tests/muon_script.py", processes=processes)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    found = re.findall(r"(\w+ \w+), rank \d: ([\d.e+-]+), (\d+)", done.stdout)
+    found = re.findall(r"(\w+) (\w+), rank \d: ([\d.e+-]+), (\d+), (\d+)", done.stdout)
     assert len(found) == 4 * processes
-    assert all(float(difference) < 1e-6 for _, difference, _ in found)
+    assert all(float(difference) < 1e-6 for _, _, difference, _, _ in found)
     # 3 blocks with 4 parameters, in 3 updates.
-    counts = {int(count) for name, _, count in found if name.startswith("GPT")}
+    counts = {int(count) for name, _, _, count, _ in found if name == "GPT"}
     assert counts == ({24, 12} if processes == 2 else {12, 0})
+    for model in ("GPT", "Llama"):  # FSDP2 shards the state
+        held = {
+            how: [int(e) for n, h, *_, e in found if (n, h) == (model, how)]
+            for how in ("ddp", "fsdp")
+        }
+        assert sum(held["fsdp"]) == held["ddp"][0]
