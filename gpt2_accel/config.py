@@ -70,7 +70,7 @@ def check_ranges(settings: object, **names_of: str) -> None:
 # The sections of `--help`, by the first setting of each. A recipe's own settings come first, then `MOST_CHANGED`.
 MOST_CHANGED = (
     *("data_dir", "output_dir", "init_from", "resume_from", "n_layer"),
-    *("micro_batch_size", "total_batch_size", "max_steps", "learning_rate", "eval_every"),
+    *("micro_batch_size", "total_batch_size", "max_steps", "epochs", "learning_rate", "eval_every"),
 )
 SECTIONS = {
     "data_dir": "changed most often",
@@ -107,6 +107,7 @@ class TrainConfig:
     micro_batch_size: int = setting(8, "sequences per device and backward pass, or 'auto'")
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
     max_steps: int = setting(19073, "updates")
+    epochs: float | None = setting(None, "passes over the data, in place of max_steps")
     checkpoint_activations: bool = setting(False, "far less memory, a third more work")
 
     architecture: str | None = setting(
@@ -173,7 +174,7 @@ class TrainConfig:
             "eval_tokens sample_tokens keep_last depth",
             not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
             "sample_every save_every keep_every seed micro_batch_size patience profile",
-            above_zero="max_hours",
+            above_zero="max_hours epochs",
             share="min_lr_ratio decay_share",
             below_one="beta2 dropout",
         )
@@ -209,6 +210,12 @@ class TrainConfig:
             min_ratio=self.min_lr_ratio,
             decay_share=self.decay_share,
         )
+
+    def set_length(self, tokens: int) -> None:
+        """Sets `max_steps` to `epochs` passes over data of `tokens` tokens, if `epochs` is given."""
+        if self.epochs is not None:
+            updates = math.ceil(tokens / self.total_batch_size)  # of a pass
+            self.max_steps = max(1, round(self.epochs * updates))
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
         """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not
@@ -263,8 +270,12 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     parser = build_parser(config_class, hints)
     found = parser.parse_args(words)
     given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
+    if {"max_steps", "epochs"} <= given:
+        raise ValueError("--max_steps and --epochs both give the length of a run: leave one out")
     if found.config is not None:
         values = read_yaml(found.config, hints)
+        if "max_steps" in given:
+            values.pop("epochs", None)
         given |= values.keys()
         parser.set_defaults(**values)
         found = parser.parse_args(words)

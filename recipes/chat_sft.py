@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, check_ranges, parse_config, setting
+from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.shards import MANIFEST, read_manifest, read_parts
 from gpt2_accel.files import digest
 from gpt2_accel.recipe_command import recipe_command
@@ -36,8 +36,6 @@ LONGEST_INTERVAL = 250  # updates between evaluations
 class ChatSFT(TrainConfig):
     data: str | None = setting(None, "file of conversations: .jsonl, .json or .parquet")
     model: str | None = setting(None, "model to fine-tune; default that of --data_dir")
-    epochs: float | None = setting(None, "passes over the data, unless max_steps is given")
-
     data_dir: str = "data/chat"
     output_dir: str = "runs/chat_sft"
     resume_from: str | None = "latest"
@@ -64,7 +62,6 @@ class ChatSFT(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, above_zero="epochs")
         self.init_from = self.init_from or self.model
         if self.data and not self.init_from:
             raise ValueError("--data needs the model to fine-tune: give it by --model")
@@ -163,9 +160,11 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     batch = default("total_batch_size", batch * length) // length
     default("micro_batch_size", max(1, min(batch // processes, MICRO_BATCH // length)))
     epoch = math.ceil(windows / max(1, batch))
-    longer = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
-    epochs = default("epochs", max(EPOCHS, longer))
-    steps = default("max_steps", max(1, round(epochs * epoch)))
+    if config.max_steps is None:
+        longer = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
+        default("epochs", max(EPOCHS, longer))
+    config.set_length(train["tokens"])
+    steps = config.max_steps
     default("warmup_steps", round(WARMUP_SHARE * steps))
     default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
     parts = math.ceil(epoch / LONGEST_INTERVAL)  # of a long epoch

@@ -32,7 +32,9 @@ def dry_run(config: TrainConfig) -> str:
     if (Path(config.data_dir) / MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
-        data = f"{manifest['splits']['train']['tokens']:,} tokens"
+        train_tokens = manifest["splits"]["train"]["tokens"]
+        config.set_length(train_tokens)
+        data = f"{train_tokens:,} tokens"
     shape, length = model_shape(config, vocab_size), config.tokens_per_sequence
     devices, precision = launch.num_processes, launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)

@@ -55,6 +55,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     with all_or_none():
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         remote = open_hub(config.data_dir, accelerator.local_process_index, ranks)
+        config.set_length(read_manifest(config.data_dir)["splits"]["train"]["tokens"])
     check_agreement(config, accelerator, checkpoint)
     torch.manual_seed(config.seed)
     with all_or_none():

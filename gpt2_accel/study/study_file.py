@@ -12,7 +12,7 @@ from gpt2_accel.study.trials import WARMUP, as_words
 
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 UNITS = ("tokens", "flops")
-OWN = ("output_dir", "resume_from", "seed", "max_steps")  # which the study sets
+OWN = ("output_dir", "resume_from", "seed", "max_steps", "epochs")  # which the study sets
 KINDS = {dict: "`name: value` lines", str: "a text", int: "a number"}
 
 

@@ -1,11 +1,14 @@
 """The progress bar on a terminal and plain lines in a pipe."""
 
+import math
 import re
 
 from conftest import as_flags, make_text, run, run_recipe
 from launching import launch
 
 from gpt2_accel import progress
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.data.shards import read_manifest
 
 SCRIPT = "tests/train_script.py"
 
@@ -27,6 +30,17 @@ def test_only_the_main_process_prints_plain_lines_in_a_pipe(tiny):
     assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
     pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
     assert len(re.findall(pattern, said)) == 1
+
+
+def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
+    config = tiny("run", epochs=0.2, save_every=0)
+    run(config)
+    tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
+    updates = round(0.2 * math.ceil(tokens / config.total_batch_size))
+    assert f"updates 0 to {updates}: " in capsys.readouterr().out
+    again = ["--config", str(tmp_path / "run/config.yaml")]
+    assert parse_config(TrainConfig, again).epochs == 0.2
+    assert parse_config(TrainConfig, [*again, "--max_steps", "3"]).epochs is None
 
 
 def test_no_long_task_is_silent_in_a_pipe(tiny, data_dir, tmp_path, capsys, monkeypatch):
