@@ -27,6 +27,11 @@ CHOSEN = {
     "shakespeare": "optimizer == 'adamw' or min_lr_ratio == 0",
 }
 
+# Of the runs of `epochs`: the weight decay that each optimizer had, and the tokens of the training text.
+USUAL_DECAY = {"muon": 0.3, "adamw": 0.1}
+TEXTS = {"data/little_python": 75_426, "data/little_shakespeare": 77_858}
+TEXTS |= {"data/own_python": 243_393, "data/own_shakespeare": 274_527}
+
 
 def read_runs(path: Path) -> pd.DataFrame:
     """Returns the runs of a study's table, with a column for each setting."""
@@ -143,6 +148,29 @@ def ratios(folder: Path) -> str:
     return markdown(("corpus", "ratio 1", *(f"ratio {ratio:g}" for ratio in others)), rows)
 
 
+def epochs(folder: Path) -> str:
+    """Returns what weight decay and dropout do to the loss, by the passes over a little text."""
+    rows = []
+    for corpus, name in CORPORA.items():
+        runs = read_runs(folder / f"cpu/epochs_{name}.csv").query("seed > 0")
+        runs = runs.fillna({"dropout": 0.0})
+        keys = ["optimizer", "data_dir", "n_embd", "tokens"]
+        for (optimizer, data, width, tokens), own in sorted(runs.groupby(keys), reverse=True):
+            columns = ["weight_decay", "dropout"]
+            losses = own.pivot(index="seed", columns=columns, values="loss")
+            before = losses[USUAL_DECAY[optimizer], 0.0]
+            changes = [
+                plus_minus(losses[each] - before, "+.3f") if each in losses else ""
+                for each in ((0.03, 0.0), (1.6, 0.0), (USUAL_DECAY[optimizer], 0.1), (1.6, 0.1))
+            ]
+            model = f"{'Muon' if optimizer == 'muon' else 'AdamW'}, {width} wide"
+            passes, ratio = tokens / TEXTS[data], TEXTS[data] / own.parameters.iloc[0]
+            found = [f"{passes:.0f}", f"{ratio:.2f}", plus_minus(before), *changes]
+            rows.append((corpus, model, *found))
+    heads = ("corpus", "model", "passes", "tokens per parameter", "loss as it was", "decay 0.03")
+    return markdown((*heads, "decay 1.6", "dropout 0.1", "both"), rows)
+
+
 def optimizers(folder: Path) -> str:
     """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
     rows, shares = [], []
@@ -190,6 +218,7 @@ STUDIES = {
     "rates": rates,
     "widths": widths,
     "ratios": ratios,
+    "epochs": epochs,
     "optimizers": optimizers,
     "architectures": architectures,
 }

@@ -27,6 +27,7 @@ from gpt2_accel.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096
+LITTLE = 1.5  # tokens per parameter
 TESTS = {"test", "tests", "idle_test"}
 OTHERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -54,7 +55,9 @@ class Quickstart(TrainConfig):
     lr_schedule: str = "linear"
     min_lr_ratio: float = 0.0
     warmup_steps: int = 10
-    weight_decay: float = 0.3
+    weight_decay: float | None = setting(
+        None, "decay of matrices and embeddings; 0.3, or 1.6 for a little text that is read often"
+    )
     beta2: float = 0.99
 
     eval_every: int = 250
@@ -96,6 +99,19 @@ def prepare_corpus(config: Quickstart) -> None:
     prepare(texts, tokenizer, config.data_dir, source=f"the Python standard library, {library}")
 
 
+def decay_for(config: Quickstart) -> float:
+    """Returns the weight decay. It is stronger if the run reads a little text four times or more often (docs/results.md)."""
+    from gpt2_accel.models import configured_shape
+
+    manifest = read_manifest(config.data_dir)
+    tokens = manifest["splits"]["train"]["tokens"]
+    config.set_length(tokens)
+    passes = config.max_steps * config.total_batch_size / tokens
+    shape = configured_shape(config, manifest["tokenizer"]["vocab_size"])
+    little = tokens < LITTLE * shape.parameter_count
+    return 1.6 if little and passes >= 4 and not config.init_from else 0.3
+
+
 def main() -> None:
     config = parse_config(Quickstart)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
@@ -114,6 +130,8 @@ def main() -> None:
                     f"--data_dir {config.data_dir}, or leave out --data_dir for Python's standard library"
                 ) from error
             prepare_corpus(config)
+    if config.weight_decay is None:
+        config.weight_decay = decay_for(config)
     if not train(config):
         return
     prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]

@@ -32,6 +32,8 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     assert "val/bits_per_byte" in said and "sample" in said
     history = metrics(output)
     assert history[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
+    settings = yaml.safe_load((output / "config.yaml").read_text())
+    assert settings["weight_decay"] == 1.6  # a little text, read often
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
     assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
@@ -43,6 +45,8 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     more = metrics(f"{output}2")
     assert more[0]["train/loss"] < history[0]["train/loss"] - 1
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
+    settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
+    assert settings["weight_decay"] == 0.3
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
     assert generated["generated_text"].startswith("def ")
     capsys.readouterr()
