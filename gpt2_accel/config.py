@@ -212,10 +212,11 @@ class TrainConfig:
         )
 
     def set_length(self, tokens: int) -> None:
-        """Sets `max_steps` to `epochs` passes over data of `tokens` tokens, if `epochs` is given."""
+        """Sets `max_steps` to `epochs` passes over data of `tokens` tokens, if `epochs` is given. Raises `ValueError` if that is
+        not below 2^63."""
         if self.epochs is not None:
-            updates = math.ceil(tokens / self.total_batch_size)  # of a pass
-            self.max_steps = max(1, round(self.epochs * updates))
+            self.max_steps = max(1, round(self.epochs * tokens / self.total_batch_size))
+            check_ranges(self, positive="max_steps")
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
         """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not
@@ -253,7 +254,10 @@ class TrainConfig:
 
     def save(self, path: str | Path) -> None:
         """Writes the settings as a YAML file that `--config` reads."""
-        write_file(path, yaml.safe_dump(self.settings(), sort_keys=False))
+        settings = self.settings()
+        if self.epochs is not None:
+            del settings["max_steps"]  # which follows
+        write_file(path, yaml.safe_dump(settings, sort_keys=False))
 
 
 Config = TypeVar("Config")
@@ -270,12 +274,16 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     parser = build_parser(config_class, hints)
     found = parser.parse_args(words)
     given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
-    if {"max_steps", "epochs"} <= given:
-        raise ValueError("--max_steps and --epochs both give the length of a run: leave one out")
-    if found.config is not None:
-        values = read_yaml(found.config, hints)
-        if "max_steps" in given:
-            values.pop("epochs", None)
+    values = {} if found.config is None else read_yaml(found.config, hints)
+    not_null = {name for name, value in values.items() if value is not None}
+    for where, names in (("", given), (f"{found.config}: ", not_null)):
+        if {"max_steps", "epochs"} <= names:
+            raise ValueError(
+                f"{where}max_steps and epochs both give the length of a run: leave one out"
+            )
+    if "max_steps" in given:
+        values.pop("epochs", None)
+    if values:
         given |= values.keys()
         parser.set_defaults(**values)
         found = parser.parse_args(words)

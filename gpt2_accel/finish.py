@@ -97,6 +97,6 @@ def is_complete(run: Run) -> bool:
     complete = run.resumes_here and has_model and found == ("finished", run.step)
     prefix = f"{run_dir} is complete: " if complete else ""
     run.accelerator.print(
-        f"{prefix}nothing left to train after {run.step:,} updates: raise --max_steps or --patience to go on"
+        f"{prefix}nothing left to train after {run.step:,} updates: raise --max_steps, --epochs or --patience to go on"
     )
     return complete

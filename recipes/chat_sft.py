@@ -46,7 +46,7 @@ class ChatSFT(TrainConfig):
 
     micro_batch_size: int | None = setting(None, "windows per device and backward pass")
     total_batch_size: int | None = setting(None, "tokens per update, over all devices")
-    max_steps: int | None = setting(None, "updates")
+    max_steps: int | None = setting(None, "updates; default 3 to 20 epochs")
 
     learning_rate: float | None = setting(None, "peak learning rate")
     warmup_steps: int | None = setting(None, "updates of linear warmup; default a tenth of all")
@@ -162,8 +162,8 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     epoch = math.ceil(windows / max(1, batch))
     if config.max_steps is None:
         longer = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
-        default("epochs", max(EPOCHS, longer))
-    config.set_length(train["tokens"])
+        epochs = config.epochs or max(EPOCHS, longer)
+        config.max_steps, config.epochs = max(1, round(epochs * epoch)), None
     steps = config.max_steps
     default("warmup_steps", round(WARMUP_SHARE * steps))
     default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.config import TrainConfig, load_yaml, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
@@ -27,7 +27,7 @@ from gpt2_accel.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096
-LITTLE = 1.5  # tokens per parameter
+LITTLE, OFTEN = 0.5, 4  # tokens per parameter, passes: docs/results.md
 TESTS = {"test", "tests", "idle_test"}
 OTHERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -56,7 +56,9 @@ class Quickstart(TrainConfig):
     min_lr_ratio: float = 0.0
     warmup_steps: int = 10
     weight_decay: float | None = setting(
-        None, "decay of matrices and embeddings; 0.3, or 1.6 for a little text that is read often"
+        None,
+        "decay of matrices and embeddings; default that of the run in output_dir, else 0.3, or 1.6 if the text has "
+        f"less than {LITTLE} tokens per parameter and is read {OFTEN} times or more",
     )
     beta2: float = 0.99
 
@@ -100,16 +102,24 @@ def prepare_corpus(config: Quickstart) -> None:
 
 
 def decay_for(config: Quickstart) -> float:
-    """Returns the weight decay. It is stronger if the run reads a little text four times or more often (docs/results.md)."""
+    """Returns the weight decay: that of the run that continues, or a stronger one for a little text that is read often."""
     from gpt2_accel.models import configured_shape
+    from gpt2_accel.runtime.processes import processes
 
+    before = Path(config.output_dir, "config.yaml")
+    if config.resume_from and before.is_file():
+        return load_yaml(str(before), "--output_dir")["weight_decay"]
     manifest = read_manifest(config.data_dir)
     tokens = manifest["splits"]["train"]["tokens"]
     config.set_length(tokens)
     passes = config.max_steps * config.total_batch_size / tokens
-    shape = configured_shape(config, manifest["tokenizer"]["vocab_size"])
-    little = tokens < LITTLE * shape.parameter_count
-    return 1.6 if little and passes >= 4 and not config.init_from else 0.3
+    parameters = configured_shape(config, manifest["tokenizer"]["vocab_size"]).parameter_count
+    if tokens >= LITTLE * parameters or passes < OFTEN or config.init_from:
+        return 0.3
+    processes().print(
+        f"weight decay 1.6 in place of 0.3: {tokens:,} tokens for {parameters:,} parameters, read {passes:.2g} times"
+    )
+    return 1.6
 
 
 def main() -> None:

@@ -81,7 +81,10 @@ def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
         (["--decay_share", "7"], "decay_share must be between 0 and 1"),
         (["--max_hours", "0"], "max_hours must be above 0"),
         (["--epochs", "0"], "epochs must be above 0"),
-        (["--epochs", "2", "--max_steps=9"], "both give the length of a run: leave one out"),
+        (
+            ["--epochs", "2", "--max_steps=9"],
+            "max_steps and epochs both give the length of a run: leave one out",
+        ),
         (["--output_dir", ""], "output_dir is empty: give the path of a folder"),
         (["--beta1", "0.8"], "--beta1: it was taken back, CHANGELOG.md says"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),

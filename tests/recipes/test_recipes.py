@@ -34,6 +34,7 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     assert history[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
     settings = yaml.safe_load((output / "config.yaml").read_text())
     assert settings["weight_decay"] == 1.6  # a little text, read often
+    assert "weight decay 1.6 in place of 0.3: " in said
 
     [generated] = pipeline("text-generation", model=str(output))("def ")
     assert generated["generated_text"].startswith("def ") and len(generated["generated_text"]) > 10
@@ -47,6 +48,10 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
     settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
     assert settings["weight_decay"] == 0.3
+    run_recipe("quickstart", *flags.replace("--max_steps 30", "--epochs 9").split())
+    settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
+    assert settings["weight_decay"] == 0.3  # a run keeps its own
+    assert settings["epochs"] == 9 and "max_steps" not in settings
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
     assert generated["generated_text"].startswith("def ")
     capsys.readouterr()
