@@ -366,7 +366,7 @@ def convert(path: str, name: str, value: Any, hint: Any) -> Any:
             raise ValueError
         found = [parse(str(item)) for item in (value if several else [value])]
     except (ValueError, argparse.ArgumentTypeError) as error:
-        expected = getattr(hint, "__name__", hint)
+        expected = str(getattr(hint, "__name__", hint)).replace("|", "or")
         what = f"{name} is {reprlib.repr(value)}, expected {expected}"
         raise ValueError(f"{path}: {what}") from error
     return found if several else found[0]

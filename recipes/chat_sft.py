@@ -80,7 +80,7 @@ def prepare_file(config: ChatSFT) -> None:
     from gpt2_accel.tokenizer import fingerprint
 
     file, model, run_dir = Path(config.data), config.init_from, Path(config.output_dir)
-    if "data_dir" in config.given and Path(config.data_dir).parent != run_dir:
+    if "data_dir" in config.given:
         raise ValueError("--data and --data_dir both give conversations: leave one out")
     if not file.is_file():
         raise FileNotFoundError(
@@ -190,6 +190,7 @@ def main() -> None:
     with main_process_first():
         if config.data:
             prepare_file(config)
+            config.data = None  # config.yaml names the prepared folder
         find_model(config)
         width = read_config(local_directory(verified_directory(config.init_from))).n_embd
     processes().print(fit_to_data(config, width, processes().num_processes))

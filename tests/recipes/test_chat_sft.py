@@ -158,6 +158,8 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
     before = (data / "manifest.json").stat().st_mtime_ns
     again = python(RECIPE, *flags)
     assert "is complete" in again.stdout and (data / "manifest.json").stat().st_mtime_ns == before
+    again = python(RECIPE, "--config", tmp_path / "run/config.yaml")
+    assert "is complete" in again.stdout, again.stderr
     changed = tmp_path / "changed.jsonl"
     changed.write_text(file.read_text() + file.read_text().splitlines()[0].replace("0?", "z?"))
     other = python(RECIPE, *flags, "--data", changed)
