@@ -25,7 +25,8 @@ def dry_run(config: TrainConfig) -> str:
     The words of `config.dry_run` are a launch config, a file or a shipped one's name, by default the launch of this process, and a key of `GPUS`. Only the
     manifest of the data is read, if there is one.
 
-    Raises `ValueError` for another word, or if the batch cannot be divided among the processes.
+    Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch cannot be divided among
+    the processes.
     """
     launch, gpu = planned(config.dry_run)
     vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
@@ -35,6 +36,10 @@ def dry_run(config: TrainConfig) -> str:
         train_tokens = manifest["splits"]["train"]["tokens"]
         config.set_length(train_tokens)
         data = f"{train_tokens:,} tokens"
+    elif config.epochs is not None:
+        raise ValueError(
+            f"--epochs needs the size of the data, and {config.data_dir} is not prepared yet: give --max_steps"
+        )
     shape, length = model_shape(config, vocab_size), config.tokens_per_sequence
     devices, precision = launch.num_processes, launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
