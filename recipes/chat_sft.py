@@ -36,6 +36,7 @@ LONGEST_INTERVAL = 250  # updates between evaluations
 class ChatSFT(TrainConfig):
     data: str | None = setting(None, "file of conversations: .jsonl, .json or .parquet")
     model: str | None = setting(None, "model to fine-tune; default that of --data_dir")
+
     data_dir: str = "data/chat"
     output_dir: str = "runs/chat_sft"
     resume_from: str | None = "latest"
