@@ -1,5 +1,6 @@
 """Importer for the `.pt` checkpoints of nanoGPT and build-nanogpt."""
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_checkpoint(path: str | Path) -> GPT:
         ) from error
     converted = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix("_orig_mod.")  # of `torch.compile`
+        name = re.sub(r"^(module\.|_orig_mod\.)+", "", key)  # of DDP and `torch.compile`
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[: config.vocab_size]
         converted[name] = tensor.t() if name.endswith(MATRICES) else tensor

@@ -42,13 +42,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files of a model directory: one file of safetensors, or the shards that an index lists.
+    """Returns the weight files of a model directory that `transformers` takes: one file of safetensors, or without it the
+    shards that an index lists.
 
-    Raises `FileNotFoundError` if one of them is missing, `ValueError` for an index that is damaged.
+    Raises `FileNotFoundError` if one of them is missing, `ValueError` for a damaged index and for an adapter, which
+    `transformers` would add to the weights.
     """
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{directory} holds an adapter of peft: merge it into its model, with merge_and_unload, and save the result"
+        )
     index = directory / f"{WEIGHTS}.index.json"
     names = {WEIGHTS}
-    if index.is_file():
+    if index.is_file() and not (directory / WEIGHTS).is_file():
         try:
             listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
             names = {Path(name).name for name in listed.values()}

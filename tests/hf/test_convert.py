@@ -1,4 +1,5 @@
 import filecmp
+import json
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.models.gpt2 import SIZES
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -82,23 +84,74 @@ def test_logits_of_our_model_equal_hfs(tmp_path, bias):
         assert torch.equal(tensor, ours.state_dict()[name]), name
 
 
-def test_shards_are_read_and_replaced(tmp_path):
-    hf = hf_model(activation_function="gelu_pytorch_tanh")
-    hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
-    files = sorted(path.name for path in (tmp_path / "hf").glob("model*"))
-    assert len(files) > 3
-    ours = from_pretrained(tmp_path / "hf").eval()
-    assert torch.equal(ours(INPUT_IDS), hf(INPUT_IDS).logits)
+INDEX = "model.safetensors.index.json"
+# The files of a directory: `old` model in shards, `new` in one file, unless a state says otherwise.
+STATES = {
+    "one file": lambda d: [path.unlink() for path in d.glob("model*") if path.name != WEIGHTS],
+    "older shards beside it": lambda d: None,
+    "their index alone beside it": lambda d: [path.unlink() for path in d.glob("model-*")],
+    "their damaged index beside it": lambda d: (d / INDEX).write_text("{"),
+    "damaged beside shards": lambda d: (d / WEIGHTS).write_bytes(b""),
+    "shards": lambda d: (d / WEIGHTS).unlink(),
+    "shards beside a folder": lambda d: [(d / WEIGHTS).unlink(), (d / WEIGHTS).mkdir()],
+    "shards beside a broken link": lambda d: [(d / WEIGHTS).rename(d / "a"), link(d)],
+    "a link to the file": lambda d: [(d / WEIGHTS).rename(d / "b"), link(d, "b")],
+    "a shard missing": lambda d: [(d / name).unlink() for name in (WEIGHTS, shard(d))],
+    "a shard damaged": lambda d: [(d / WEIGHTS).unlink(), (d / shard(d)).write_bytes(b"")],
+    "shards without an index": lambda d: [(d / name).unlink() for name in (WEIGHTS, INDEX)],
+    "an index alone": lambda d: [path.unlink() for path in d.glob("*.safetensors")],
+    "a damaged index": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("{}")],
+    "a variant": lambda d: [(d / INDEX).unlink(), (d / WEIGHTS).rename(d / "model.b.safetensors")],
+    "no config": lambda d: (d / "config.json").unlink(),
+}
 
-    shutil.copytree(tmp_path / "hf", tmp_path / "ours")
-    save_pretrained(ours, tmp_path / "ours")
-    assert [path.name for path in (tmp_path / "ours").glob("model*")] == ["model.safetensors"]
-    (tmp_path / "hf" / files[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{files[1]} is missing"):
-        from_pretrained(tmp_path / "hf")
-    (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
-    with pytest.raises(ValueError, match="index.json is damaged"):
-        from_pretrained(tmp_path / "hf")
+
+def link(directory, target="nowhere"):
+    (directory / WEIGHTS).symlink_to(target)
+
+
+def shard(directory):
+    return min(path.name for path in directory.glob("model-*"))
+
+
+@torch.no_grad()
+def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
+    for name in ("old", "new"):
+        model = hf_model(activation_function="gelu_pytorch_tanh")
+        model.save_pretrained(tmp_path / name, max_shard_size="100KB" if name == "old" else "5GB")
+    opened = 0
+    for state, change in STATES.items():
+        directory = shutil.copytree(tmp_path / "old", tmp_path / state)
+        shutil.copy(tmp_path / "new" / WEIGHTS, directory)
+        change(directory)
+        try:
+            theirs = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32).eval()
+        except Exception:  # of several types
+            with pytest.raises((ValueError, OSError), match=str(directory)):
+                from_pretrained(directory)
+        else:
+            ours, opened = from_pretrained(directory).eval(), opened + 1
+            assert torch.equal(ours(INPUT_IDS), theirs(INPUT_IDS).logits), state
+    assert opened == 8
+    save_pretrained(ours, tmp_path / "older shards beside it")
+    found = sorted((tmp_path / "older shards beside it").glob("model*"))
+    assert [path.name for path in found] == [WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {**SHAPE, "transformers_weights": "b.safetensors"}, "'b.safetensors'"),
+        ("adapter_config.json", {"base_model_name_or_path": "base"}, "holds an adapter of peft"),
+    ],
+)
+def test_a_directory_whose_weights_transformers_changes_is_refused(
+    file, content, message, tmp_path
+):
+    hf_model().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps({"model_type": "gpt2", **content}))
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path)
 
 
 def test_pipeline_generates_with_any_context_length(tmp_path):

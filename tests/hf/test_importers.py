@@ -38,11 +38,12 @@ def same(model, expected):
 def test_nanogpt(tmp_path, vocab_size, rows):
     theirs = random_model(vocab_size, bias=False, gelu="none")
     args = {**ARGS, "bias": False, "vocab_size": rows, "dropout": 0.2}
-    state = as_theirs(theirs, rows, "_orig_mod.")
-    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # before PyTorch 2
     file = tmp_path / "ckpt.pt"
-    torch.save({"model": state, "optimizer": {}, "model_args": args, "iter_num": 5}, file)
-    assert same(read_checkpoint(file), theirs)
+    for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
+        state = as_theirs(theirs, rows, prefix)
+        state[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # before PyTorch 2
+        torch.save({"model": state, "optimizer": {}, "model_args": args, "iter_num": 5}, file)
+        assert same(read_checkpoint(file), theirs)
 
     # The recipe converts it for transformers, with the exact GELU.
     out = tmp_path / "hf"
