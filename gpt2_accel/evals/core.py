@@ -8,13 +8,16 @@ three types:
 - schema: `context_options` with one `continuation`. The answer is the context after which its loss per token is lowest.
 - language_modeling: a `context` and a `continuation`, which greedy decoding has to give exactly.
 
-As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the examples before item i. What the
-prompts of an item have in common is found in their tokens.
+As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the examples before item i. What is
+scored is found in tokens: those after the common beginning of all choices, the common end of a schema's prompts, and those
+after the tokens of the prompt without its continuation. Where these do not begin the whole prompt's tokens, all tokens
+after the common beginning are scored, and the results count such items.
 """
 
 import csv
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -105,7 +108,8 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 class Core:
     """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
 
-    A prompt or an option that is longer than the model's positions is cut from the left. Raises the errors of `read_tasks`.
+    Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones. Raises the errors of
+    `read_tasks`.
     """
 
     def __init__(
@@ -125,12 +129,14 @@ class Core:
         model: torch.nn.Module,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard errors."""
-        results, centred, variance, cut = {}, [], 0.0, 0
+        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard errors; also the number of
+        `core/unaligned_items`, if there are any (see `questions`)."""
+        results, centred, variance = {}, [], 0.0
+        counts: Counter[str] = Counter()
         for task in self.tasks:
             greedy, name = task.type == "language_modeling", f"core/{task.name}"
-            questions = [q for i in range(len(task.items)) for q in self.questions(task, i)]
-            cut += sum(not question.fits(self.n_positions) for question in questions)
+            numbers = range(len(task.items))
+            questions = [question for i in numbers for question in self.questions(task, i, counts)]
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
@@ -147,16 +153,22 @@ class Core:
                 results |= choice_accuracy(found, [item["gold"] for item in task.items], name)
             centred.append((results[name] - task.guessing) / (1 - task.guessing))
             variance += (results.get(f"{name}_stderr", 0) / (1 - task.guessing)) ** 2
-        if cut:
+        if counts["cut"]:
             accelerator.print(
-                f"core: {cut:,} prompts exceed the model's positions and are cut from the left"
+                f"core: {counts['cut']:,} prompts exceed the model's positions and are cut from the left"
             )
+        if counts["unaligned"]:
+            results["core/unaligned_items"] = counts["unaligned"]
         count = len(centred)
         core = {"core/core": sum(centred) / count, "core/core_stderr": math.sqrt(variance) / count}
         return core | results
 
-    def questions(self, task: Task, number: int) -> list[Question]:
-        """Returns the questions of an item: one whose continuations are its options, or one for each context of a schema."""
+    def questions(self, task: Task, number: int, counts: Counter) -> list[Question]:
+        """Returns the questions of an item: one whose continuations are its choices, or one for each prompt.
+
+        Adds to `counts` the prompts that are "cut" to the model's positions, and an item as "unaligned" if its prompt
+        without the continuation has other tokens at its end.
+        """
         texts = task.prompts(number)
         if task.type == "language_modeling":
             texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
@@ -164,12 +176,22 @@ class Core:
         ids = [[start] * (start is not None) + own for own in encode(self.tokenizer, texts)]
         if task.type == "schema":
             same = shared([own[::-1] for own in ids])
-            parts = [(own[:-same], [own[-same:]]) for own in ids]
+            contexts = [len(own) - same for own in ids]
+        elif task.type == "multiple_choice":
+            contexts = [shared(ids)] * len(ids)
         else:
-            same = shared(ids)
-            options = ids[:1] if task.type == "language_modeling" else ids
-            parts = [(ids[0][:same], [own[same:] for own in options])]
-        return [Question(context, [own[-self.n_positions :] for own in o]) for context, o in parts]
+            before = ids.pop()
+            contexts = [shared([*ids, [*before, -1]])]  # all tokens of `before` may be shared
+            counts["unaligned"] += contexts[0] < len(before)
+        if task.type == "multiple_choice" and max(map(len, ids)) <= self.n_positions:
+            return [Question(ids[0][: contexts[0]], [own[contexts[0] :] for own in ids])]
+        questions = []
+        for own, context in zip(ids, contexts, strict=True):
+            cut = max(0, len(own) - self.n_positions)
+            counts["cut"] += cut > 0
+            context = max(1, context - cut)
+            questions.append(Question(own[cut:][:context], [own[cut:][context:]]))
+        return questions
 
 
 def shared(sequences: Sequence[list[int]]) -> int:

@@ -1,4 +1,4 @@
-"""CORE on small bundles, compared with a plain loop over transformers' GPT-2 that scores one whole prompt at a time."""
+"""CORE on a small bundle, compared with its rules: nanochat's `core_eval.py`, a prompt at a time, by transformers' GPT-2."""
 
 import json
 import random
@@ -6,16 +6,17 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import make_text, run, run_recipe, write_lines
 from launching import launch
-from transformers import GPT2LMHeadModel
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.evals.core import Core, open_bundle, read_tasks
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
-BASELINES = {"Choices": 25, "Pronouns": 50, "Endings": 0, "Alone": 25}
+BASELINES = {"Choices": 25, "Pronouns": 50, "Endings": 0, "Alone": 25, "Said": 10}
+POSITIONS, START = 48, 299
 
 
 def words(rng: random.Random, most: int) -> str:
@@ -23,8 +24,22 @@ def words(rng: random.Random, most: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    """A bundle with a task of each type, with and without examples; some prompts exceed the model's positions."""
+def spoken(tmp_path_factory):
+    """The directory of a random GPT-2 with a BPE; what it says after a text depends on each token."""
+    folder = tmp_path_factory.mktemp("spoken")
+    shape = {"n_positions": POSITIONS, "n_layer": 1, "n_head": 2, "n_embd": 16}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, **shape, initializer_range=0.5)).save_pretrained(
+        folder
+    )
+    train_bpe([make_text(500, 1)], 300).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(spoken, tmp_path_factory):
+    """A bundle with tasks of each type, with and without examples; some prompts exceed the model's positions. The model says
+    the continuations of the task `Said`."""
     folder, rng = tmp_path_factory.mktemp("core") / "eval_bundle", random.Random(0)
     (folder / "eval_data" / "small").mkdir(parents=True)
     choices = [
@@ -41,12 +56,21 @@ def bundle(tmp_path_factory):
         for i in range(9)
     ]
     endings = [{"context": f" {words(rng, 5)} ", "continuation": words(rng, 1)} for _ in range(12)]
-    endings += [{"context": "the cat sa", "continuation": "t"}] * 3
+    said, (encode, logits) = [], rules(spoken)
+    while len(said) < 12:
+        context = words(rng, 60)
+        ids = [START, *encode(context)]
+        ids.append(int(logits([*ids, 0])[-1].argmax()))
+        continuation = load_tokenizer(spoken).decode(ids[-1])
+        if encode(context + continuation) == ids[1:]:
+            said.append({"context": context, "continuation": continuation})
+    said += [{"context": "the cat sa", "continuation": "t"}] * 3  # the token "at"
     tasks = [
         ("Choices", "multiple_choice", 3, choices, {"continuation_delimiter": "\nAnswer: "}),
         ("Alone", "multiple_choice", 0, alone, {}),
         ("Pronouns", "schema", 1, pronouns, {}),
-        ("Endings", "language_modeling", 2, endings, {"continuation_delimiter": ""}),
+        ("Endings", "language_modeling", 2, endings, {}),
+        ("Said", "language_modeling", 0, said, {"continuation_delimiter": ""}),
     ]
     listed = []
     for name, kind, examples, items, more in tasks:
@@ -65,82 +89,84 @@ def bundle(tmp_path_factory):
     return folder
 
 
-@torch.no_grad()
-def scores(hf, before: str, whole: str, positions: int) -> tuple[float, bool]:
-    """Returns the mean loss of the end of a text of bytes, after what stands `before`, and whether greedy decoding gives it."""
-    ids, length = [256, *whole.encode()], len(whole.encode()) - len(before.encode())
-    ids = ids[-(positions + 1) :]
-    logits = hf(torch.tensor([ids[:-1]])).logits[0, -length:]
-    target = torch.tensor(ids[-length:])
-    return F.cross_entropy(logits, target).item(), bool((logits.argmax(-1) == target).all())
+def rules(folder):
+    """Returns functions that encode a text, and that give the logits, (n, V), of each token of a prompt but the first."""
+    backend = load_tokenizer(folder).backend_tokenizer
+    hf = GPT2LMHeadModel.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def logits(ids):
+        return hf(torch.tensor([ids[-POSITIONS:][:-1]])).logits[0]
+
+    return (lambda text: backend.encode(text, add_special_tokens=False).ids), logits
 
 
-def common(texts: list[str]) -> str:
-    """Returns the text with which all texts begin."""
-    size = 0
-    while size < min(map(len, texts)) - 1 and len({text[size] for text in texts}) == 1:
-        size += 1
-    return texts[0][:size]
+def common(rows: list[list[int]]) -> int:
+    return next(
+        (i for i, own in enumerate(zip(*rows, strict=False)) if len({*own}) > 1),
+        min(map(len, rows)),
+    )
 
 
-def plain_core(hf, folder, positions: int) -> dict[str, float]:
-    """Returns CORE and the accuracy of each task by a plain loop."""
-    found, centred = {}, []
+def core_by_its_rules(spoken, folder) -> dict[str, float]:
+    """Returns CORE, the accuracy of each task and the number of unaligned items."""
+    encode, logits = rules(spoken)
+    found, centred, unaligned = {}, [], 0
     for task in json.loads((folder / "core.yaml").read_text())["icl_tasks"]:
         path, kind = folder / "eval_data" / task["dataset_uri"], task["icl_task_type"]
         items = [json.loads(line) for line in path.read_text().splitlines()]
         random.Random(1337).shuffle(items)
         between, right = task.get("continuation_delimiter", " "), 0
+
+        def written(item, option, between=between):
+            if "choices" in item:
+                return item["query"] + between + item["choices"][option]
+            context = (
+                item["context"].strip() if "context" in item else item["context_options"][option]
+            )
+            return context + between + item["continuation"]
+
         for i, item in enumerate(items):
-            rng, start = random.Random(1234 + i), ""
             others = [j for j in range(len(items)) if j != i]
-            for other in (items[j] for j in rng.sample(others, task["num_fewshot"][0])):
-                if kind == "multiple_choice":
-                    start += other["query"] + between + other["choices"][other["gold"]]
-                elif kind == "schema":
-                    start += (
-                        other["context_options"][other["gold"]] + between + other["continuation"]
-                    )
-                else:
-                    start += other["context"].strip() + between + other["continuation"]
-                start += "\n\n"
+            drawn = random.Random(1234 + i).sample(others, task["num_fewshot"][0])
+            shown = "".join(written(items[j], items[j].get("gold", 0)) + "\n\n" for j in drawn)
+            options = len(item.get("choices", item.get("context_options", [0])))
+            rows = [[START, *encode(shown + written(item, k))] for k in range(options)]
             if kind == "language_modeling":
-                before = start + item["context"].strip()
-                whole = before + between + item["continuation"]
-                right += scores(hf, before, whole, positions)[1]
+                before = shown + item["context"].strip() + between
+                before = [START, *encode(before.strip())]
+                ends = [len(rows[0]) - common([rows[0], before])]
+                unaligned += rows[0][: len(before)] != before
+                right += logits(rows[0])[-ends[0] :].argmax(-1).tolist() == rows[0][-ends[0] :]
                 continue
-            if kind == "multiple_choice":
-                texts = [start + item["query"] + between + choice for choice in item["choices"]]
-                pairs = [(common(texts), text) for text in texts]
+            if kind == "schema":
+                ends = [common([row[::-1] for row in rows])] * options
             else:
-                texts = [
-                    start + c + between + item["continuation"] for c in item["context_options"]
-                ]
-                same = len(common([text[::-1] for text in texts]))
-                pairs = [(text[:-same], text) for text in texts]
-            losses = [scores(hf, *pair, positions)[0] for pair in pairs]
+                ends = [len(row) - common(rows) for row in rows]
+            losses = []
+            for row, end in zip(rows, ends, strict=True):
+                losses.append(cross_entropy(logits(row)[-end:], torch.tensor(row[-end:])).item())
             right += losses.index(min(losses)) == item["gold"]
         found[f"core/{task['label']}"] = right / len(items)
         guessing = BASELINES[task["label"]] / 100
         centred.append((right / len(items) - guessing) / (1 - guessing))
-    return {"core/core": sum(centred) / len(centred), **found}
+    core = sum(centred) / len(centred)
+    return {"core/core": core, "core/unaligned_items": unaligned, **found}
 
 
-def test_core_equals_a_plain_loop(accelerator, trained, bundle, capsys):
-    model, hf = from_pretrained(trained), GPT2LMHeadModel.from_pretrained(trained).eval()
-    positions = model.config.n_positions
-    found = Core(bundle, load_tokenizer(trained), model.config)(accelerator, model)
-    expected = plain_core(hf, bundle, positions)
+def test_core_follows_its_rules(accelerator, spoken, bundle, capsys):
+    model, expected = from_pretrained(spoken), core_by_its_rules(spoken, bundle)
+    core = Core(bundle, load_tokenizer(spoken), model.config)
+    found = core(accelerator, model)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert 0 < expected["core/Endings"] < 1 and 0 < expected["core/Choices"] < 1
-    assert 0 < found["core/core_stderr"] < 1
+    assert expected["core/Said"] == 12 / 15 and expected["core/unaligned_items"] == 3
+    assert 0 < expected["core/Choices"] < 1 and 0 < found["core/core_stderr"] < 1
     assert "exceed the model's positions" in capsys.readouterr().out
-    stopped = Core(bundle, load_tokenizer(trained), model.config)
-    assert stopped(accelerator, model, lambda: True) == {}
+    assert core(accelerator, model, lambda: True) == {}
 
 
-def test_the_recipe_finds_the_same_on_one_and_two_processes(trained, bundle, tmp_path, capsys):
-    flags = ["--model", str(trained), "--tasks", "core", "--data", str(bundle), "--output"]
+def test_the_recipe_finds_the_same_on_one_and_two_processes(spoken, bundle, tmp_path, capsys):
+    flags = ["--model", str(spoken), "--tasks", "core", "--data", str(bundle), "--output"]
     run_recipe("evaluate", *flags, str(tmp_path / "one.json"))
     assert "| core/core" in capsys.readouterr().out
     done = launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
@@ -160,8 +186,8 @@ def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
 
 def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
-    assert len(read_tasks(open_bundle(packed))) == len(read_tasks(open_bundle(bundle))) == 4
-    assert [len(task.items) for task in read_tasks(bundle, 5)] == [5] * 4
+    assert len(read_tasks(open_bundle(packed))) == len(read_tasks(open_bundle(bundle))) == 5
+    assert [len(task.items) for task in read_tasks(bundle, 5)] == [5] * 5
     lines = (bundle / "eval_data/small/Endings.jsonl").read_text().splitlines()
     random.Random(1337).shuffle(lines)
     assert read_tasks(bundle, 5)[3].items == [json.loads(line) for line in lines[:5]]
