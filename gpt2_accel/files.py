@@ -250,7 +250,7 @@ def readable_size(size: float) -> str:
 # JSON
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parses JSON. Raises `ValueError` also if it is nested too deeply."""
     try:
         return json.loads(text)

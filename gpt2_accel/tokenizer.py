@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from gpt2_accel.files import first_line
@@ -299,9 +298,9 @@ def prompt_tokens(
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
-    Raises `ValueError` if the tokenizer has no chat template, if the template refuses the messages, if the last is not the
-    user's, or for a message that is of another role, is empty, is no valid Unicode or holds a special token, which would end
-    a turn. The assistant's messages are not checked.
+    Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer refuses the messages, if the
+    last is not the user's, or for a message that is of another role, is empty, is not valid Unicode or holds a special token,
+    which would end a turn. The assistant's messages are not checked.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -326,8 +325,10 @@ def prompt_tokens(
             )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+    except Exception as error:  # of the template's author, or of the tokenizer
+        raise ValueError(
+            f"the chat template or the tokenizer refuses the conversation: {first_line(error)}"
+        ) from error
 
 
 def _render(

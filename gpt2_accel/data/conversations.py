@@ -11,6 +11,7 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ import numpy as np
 
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, name_digest
 from gpt2_accel.data.messages import Problem, read_messages
-from gpt2_accel.data.prepare import clean, make_data, plan_of
+from gpt2_accel.data.prepare import make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
     DTYPES,
     PACKED_VERSION,
     STARTS,
+    TOKEN_ID,
     ShardWriter,
     template_digest,
 )
@@ -40,10 +42,14 @@ SUFFIXES = (".json", *ROW_SUFFIXES)
 # Why a conversation is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
-SPECIAL = "with a special token of the tokenizer in a message, which would end a turn"
+SPECIAL = (
+    "with a special token of the tokenizer in a message, which would end a turn, or half a surrogate pair, which is not a "
+    "character"
+)
 TOO_LONG = "of more tokens than a window, whose beginning prepare_data.py chat --cut keeps"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
+SURROGATE = "[\ud800-\udfff]"
 DTYPE = DTYPES["uint32"]
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""
@@ -72,26 +78,26 @@ def prepare_conversations(
     `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
     A conversation that is longer than a window is left out; with `cut` its beginning is kept. With `shorten` the windows
     are as long as the longest conversation, in multiples of `SHORTEST`, and at most `sequence_length`. `source`, `model` (a
-    directory relative to `data_dir`) and `about` are recorded. Raises `ValueError` for a row in none of the
-    forms and if a split would be empty, and the errors of `make_data`.
+    directory relative to `data_dir`) and `about` are recorded. Raises `ValueError` for fewer than two different
+    conversations, and the errors of `encode_files` and `make_data`.
     """
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
 
     def write(folder: Path) -> dict:
         conversations, keys, problems = encode_files(files, tokenizer, sequence_length, cut)
+        if (different := len(np.unique(keys))) < 2:
+            lines = "".join(f"; {line}" for line in left_out(problems))
+            raise ValueError(
+                f"{source} holds {plural(different, 'different conversation')} to train on, and training and validation need "
+                f"one each{lines}: add different conversations, or correct those that are left out"
+            )
         size, entries, chosen = sequence_length, {}, held_out(keys)
         if shorten:
             longest = max(map(len, conversations), default=0)
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(conversations, mine))
-            if not own:
-                lines = "".join(f"; {line}" for line in left_out(problems))
-                raise ValueError(
-                    f"{source} holds no conversation for the split {split!r}, and each split needs one{lines}: add "
-                    "different conversations, or correct those that are left out"
-                )
             entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id)
         kind = {"version": PACKED_VERSION, "dtype": DTYPE.name, "sequence_length": size}
         kind |= {"template": template, "model": model}
@@ -109,15 +115,18 @@ def prepare_conversations(
 def encode_files(
     files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", longest: int, cut: bool
 ) -> tuple[list[np.ndarray], np.ndarray, Problems]:
-    """Returns the tokens of all conversations, each (n,) uint32 with its bits, the hashes of their messages,
-    (conversations,) uint64, and why others are left out, or changed.
+    """Returns the tokens of all conversations, each (n,) uint32 with its bits, their keys, (conversations,) uint64, and why
+    others are left out, or changed.
 
-    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of `read_messages`.
+    The key of a conversation is the hash of its messages, or that of the first conversation with the same token ids: a
+    template trims spaces. Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the
+    errors of `read_messages`, and `ValueError` for a line that is not JSON in UTF-8.
     """
-    special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))))
+    special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
     conversations, keys, problems = [], [], {}
+    first_keys: dict[bytes, int] = {}
     for path in progress(files, "tokenizing", len(files)):
-        for row, place in read_rows(path):
+        for row, place in read_rows(path, strict=True):
             try:
                 tokens, key = encode_row(tokenizer, special, row, place)
                 reason = None if len(tokens) <= longest else CUT if cut else TOO_LONG
@@ -128,7 +137,8 @@ def encode_files(
                 reason = str(problem)
             if reason in (None, CUT):
                 conversations.append(tokens)
-                keys.append(key)
+                ids = sha256(tokens & TOKEN_ID).digest()
+                keys.append(first_keys.setdefault(ids, key))
             if reason:
                 problems.setdefault(reason, [0, place])[0] += 1
     return conversations, np.array(keys, np.uint64), problems
@@ -139,14 +149,11 @@ def encode_row(
 ) -> tuple[np.ndarray, int]:
     """Returns the tokens of a row with their bits, (n,) uint32, and the hash of its messages.
 
-    `special` matches a special token in a message. Invalid bytes and characters become U+FFFD. Raises `Problem`, and the
-    errors of `read_messages`.
+    `special` matches what a message must not hold. Raises `Problem`, and the errors of `read_messages`.
     """
     messages, counted = read_messages(row, place)
-    for message in messages:
-        message["content"], _ = clean(message["content"])
-        if special.search(message["content"]):
-            raise Problem(SPECIAL)
+    if any(special.search(message["content"]) for message in messages):
+        raise Problem(SPECIAL)
     answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
     if not any(answers):
         raise Problem(NO_ANSWER)

@@ -2,7 +2,7 @@
 
 | form                       | fields of a row                                                                    |
 |----------------------------|------------------------------------------------------------------------------------|
-| messages                   | `messages`: a list of `role` and `content`                                         |
+| messages                   | `messages`: a list of `role` and `content`, or that list as a text of JSON         |
 | ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
 | prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
 | Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
@@ -10,20 +10,27 @@
 A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message.
 """
 
+from contextlib import suppress
 from typing import Any
+
+from gpt2_accel.files import parse_json
 
 ROLES = {name: name for name in ("system", "user", "assistant")}
 ROLES |= {"human": "user", "gpt": "assistant"}
-# Fields of a row or a message that would change a conversation if they are not empty.
-UNSUPPORTED = (
-    *("tools", "functions", "history", "tool_calls", "function_call"),
-    *("reasoning_content", "reasoning", "thinking"),
-)
+# The fields that tell the form of a row.
+FORMS = """
+    messages conversations prompt completion instruction output response
+""".split()  # noqa: SIM905
+# Fields of a row, a message or a part that would change a conversation if they are not empty.
+UNSUPPORTED = """
+    tools functions history tool_calls function_call reasoning_content reasoning thinking image images image_url audio
+    audios input_audio video videos file
+""".split()  # noqa: SIM905
 # Why a conversation is left out.
 EMPTY = "without messages, or with one without text"
 NOT_SUPPORTED = (
-    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, or content that is "
-    "not text, which are not supported"
+    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, images, audio, or "
+    "content that is not text, which are not supported"
 )
 
 
@@ -35,25 +42,32 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
     """Returns the messages of a row, each with `role` and `content`, and which of them may count in the loss.
 
     Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without text are dropped. Raises
-    `ValueError` for a row in none of the forms, `Problem` for a conversation that cannot be trained on.
+    `ValueError` for a row in none of the forms, or with a `weight` other than 0 and 1, `Problem` for a conversation that
+    cannot be trained on.
     """
+    if row is None:
+        raise Problem(EMPTY)
     if not isinstance(row, dict):
         raise ValueError(
             f"{place}, holds a value of type {type(row).__name__}, not an object: write "
             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
         )
-    fields = {name: value for name, value in row.items() if value is not None}
     messages, counts = [], []
     try:
-        found, prompt = raw_messages(fields, place)
+        found, prompt = raw_messages(row, place)
+        check_supported(row)
         for number, message in enumerate(found):
             role = role_of(message)
             content = text_of(message.get("content") or message.get("value"))
-            if any(part.get(name) for part in (fields, message) for name in UNSUPPORTED):
-                raise Problem(NOT_SUPPORTED)
+            weight = message.get("weight")
+            check_supported(message)
+            if weight not in (None, 0, 1):
+                raise ValueError(
+                    f"{place}, has a message with a weight of {weight!r}: give 1, or 0 for a message that does not count"
+                )
             if content.strip():
                 messages.append({"role": role, "content": content})
-                counts.append(number >= prompt and message.get("weight") != 0)
+                counts.append(number >= prompt and weight != 0)
             elif role != "system":
                 raise Problem(EMPTY)
     except (AttributeError, KeyError, TypeError) as error:  # another role, or no text
@@ -61,12 +75,14 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
     return messages, counts
 
 
-def raw_messages(fields: dict, place: str) -> tuple[list, int]:
-    """Returns the messages in the fields of a row as they are, and how many of them are a prompt."""
+def raw_messages(row: dict, place: str) -> tuple[list, int]:
+    """Returns the messages in a row as they are, and how many of them are a prompt."""
+    fields = {name: value for name, value in row.items() if value is not None}
     answer, prompt = fields.get("output", fields.get("response")), []
     found = fields.get("messages", fields.get("conversations"))
-    if not fields:
-        raise Problem(EMPTY)
+    if isinstance(found, str):
+        with suppress(ValueError):  # the message below names its type
+            found = parse_json(found)
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
@@ -76,10 +92,13 @@ def raw_messages(fields: dict, place: str) -> tuple[list, int]:
         parts = fields["instruction"], fields.get("input") or fields.get("context") or ""
         asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
         found = as_messages(asked, "user") + as_messages(answer, "assistant")
+    elif not fields or any(row.get(name, "") is None for name in FORMS):
+        raise Problem(EMPTY)
     else:
+        names = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
         raise ValueError(
-            f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has messages or conversations; or "
-            "prompt and completion; or instruction and output or response: rename them"
+            f"{place}, has the fields {names}, but a conversation has messages or conversations, a list; or prompt and "
+            "completion; or instruction and output or response: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (found and role_of(found[0]) == "system"):
@@ -100,6 +119,18 @@ def role_of(message: dict) -> str:
 def text_of(content: Any) -> str:
     """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined.
 
-    Raises `KeyError` or `TypeError` for other content.
+    Raises `Problem`, `AttributeError`, `KeyError` or `TypeError` for other content.
     """
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or [])
+    if isinstance(content, str):
+        return content
+    for part in content or []:
+        check_supported(part)
+        if part.get("type") not in (None, "text"):
+            raise Problem(NOT_SUPPORTED)
+    return "".join(part["text"] for part in content or [])
+
+
+def check_supported(fields: dict) -> None:
+    """Raises `Problem` if a row, a message or a part has a field that is not supported."""
+    if any(fields.get(name) for name in UNSUPPORTED):
+        raise Problem(NOT_SUPPORTED)

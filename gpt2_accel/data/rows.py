@@ -39,11 +39,11 @@ def open_file(path: str) -> io.BufferedReader:
     return io.BufferedReader(file, CHUNK)
 
 
-def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
+def read_rows(path: str, column: str = "", strict: bool = False) -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
     With `column`, rows of Parquet have that column only. A .json file may hold one array of rows. Raises `ValueError` if
-    the file cannot be read, for a line that is not JSON, and for Parquet without the column.
+    the file cannot be read, for a line that is not JSON, or with `strict` not UTF-8, and for Parquet without the column.
     """
     if path.endswith(".parquet"):
         yield from parquet_rows(path, column)
@@ -52,7 +52,8 @@ def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
         place = f"{path}, line {number:,}"
         if not line.strip():
             continue
-        value = parse_line(line.decode("utf-8-sig", "surrogateescape"), place)
+        text = line if strict else line.decode("utf-8-sig", "surrogateescape")
+        value = parse_line(text, place)
         if path.endswith(".json") and isinstance(value, list):
             yield from ((row, f"{path}, element {i:,}") for i, row in enumerate(value))
         else:
@@ -69,13 +70,15 @@ def read_lines(path: str) -> Iterator[bytes]:
             yield from file
 
 
-def parse_line(line: str, place: str) -> Any:
-    """Parses a line of JSON. Raises `ValueError`, with `place` before the reason, if it is not JSON."""
+def parse_line(line: str | bytes, place: str) -> Any:
+    """Parses a line of JSON. Raises `ValueError`, with `place` before the reason, if it is not JSON, or bytes not UTF-8."""
     try:
         return parse_json(line)
     except ValueError as error:
         reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", str(error))
-        raise ValueError(f"{place}, is not valid JSON ({reason}): correct or remove it") from error
+        raise ValueError(
+            f"{place}, is not valid JSON in UTF-8 ({reason}): correct, convert or remove it"
+        ) from error
 
 
 def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:

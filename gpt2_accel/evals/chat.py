@@ -1,7 +1,7 @@
 """Answers to questions: exact match, and whether answers end by themselves.
 
-An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a `group`. The prompt is rendered by the
-model's chat template, and the answer is generated greedily.
+An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a `group`. The prompt is read as a
+conversation of the training data and rendered by the model's chat template, and the answer is generated greedily.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.evals.formulas import accuracy
 from gpt2_accel.evals.items import Item
-from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt, user_turn
+from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.progress import progress
 
@@ -85,13 +86,13 @@ def read_question(
     """Checks an item and returns its question. Raises `ValueError` as `ChatAnswers`."""
     prompt, answer = item.field("prompt", str | list), item.field("answer", str)
     group = item.field("group", str) if "group" in item.fields else ""
-    prompt = user_turn(prompt) if isinstance(prompt, str) else prompt
     try:
-        tokens = len(encode_prompt(tokenizer, prompt))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{item.place}: {error}") from error
+        messages, _ = read_messages({"messages": as_messages(prompt, "user")}, item.place)
+        tokens = len(encode_prompt(tokenizer, messages))
+    except (Problem, ValueError) as error:
+        raise ValueError(f"{item.place} has a prompt that cannot be answered: {error}") from error
     if tokens >= n_positions:
         raise ValueError(
             f"{item.place} has a prompt of {tokens:,} tokens, and the model reads {n_positions:,}: remove it"
         )
-    return ChatQuestion(prompt, tokens, answer, group)
+    return ChatQuestion(messages, tokens, answer, group)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ FORMS = {
     "columns of both": {
         "messages": [{**m, "from": None, "value": None, "tool_calls": None} for m in ASKED]
     },
+    "a text of JSON": {"id": 5, "messages": json.dumps(ASKED)},
     "text parts": {"messages": [ASKED[0], {"role": "assistant", "content": [PART]}]},
     "prompt": {"prompt": "Why?", "completion": "So."},
     "prompt of messages": {"prompt": ASKED[:1], "completion": ASKED[1:]},
@@ -86,21 +88,26 @@ def test_other_parts_of_the_forms(row, messages, counted):
     assert read_messages(row, "here") == (messages, counted or [True] * len(messages))
 
 
+def answered(**changes):
+    """Returns a row whose answer has the given fields."""
+    return {"messages": [ASKED[0], {**ASKED[1], **changes}]}
+
+
+WEIGHTS = ("0", 0.5, -1, float("nan"), "")
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"question": "Why?"}, "here, has the fields question, but a conversation has messages or"),
+        ({"question": "Why?"}, r"here, has the fields question \(str\), but a conversation has"),
+        ({"messages": "Why? So."}, r"here, has the fields messages \(str\), but .* a list; or"),
         (ASKED, "here, holds a value of type list, not an object"),
+        *((answered(weight=weight), "here, has a message with a weight") for weight in WEIGHTS),
     ],
 )
 def test_rows_in_no_form_are_refused(row, problem):
     with pytest.raises(ValueError, match=problem):
         read_messages(row, "here")
-
-
-def answered(**changes):
-    """Returns a row whose answer has the given fields."""
-    return {"messages": [ASKED[0], {**ASKED[1], **changes}]}
 
 
 @pytest.mark.parametrize(
@@ -112,9 +119,17 @@ def answered(**changes):
         (answered(reasoning_content="Hm."), "not supported"),
         (answered(content=[PART, {"type": "image"}]), "not supported"),
         (answered(content={"text": "So."}), "not supported"),
+        (answered(content=[{"type": "image_url", "text": "So."}]), "not supported"),
+        (answered(content=[{"text": "So.", "image_url": {"url": "x"}}]), "not supported"),
+        (answered(audio={"id": "x"}), "not supported"),
+        ({"messages": ASKED, "images": ["x.png"]}, "not supported"),
+        ({"prompt": "Why?", "completion": "So.", "audio": "x.wav"}, "not supported"),
         (answered(content=None), "without text"),
         ({"prompt": "Why?", "completion": " \n"}, "without text"),
-        ({"messages": None}, "without messages"),
+        (None, "without messages"),
+        *(({"id": 5, name: None}, "without messages") for name in ("messages", "conversations")),
+        ({"prompt": "Why?", "completion": None}, "without messages"),
+        ({"instruction": "Why?", "response": None}, "without messages"),
     ],
 )
 def test_problems_of_a_row(row, problem):
@@ -159,31 +174,42 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
         "special_token": answered(content="a<|im_end|>b"),
         "too_long": answered(content="a" * 80),
     }
-    broken = [answered(content="lone \ud83d"), answered()]
-    file = tmp_path / "rows.jsonl"
-    write_lines(file, [*chat_rows(20), *bad.values(), *bad.values(), *broken])
-    file.write_bytes(file.read_bytes().replace(b"So.", b"b\xe4d"))
+    file, again = tmp_path / "rows.jsonl", {**bad, "special_token": answered(content="a \ud83d")}
+    write_lines(file, [*chat_rows(20), *bad.values(), *again.values(), answered(content="💀")])
     manifest = prepared(chat_base, tmp_path)
     places = [f"{file}, line {21 + i}" for i in range(len(bad))]
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
-    assert sum(documents(manifest).values()) == 22
+    assert sum(documents(manifest).values()) == 21
     assert left_out(manifest["left_out"])[-1] == (
         "left out: 2 conversations of more tokens than a window, whose beginning prepare_data.py chat --cut keeps, the first: "
         f"{file}, line 25"
     )
-    # Invalid characters are replaced.
-    decode = load_data_tokenizer(tmp_path / "chat").decode
-    text = "".join(decode(ids) for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s))
-    assert "lone \ufffd<|im_end|>" in text and "b\ufffdd<|im_end|>" in text
 
 
-def test_only_bad_conversations(chat_base, tmp_path):
-    message = (
-        "holds no conversation for the split 'train', and each split needs one; left out: 2 conversations without a message "
-        "of the assistant .*, the first: .*, line 1: add"
-    )
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (
+            [answered()] * 3,
+            "^made up holds 1 different conversation to train on, and .* one each: add",
+        ),
+        (
+            [{"messages": ASKED[:1]}] * 2,
+            "holds 0 different conversations .* each; left out: 2 conversations without a message .*, line 1: add",
+        ),
+    ],
+)
+def test_less_than_two_different_conversations(chat_base, rows, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        prepared(chat_base, tmp_path / "bad", [{"messages": ASKED[:1]}] * 2)
+        prepared(chat_base, tmp_path, rows)
+
+
+def test_a_line_in_latin_1_is_refused(chat_base, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [*chat_rows(20), answered()])
+    content = (tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "rows.jsonl").write_bytes(content.replace(b"So.", b"M\xfcller"))
+    with pytest.raises(ValueError, match="rows.jsonl, line 21, is not valid JSON in UTF-8"):
+        prepared(chat_base, tmp_path)
 
 
 def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
@@ -196,13 +222,29 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 30])
-def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, count, tmp_path):
-    prepared(chat_base, tmp_path, 3 * chat_rows(count))
+def test_what_is_trained_alike_shares_a_split_and_each_split_has_some(chat_base, count, tmp_path):
+    """Also conversations that differ in spaces that the template trims, or after the cut."""
+    rows = [*chat_rows(count - 1), answered(content="so " * 30)]
+    end = answered(content="so " * 30 + "end")
+    spaced = [
+        {"messages": [{**m, "content": f" {m['content']}\n"} for m in row["messages"]]}
+        for row in rows[:-1]
+    ]
+    prepared(chat_base, tmp_path, [*rows, *spaced, end, *rows], cut=True)
     found = [[tuple(ids) for ids, _ in stored(tmp_path / "chat", s)] for s in ("train", "val")]
     assert sum(map(len, found)) == 3 * count
     train, val = map(set, found)
     assert len(train) + len(val) == len(train | val) == count
-    assert 1 <= len(val) <= max(1, 0.15 * count)
+    # By the messages of the first of them.
+    text = {json.dumps(row["messages"], sort_keys=True): row["messages"] for row in rows}
+    hashes = {
+        int(sha256(t.encode()).hexdigest()[:16], 16): messages for t, messages in text.items()
+    }
+    chosen = [number for number in hashes if number % 20 == 0]
+    if not 0.01 <= len(chosen) / count <= 0.15:
+        chosen = sorted(hashes)[: max(1, round(count / 20))]
+    template = load_data_tokenizer(tmp_path / "chat").apply_chat_template
+    assert val == {tuple(template(hashes[number])["input_ids"][:64]) for number in chosen}
 
 
 def test_one_in_20_is_held_out_whatever_comes_later():

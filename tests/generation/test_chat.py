@@ -1,5 +1,6 @@
 """Conversations: dropped turns, refusals."""
 
+import string
 from collections import deque
 
 import pytest
@@ -9,7 +10,7 @@ from gpt2_accel import GPTConfig
 from gpt2_accel.generation import chat
 from gpt2_accel.generation.sampling import Sampling, complete, encode_prompt
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import char_tokenizer, load_tokenizer
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 SYSTEM = [{"role": "system", "content": "Be kind."}]
@@ -91,5 +92,11 @@ def test_refusals(tokenizer, chat_base):
     ]:
         with pytest.raises(ValueError, match=message):
             chat.answer(model, tokenizer, messages, GREEDY)
+    characters = char_tokenizer(string.printable)
+    characters.chat_template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ 1 // 0 }}"
+    for broken, text in ((tokenizer, "Hi"), (characters, "é")):
+        with pytest.raises(ValueError, match="template or the tokenizer refuses the conversation"):
+            chat.answer(model, broken, said(text), GREEDY)
     with pytest.raises(ValueError, match="has no chat template, so it cannot be talked to"):
         chat.answer(model, load_tokenizer(chat_base), said("Hi"), GREEDY)
