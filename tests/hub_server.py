@@ -6,6 +6,8 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -16,8 +18,9 @@ class Hub(ThreadingHTTPServer):
     """A server with repositories in memory; a context manager. `url` is its address.
 
     `faults` are tuples (method, part of the path, fault). The next matching request is answered with the status
-    `fault`, or its connection is closed within its body if `fault` is `cut`. While `gate` is cleared, commits wait. A
-    request such as `PUT /lfs/…` that contains `hangs` is never answered.
+    `fault`, or its connection is closed within its body if `fault` is `cut`; `fault(handler, data, start, end)` answers a
+    request for the bytes [start, end) of a file. While `gate` is cleared, commits wait. A request such as `PUT /lfs/…` that
+    contains `hangs` is never answered. `headers` are those of the last request.
     """
 
     daemon_threads = True
@@ -27,7 +30,7 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.repos: dict[str, dict] = {}  # id -> private, commits: list of (sha, files)
         self.blobs: dict[str, bytes] = {}
-        self.faults: list[tuple[str, str, int | str]] = []
+        self.faults: list[tuple[str, str, int | str | Callable]] = []
         self.requests: list[str] = []
         self.hangs: str | None = None
         self.ended = threading.Event()
@@ -69,11 +72,15 @@ class Handler(BaseHTTPRequestHandler):
     def route(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
+        self.server.headers = self.headers
         if self.server.hangs is not None and self.server.hangs in f"{self.command} {path}":
             self.server.ended.wait()
             self.close_connection = True
             return
-        if fault := self.take_fault(path):
+        self.answer_part, fault = self.send_part, self.take_fault(path)
+        if callable(fault):
+            self.answer_part = partial(fault, self)
+        elif fault:
             if fault == "cut":
                 self.rfile.read(int(self.headers["Content-Length"]) // 2)
                 self.close_connection = True
@@ -84,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/lfs/") and self.command == "PUT":
             self.server.blobs[path.removeprefix("/lfs/")] = body
             return self.answer(200, {})
+        if path.startswith("/lfs/"):  # as a CDN, without a login
+            return self.answer_file(self.server.blobs[path.removeprefix("/lfs/")])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})
         for pattern, handle in ROUTES:
@@ -193,13 +202,20 @@ class Handler(BaseHTTPRequestHandler):
         sha, files = self.server.revision(repo_id, revision)
         if path not in files:
             return self.not_found("EntryNotFound")
-        data, status = files[path], 200
-        headers = [("ETag", f'"{blob_id(data)}"'), ("X-Repo-Commit", sha)]
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(match[1]), int(match[2] or len(data) - 1)
-            headers.append(("Content-Range", f"bytes {start}-{end}/{len(data)}"))
-            data, status = data[start : end + 1], 206
-        self.answer(status, data, headers)
+        data = files[path]
+        self.answer_file(data, [("ETag", f'"{blob_id(data)}"'), ("X-Repo-Commit", sha)])
+
+    def answer_file(self, data, headers=()):
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not match:
+            return self.answer(200, data, headers)
+        self.answer_part(data, int(match[1]), int(match[2] or len(data) - 1) + 1)
+
+    def send_part(self, data, start, end, *, place=None, status=206, body=None):
+        """Answers with the bytes [start, end) of a file, or with another range, status or body."""
+        place = place or f"bytes {start}-{end - 1}/{len(data)}"
+        body = data[start:end] if body is None else body
+        self.answer(status, body, [("Content-Range", place)])
 
     def resolve_parquet(self, body, repo_id, path):
         self.resolve(body, repo_id, "main", path)

@@ -20,7 +20,8 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "counts": {"not_utf8": bytes, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
-                "val": …}}
+                "val": …},
+     "sums": {file: SHA-256 of its `.sums` file (`remote.py`), …}}  # after a push
 
 If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
 array of tokens; its shards are in the manifest's order.

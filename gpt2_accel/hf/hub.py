@@ -31,7 +31,10 @@ MODEL_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
 # Files of earlier uploads that an upload removes unless it replaces them.
-REPLACED = {"model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"], "dataset": ["*.bin"]}
+REPLACED = {
+    "model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"],
+    "dataset": ["*.bin", "*.bin.sums"],
+}
 # Seconds between the attempts of an upload; the client repeats some requests itself.
 PAUSES = (1.0, 2.0, 4.0)
 LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload

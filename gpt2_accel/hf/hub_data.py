@@ -12,8 +12,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.remote import AT_ONCE, RemoteShards
-from gpt2_accel.data.shards import HUB, MANIFEST, folder_of, read_manifest, verify_data
+from gpt2_accel.data.remote import AT_ONCE, SUMS, RemoteShards, write_sums
+from gpt2_accel.data.shards import (
+    HUB,
+    MANIFEST,
+    folder_of,
+    listed_shards,
+    read_manifest,
+    verify_data,
+)
 from gpt2_accel.data.third_party import NAME
 from gpt2_accel.files import (
     atomic_directory,
@@ -50,16 +57,23 @@ def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | Non
             describe(repo_id, revision or None, folder)
     fetch = partial(fetch_bytes, repo_id, (folder / COMMIT).read_text())
     limit = float(os.environ.get("GPT2_ACCEL_CACHE_GB", CACHE_GB)) * 1e9
-    return RemoteShards(folder, fetch, limit, (rank, ranks))
+    sums = read_manifest(folder).get("sums", {})
+    return RemoteShards(folder, fetch, sums, limit, (rank, ranks))
 
 
-def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int) -> bytes:
-    """Returns the bytes [start, end) of a file of a data set on the Hub. Raises the errors of the Hub's client."""
+def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int, size: int) -> bytes:
+    """Returns the bytes [start, end) of a file of `size` bytes of a data set on the Hub.
+
+    Raises the errors of the Hub's client, and `OSError` for an answer that is neither these bytes
+    nor the whole file.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
     url = hf_hub_url(repo_id, file, repo_type="dataset", revision=commit)
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}
+    headers = build_hf_headers()
+    # A compressed answer would be a range of the compressed file.
+    headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     response = http_backoff(
         "GET",
         url,
@@ -69,7 +83,14 @@ def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int) -> b
         max_wait_time=30.0,
     )
     hf_raise_for_status(response)
-    return response.content
+    data = response.content
+    if response.status_code == 200 and len(data) == size:
+        return data[start:end]
+    expected = 206, f"bytes {start}-{end - 1}/{size}", end - start
+    found = response.status_code, response.headers.get("Content-Range"), len(data)
+    if found != expected:
+        raise OSError(f"status, range and length of the answer are {found}, not {expected}")
+    return data
 
 
 def repository(repo_id: str, revision: str | None) -> tuple[str, dict[str, int]]:
@@ -94,9 +115,10 @@ def describe(repo_id: str, revision: str | None, folder: Path) -> None:
     commit, files = repository(repo_id, revision)
 
     def write_header(name: str) -> None:
+        size = files[name]
         with open(scratch / name, "wb") as file:
-            file.write(fetch_bytes(repo_id, commit, name, 0, min(HEADER, files[name])))
-            file.truncate(files[name])
+            file.write(fetch_bytes(repo_id, commit, name, 0, min(HEADER, size), size))
+            file.truncate(size)
 
     with atomic_directory(folder, replace=True) as scratch:
         if MANIFEST in files:
@@ -135,8 +157,9 @@ def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dic
     commit, files = repository(repo_id, revision or None)
     training = sorted(fnmatch.filter(files, "*train_[0-9]*.bin"))
     left_out = training[shards:] if shards else []
+    left_out += [f"{file}{SUMS}" for file in left_out]
     for file in left_out:
-        del files[file]
+        files.pop(file, None)
     print(f"{repo_id}: {len(files):,} files, {readable_size(sum(files.values()))}", flush=True)
     work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
     try:
@@ -163,12 +186,21 @@ def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dic
 def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> str:
     """Uploads a data folder, with a data set card in its `README.md` unless there is one; returns the repository's URL.
 
-    Raises `ValueError` if the folder is no prepared data or there is no login, `OSError` if the upload fails.
+    First checks the shards, writes their `.sums` files and lists these in the manifest
+    (`data/remote.py`). Other trainers' token files have no manifest and get none.
+
+    Raises `ValueError` if the folder holds no prepared data, if a shard is damaged or if there is
+    no login, `OSError` if the upload fails.
     """
     data_dir, manifest = Path(data_dir), read_manifest(data_dir)
     check_push(repo_id)
     if "mixture" in manifest:
         raise ValueError(f"{data_dir} is a mixture: push the folders that it mixes")
+    verify_data(data_dir)
+    if "format" in manifest:
+        files = (shard["file"] for shard in listed_shards(manifest))
+        manifest["sums"] = {file: write_sums(data_dir / file) for file in files}
+        write_json(data_dir / MANIFEST, manifest)
     if not (data_dir / "README.md").exists():
         write_file(data_dir / "README.md", card(manifest, repo_id))
     return push(data_dir, repo_id, private=private, repo_type="dataset")

@@ -1,9 +1,14 @@
 """Prepared data on the Hub: push, pull and training from it, with the real client and a local server."""
 
+import gzip
+import hashlib
+import itertools
+import json
 import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -16,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import as_flags, contents, losses, make_text, metrics, run, status, tiny_config
-from hub_server import TOKEN, Hub
+from hub_server import TOKEN, Handler, Hub
 from launching import ROOT, launch, wait_for
 
 from gpt2_accel.checkpoint import find
@@ -24,10 +29,15 @@ from gpt2_accel.data import loader, remote
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prepare import prepare_sources
 from gpt2_accel.data.remote import RemoteShards
-from gpt2_accel.data.shards import TokenStream, UnreadableData, read_manifest
+from gpt2_accel.data.shards import (
+    TokenStream,
+    UnreadableData,
+    data_fingerprint,
+    read_manifest,
+)
 from gpt2_accel.data.sources import texts
 from gpt2_accel.hf import hub_data
-from gpt2_accel.hf.hub_data import open_hub
+from gpt2_accel.hf.hub_data import open_hub, push_data
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = "tests/train_script.py"
@@ -88,10 +98,18 @@ def same_run(one: Path, other: Path) -> bool:
     return weights[0] == weights[1] and figures[0] == figures[1]
 
 
+def sums_of(data: bytes, piece: int) -> bytes:
+    """Returns what a `.sums` file holds."""
+    parts = [data[start : start + piece] for start in range(0, len(data), piece)]
+    digests = [hashlib.sha256(part).digest()[:16] for part in parts]
+    return struct.pack("<QQ", piece, 0) + b"".join(digests)
+
+
 def test_data_is_pushed_pulled_and_trained_on(user, shards, tmp_path, times):
     server, log = user.server, tmp_path / "log"
+    pushed = shutil.copytree(shards, tmp_path / "pushed")
     commands = [
-        ["push", REPO, "--data_dir", str(shards)],
+        ["push", REPO, "--data_dir", str(pushed)],
         ["pull", REPO, "--data_dir", str(tmp_path / "all")],
         ["pull", REPO, "--shards", "2", "--data_dir", str(tmp_path / "two")],
     ]
@@ -108,7 +126,15 @@ def test_data_is_pushed_pulled_and_trained_on(user, shards, tmp_path, times):
     card = server.files(REPO)["README.md"].decode()
     assert "license: other" in card and "Source: made up" in card and "hub:user/words" in card
     assert server.repos[REPO]["private"]
-    assert files_of(tmp_path / "all") == files_of(shards)
+    assert files_of(tmp_path / "all") == files_of(pushed)
+    assert data_fingerprint(pushed) == data_fingerprint(shards)
+    manifest = read_manifest(tmp_path / "all")
+    for shard in shards.glob("*.bin"):
+        assert (found := server.files(REPO)[f"{shard.name}.sums"]) == sums_of(
+            shard.read_bytes(), 2**18
+        )
+        assert manifest["sums"][shard.name] == hashlib.sha256(found).hexdigest()
+    assert len(list((tmp_path / "two").glob("train*"))) == 4
     train = read_manifest(tmp_path / "two")["splits"]["train"]
     assert len(train["shards"]) == 2
     assert train["tokens"] == sum(shard["tokens"] for shard in train["shards"])
@@ -144,7 +170,7 @@ class Files:
     def __init__(self, folder: Path):
         self.folder, self.calls, self.away, self.back = folder, 0, False, False
 
-    def __call__(self, file: str, start: int, end: int) -> bytes:
+    def __call__(self, file: str, start: int, end: int, size: int) -> bytes:
         self.calls += 1
         if self.away:
             raise ConnectionError("the Hub is away")
@@ -186,7 +212,7 @@ def test_a_cache_of_limited_size_gives_the_same_batches(shards, tmp_path, monkey
     monkeypatch.setattr(remote, "LOOK", 16)
     monkeypatch.setattr(loader, "AHEAD", 32)
     files = Files(shards)
-    reader = RemoteShards(tmp_path, files, limit=40 * 512)
+    reader = RemoteShards(tmp_path, files, {}, limit=40 * 512)
     train, val = (
         [(TokenStream(shards, split, reading), 1.0) for reading in (None, reader)]
         for split in ("train", "val")
@@ -232,15 +258,119 @@ def test_token_files_of_llm_c_are_opened_and_pulled(user, tmp_path, monkeypatch)
     }
 
 
-def test_what_is_no_prepared_data_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPT2_ACCEL_CACHE", str(tmp_path))
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server that this process is logged in to, and an empty cache."""
+    monkeypatch.setenv("GPT2_ACCEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with Hub() as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        files = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        with pytest.raises(OSError, match="user/nothing cannot be found among the data sets"):
-            open_hub("hub:user/nothing")
-        server.repos["user/text"] = {"commits": [("1" * 40, {"a.txt": b"a"})]}
-        with pytest.raises(ValueError, match="user/text holds no prepared data"):
-            open_hub("hub:user/text")
-    assert not list(tmp_path.glob("[!.]*/*"))
+        yield server
+
+
+def part_of_compressed(hub, data, start, end):
+    """Answers as a CDN that stores a compressed file."""
+    stored = gzip.compress(data)
+    place = f"bytes {start}-{end - 1}/{len(stored)}"
+    encoding = [("Content-Range", place), ("Content-Encoding", "gzip")]
+    hub.answer(206, stored[start:end], encoding)
+
+
+def compressed_if_accepted(hub, data, start, end):
+    accepted = "gzip" in hub.headers.get("Accept-Encoding", "")
+    (part_of_compressed if accepted else Handler.send_part)(hub, data, start, end)
+
+
+def other(**changes):
+    """Returns an answer that differs by the results of functions of (data, start, end)."""
+
+    def answer(hub, *part):
+        hub.send_part(*part, **{name: change(*part) for name, change in changes.items()})
+
+    return answer
+
+
+WRONG = {
+    "page": other(status=lambda *_: 200, body=lambda data, start, end: b"<p>".ljust(end - start)),
+    "range": other(place=lambda data, start, end: f"bytes 0-{end - start - 1}/{len(data)}"),
+    "size": other(place=lambda data, start, end: f"bytes {start}-{end - 1}/{len(data) + 1}"),
+    "none": other(place=lambda *_: "bytes"),
+    "short": other(body=lambda data, start, end: data[start : end - 1]),
+    "gzip": part_of_compressed,
+    "zeros": other(body=lambda data, start, end: bytes(end - start)),
+}
+
+
+@pytest.mark.parametrize("listed", [True, False])  # False: as releases before 0.5 pushed data
+def test_each_answer_is_checked(hub, shards, monkeypatch, listed):
+    monkeypatch.setattr(remote, "PIECE", 1024)
+    files = files_of(shards)
+    if listed:
+        manifest = json.loads(files["manifest.json"])
+        sums = {name: sums_of(files[name], 1024) for name in files if name.endswith(".bin")}
+        manifest["sums"] = {name: hashlib.sha256(data).hexdigest() for name, data in sums.items()}
+        files |= {f"{name}.sums": data for name, data in sums.items()}
+        files["manifest.json"] = json.dumps(manifest).encode()
+    hub.repos[REPO] = {"commits": [("1" * 40, files)]}
+    [(stream, _)] = loader.open_split(f"hub:{REPO}", "train", open_hub(f"hub:{REPO}"))
+    tokens = np.frombuffer(files["train_000000.bin"], "<u2", offset=64).tolist()
+
+    def read(piece: int) -> None:
+        assert stream.read(512 * piece, 400).tolist() == tokens[512 * piece :][:400]
+
+    if listed:
+        hub.faults.append(("GET", ".sums", WRONG["zeros"]))
+        with pytest.raises(UnreadableData, match="train_000000.bin.sums does not match the manif"):
+            read(0)
+    numbers = itertools.count()
+    with Hub() as cdn:
+        cdn.blobs["train"] = files["train_000000.bin"]
+        moved = [("Location", f"{cdn.url}/lfs/train")]
+        for answer in (
+            lambda handler, *_: handler.answer(302, b"", moved),
+            lambda handler, data, *_: handler.answer(200, data),
+            compressed_if_accepted,
+        ):
+            hub.faults.append(("GET", "train_000000.bin", answer))
+            read(next(numbers))
+        assert "Authorization" in hub.headers and "Authorization" not in cdn.headers
+    for answer in WRONG:
+        number = next(numbers)
+        hub.faults.append(("GET", "train_000000.bin", WRONG[answer]))
+        if listed or answer != "zeros":
+            with pytest.raises(UnreadableData, match="train_000000.bin cannot be fetched"):
+                read(number)
+            read(number)
+
+
+def test_damaged_pieces_in_the_cache_are_fetched_anew(shards, tmp_path):
+    files = Files(shards)
+    stream = TokenStream(shards, "train", RemoteShards(tmp_path, files, {}))
+    expected = TokenStream(shards, "train").read(0, 1000).tolist()
+    assert stream.read(0, 1000).tolist() == expected
+    [piece] = tmp_path.glob("*.pieces/*")
+    content = piece.read_bytes()
+    for damaged in (b"", content[:500], content[:-1], bytes(len(content)), b"?" + content[1:]):
+        piece.write_bytes(damaged)
+        files.calls = 0
+        for _ in range(2):
+            assert stream.read(0, 1000).tolist() == expected
+        assert files.calls == 1
+
+
+def test_what_is_no_prepared_data_is_refused(hub, shards, tmp_path):
+    with pytest.raises(OSError, match="user/nothing cannot be found among the data sets"):
+        open_hub("hub:user/nothing")
+    hub.repos["user/text"] = {"commits": [("1" * 40, {"a.txt": b"a"})]}
+    with pytest.raises(ValueError, match="user/text holds no prepared data"):
+        open_hub("hub:user/text")
+    assert not list((tmp_path / "cache").glob("[!.]*/*"))
+    damaged = shutil.copytree(shards, tmp_path / "damaged")
+    with open(damaged / "val_000000.bin", "r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff")
+    with pytest.raises(ValueError, match="val_000000.bin does not match its checksum"):
+        push_data(damaged, REPO)
