@@ -339,7 +339,7 @@ def verify_data(data_dir: str | Path) -> int:
             changed = expected and hashlib.file_digest(file, "sha256").hexdigest() != expected
         if changed:
             raise ValueError(
-                f"{folder / shard['file']} does not match its checksum: remove the folder and prepare the data again"
+                f"{folder / shard['file']} does not match its checksum: remove the folder and prepare or pull the data again"
             )
     return len(shards)
 
