@@ -25,6 +25,25 @@ HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
 COMMANDS = ("dry_run", "profile")
+# Settings that do not change a run's numbers. The fingerprint of the data stands for `data_dir`.
+INERT = {
+    "data_dir",
+    "output_dir",
+    "resume_from",
+    "ignore_changes",
+    "save_every",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "sample_every",
+    "sample_prompts",
+    "sample_tokens",
+    "push_to_hub",
+    "hub_strategy",
+    "max_hours",
+    "log_every",
+    "report_to",
+}
 AUTO = 0  # the micro-batch size `auto`
 
 
@@ -383,3 +402,9 @@ def load_yaml(path: str, option: str) -> dict:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings as `name: value` lines")
     return values
+
+
+def load_saved(path: Path) -> dict:
+    """Returns the content of a YAML or JSON file of a run's folder; empty if there is none. Raises `ValueError` if it is
+    damaged."""
+    return load_yaml(str(path), "run") if path.exists() else {}

@@ -4,12 +4,13 @@ from pathlib import Path
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.checkpoint.state_dict import full_model
+from gpt2_accel.config import load_saved
 from gpt2_accel.files import sentence
 from gpt2_accel.hf.convert import check_finite, save_pretrained
 from gpt2_accel.hf.hub import PICTURE
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.runtime.metadata import describe_training, end_summary
+from gpt2_accel.runtime.metadata import changed_settings, describe_training, end_summary
 from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.run import Run
 
@@ -86,17 +87,28 @@ def export_model(run: Run) -> None:
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the run is finished at this step and its final model is written. Says that there is no update left to do."""
-    if run.goes_on():
-        return False
+    """Whether the run is finished at this step and its final model is written. Prints that no update
+    is left to do.
+
+    Raises `ValueError` if settings were given that the complete run does not have."""
     run_dir = Path(run.config.output_dir)
     status, has_model = on_main_process(
         lambda: (read_status(run_dir), any(run_dir.glob("model*.safetensors")))
     )
     found = status.get("state"), status.get("step")
-    complete = run.resumes_here and has_model and found == ("finished", run.step)
-    prefix = f"{run_dir} is complete: " if complete else ""
-    run.accelerator.print(
-        f"{prefix}nothing left to train after {run.step:,} updates: raise --max_steps, --epochs or --patience to go on"
+    if run.goes_on() or not (run.resumes_here and has_model and found == ("finished", run.step)):
+        return False
+    text = (
+        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
+        "--epochs or --patience to go on"
     )
-    return complete
+    changes = on_main_process(
+        lambda: changed_settings(run.config, load_saved(run_dir / "config.yaml"), run.step)
+    )
+    unused = [change for name, change in changes.items() if name in run.config.given]
+    if unused:
+        raise ValueError(
+            f"{text}, or choose another --output_dir: {', '.join(unused)} was not used"
+        )
+    run.accelerator.print(text)
+    return True

@@ -111,6 +111,7 @@ def facts(run: Run) -> dict[str, str]:
         "training": duration(hours[0] * 3600) if hours else "",
         "FLOPs": f"{flops[0]:.3g}" if flops else "",
         **{name: str(known.get(name) or "") for name in METADATA},
+        "changes": "; ".join(known.get("changes", [])),
     }
 
 

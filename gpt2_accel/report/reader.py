@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
-from gpt2_accel.config import load_yaml
+from gpt2_accel.config import load_saved
 from gpt2_accel.evals.results import read_record
 from gpt2_accel.files import read_json_lines
 
@@ -58,8 +58,7 @@ def read_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: give that of a run, its --output_dir")
     settings, metadata = (
-        load_yaml(str(path), "run") if path.exists() else {}  # JSON is YAML
-        for path in (folder / "config.yaml", folder / "run.json")
+        load_saved(path) for path in (folder / "config.yaml", folder / "run.json")
     )
     lines, samples = (read_json_lines(folder / f"{name}.jsonl") for name in ("metrics", "samples"))
     checkpoints = list_checkpoints(folder)

@@ -1,9 +1,11 @@
 """Collects the metadata of a run for `run.json`, the trackers, the model card and the terminal."""
 
 import subprocess
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.device import device_name, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
@@ -17,7 +19,8 @@ def describe_run(run: "Run") -> dict:
     """Returns the metadata of a run that is about to start, beside its settings, for `run.json` and the trackers.
 
     `tokens` are those of the run's `updates` updates. `batch` describes how the tokens of a full update are divided;
-    `micro_batch_size` and `sequence_length` are those that the settings lead to. `tokenizer` is the fingerprint of the
+    `micro_batch_size` and `sequence_length` are those that the settings lead to. `changes` is the run's
+    `history`. `tokenizer` is the fingerprint of the
     data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
     repository. Only the main process looks up what takes time: the commit and the versions.
     """
@@ -43,6 +46,7 @@ def describe_run(run: "Run") -> dict:
         "data": f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
         "hardware": f"{accelerator.num_processes} x {device_name(accelerator.device)}{sharded}, "
         f"{precision_name(accelerator.mixed_precision)}",
+        "changes": run.history,
         "git_commit": git_commit() if main else None,
         "versions": installed_versions() if main else {},
     }
@@ -60,6 +64,24 @@ def describe_training(run: "Run") -> Training:
         hardware=run.metadata["hardware"],
         results=dict(log.results),  # a card is written while training goes on
     )
+
+
+def changed_settings(
+    config: TrainConfig, before: dict[str, Any], step: int, tokens: int = 0
+) -> dict[str, str]:
+    """Returns the settings that can change a run's numbers and differ from those of its `step` updates so far, `before`:
+    name -> `NAME OLD -> NEW from update STEP`. Also the learning rate that follows after `tokens` tokens."""
+    former = copy(config)
+    vars(former).update(before)
+    old, new = former.settings(), config.settings()
+    for each, settings in ((former, old), (config, new)):
+        rate = each.learning_rate_at(tokens / each.total_batch_size)
+        settings["the schedule's learning rate"] = f"{rate:.3g}"
+    return {
+        name: f"{name} {value} -> {new[name]} from update {step}"
+        for name, value in old.items()
+        if name not in INERT and value != new[name]
+    }
 
 
 def git_commit() -> str | None:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, optimizer_name, unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import TrainConfig, load_saved
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
@@ -27,7 +27,12 @@ from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime.accelerator import profiler
 from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
 from gpt2_accel.runtime.log import RunLog, Status
-from gpt2_accel.runtime.metadata import describe_run, describe_training, start_summary
+from gpt2_accel.runtime.metadata import (
+    changed_settings,
+    describe_run,
+    describe_training,
+    start_summary,
+)
 from gpt2_accel.runtime.processes import all_or_none, any_rank, main_process_first, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.runtime.trackers import open_trackers
@@ -49,7 +54,8 @@ class Run:
     batch size. `schedule` has the sequences of each update, and `run_id` is the run's id in the trackers. `checkpoint` is
     the one that the run resumes from, None for a new run; `resumes_here` says that it is in the run's own folder.
     `stopping` says that a rank has to stop, and is equal on all ranks. `problem` is why the last bad update was skipped.
-    `val_loss` is the validation loss at this step, None if it was not evaluated.
+    `val_loss` is the validation loss at this step, None if it was not evaluated. `changes` are the lines of
+    `changed_settings` for this resume, `history` those of all resumes.
 
     Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
     """
@@ -74,6 +80,8 @@ class Run:
         self.status: Status | None = None  # of the main process
         self.resumes_here = self.stopping = False
         self.problem = ""
+        self.changes: list[str] = []
+        self.history: list[str] = []
         # What determines the order of the data.
         self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
         self._data = data_fingerprint(config.data_dir)
@@ -104,6 +112,10 @@ class Run:
             self.step = saved["step"]
             waited, best = saved["guard"]["waited"], saved["guard"]["best"]
             self.early_stopping = EarlyStopping(config.patience, waited, best)
+            # Checkpoints of release 0.4 have no settings.
+            before = saved.get("settings") or load_saved(checkpoint.parent / "config.yaml")
+            self.changes = list(changed_settings(config, before, self.step, seen).values())
+            self.history = saved.get("changes", []) + self.changes
             self.schedule = config.batch_schedule(
                 accelerator.num_processes, self.step, seen // config.tokens_per_sequence
             )
@@ -120,7 +132,8 @@ class Run:
     def state_dict(self) -> dict:
         """Returns the state beside the tensors, for a checkpoint.
 
-        `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of the data."""
+        `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of
+        the data. A resume compares its settings with `settings`; `changes` is `history`."""
         scaler = self.accelerator.scaler
         return {
             "step": self.step,
@@ -129,6 +142,8 @@ class Run:
             "run_id": self.run_id,
             "data": self._data,
             "val_loss": self.val_loss,
+            "settings": self.config.settings(),
+            "changes": self.history,
             "optimizer": optimizer_name(self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
         }
@@ -169,7 +184,7 @@ class Run:
             self.status = enter(Status(run_dir, lambda: self.step, self.stop))
             config.save(run_dir / "config.yaml")
             write_json(run_dir / "run.json", self.metadata)
-            print(start_summary(self), flush=True)
+            print(start_summary(self), *self.changes, sep="\n", flush=True)
         peak = peak_flops(device_name(accelerator.device))
         self.log = enter(
             RunLog(

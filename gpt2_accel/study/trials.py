@@ -14,7 +14,7 @@ from typing import Any
 
 import gpt2_accel
 from gpt2_accel.checkpoint.find import model_directory, read_status
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.estimate.flops import flops_per_token
@@ -25,25 +25,6 @@ from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.study.children import ask, settings_of
 
 WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
-# Settings that do not change a run's numbers. The fingerprint of the data counts.
-INERT = {
-    "data_dir",
-    "output_dir",
-    "resume_from",
-    "save_every",
-    "keep_last",
-    "keep_every",
-    "keep_best",
-    "report_to",
-    "sample_every",
-    "sample_prompts",
-    "sample_tokens",
-    "push_to_hub",
-    "hub_strategy",
-    "max_hours",
-    "log_every",
-    "ignore_changes",
-}
 CODE = "code.txt"  # in a run's folder: the fingerprint of the code that trained it
 NOT_TRAINED = {"cli", "generation", "report", "study"}  # rooms on which no loss depends
 

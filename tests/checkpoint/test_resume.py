@@ -1,15 +1,18 @@
 """Resuming: the position in the data, changed settings, copied and complete runs."""
 
+import json
+import math
 import shutil
 import time
+from contextlib import nullcontext
 
 import pytest
 from conftest import contents, losses, run, status
 
-from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
-from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.checkpoint.find import MANIFEST, find_corruption, list_checkpoints
+from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
-from gpt2_accel.files import digest
+from gpt2_accel.files import digest, write_json
 
 
 def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_schedule(
@@ -62,15 +65,68 @@ def test_a_running_write_completes_after_an_error_in_the_next_update(
     assert len(losses(run(tiny(resume_from="latest")))) == 8
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_steps": 4}, {"learning_rate": 0.1}])
-def test_starting_a_complete_run_again_changes_no_file(tiny, changes, tmp_path, capsys):
+def test_starting_a_complete_run_again_changes_no_file_and_refuses_other_settings(
+    tiny, tmp_path, capsys
+):
     run(tiny(save_every=4))
     files = contents(tmp_path)
+    unused = "another --output_dir: max_steps 8 -> 4 from update 8, learning_rate 0.01 -> 0.1"
+    for given, refused in (("", False), ("log_every", False), ("max_steps learning_rate", True)):
+        config = tiny(max_steps=4, learning_rate=0.1, log_every=2, resume_from="latest")
+        config.given = frozenset(given.split())
+        capsys.readouterr()
+        with pytest.raises(ValueError, match=unused) if refused else nullcontext():
+            run(config)
+        assert refused or "is complete: nothing left to train" in capsys.readouterr().out
+        assert contents(tmp_path) == files
+
+
+def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
+    tiny, tmp_path, before_update, monkeypatch, capsys
+):
+    run(tiny(save_every=8))
+
+    def changes():
+        return json.loads((tmp_path / "run.json").read_text())["changes"]
+
+    assert changes() == []
+    longer = {"max_steps": 12, "dropout": 0.1, "document_mask": True, "resume_from": "latest"}
+    before_update(lambda step: 1 / (step - 9))
+    config = tiny(**longer, learning_rate=1e-3, log_every=2)
+    with pytest.raises(ZeroDivisionError):  # in the update after the first
+        run(config)
+    monkeypatch.undo()
+    # Cosine from 0.01 was at its end, a tenth; 10 of 12 updates follow the warmup, 6 of them done.
+    rate = 1e-3 * (0.1 + 0.9 * (1 + math.cos(0.6 * math.pi)) / 2)
+    first = [
+        "document_mask False -> True from update 8",
+        "max_steps 8 -> 12 from update 8",
+        "dropout 0.0 -> 0.1 from update 8",
+        "learning_rate 0.01 -> 0.001 from update 8",
+        f"the schedule's learning rate 0.001 -> {rate:.3g} from update 8",
+    ]
+    assert changes() == first
     capsys.readouterr()
-    run(tiny(**{"resume_from": "latest", **changes}))
-    assert "is complete: nothing left to train" in capsys.readouterr().out
-    found = contents(tmp_path)
-    assert found == files
+    run(config)
+    assert [line for line in capsys.readouterr().out.splitlines() if "->" in line] == first
+    run(tiny(**longer | {"max_steps": 14}, learning_rate=1e-3, lr_schedule="constant"))
+    assert changes() == [
+        *first,
+        "max_steps 12 -> 14 from update 12",
+        "lr_schedule cosine -> constant from update 12",
+        "the schedule's learning rate 0.0001 -> 0.001 from update 12",
+    ]
+    # A branch has the history of the run that it comes from; a checkpoint of 0.4 only its config.yaml.
+    checkpoint = tmp_path / "checkpoint-12"
+    state = json.loads((checkpoint / "training_state/state.json").read_text())
+    del state["settings"], state["changes"]
+    write_json(checkpoint / "training_state/state.json", state)
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint)
+    branch = tiny("branch", **longer | {"max_steps": 16, "resume_from": str(checkpoint)})
+    run(branch)
+    found = json.loads((tmp_path / "branch/run.json").read_text())["changes"]
+    assert "max_steps 14 -> 16 from update 12" in found and len(found) == 4
 
 
 def test_a_run_killed_before_its_final_model_is_written_is_not_complete(

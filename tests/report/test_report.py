@@ -129,7 +129,8 @@ def test_a_figure_of_an_earlier_update_says_so(tmp_path):
     assert newest(found, "val/loss") == "3.5000"
     found.lines.append({"step": 40, "tokens": 5120, "train/loss": 3.4, "train/seconds": 9.0})
     assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
-    found.metadata["flops_per_token"] = 1000
+    found.metadata |= {"flops_per_token": 1000, "changes": ["a 1 -> 2 from update 8", "b"]}
+    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in report_of([found]).document()
     assert "<td>5,120</td>" in report_of([found]).document()
     found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
     page = report_of([found]).document()
