@@ -1,21 +1,22 @@
 """Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields token ids.
 
-`load` loads a model and its tokenizer. Tokens come from the same model of `transformers`, with its KV cache.
+`load` loads a model and its tokenizer. `kv_cache.py` has the forward of one token.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.device import best_device
-from gpt2_accel.hf.convert import as_hf, from_pretrained
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.generation.kv_cache import KVCache
+from gpt2_accel.hf.convert import from_pretrained
+from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens, text_start
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Sampling:
     do not change it, up to rounding, and torch's global random state is not used.
 
     `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its older half, and the KV
-    cache is computed again.
+    cache is computed again. `compile` is for a single sample: it takes half a minute, and then a busy CPU slows it less.
 
     Raises `ValueError` for a value out of its range.
     """
@@ -68,6 +69,7 @@ class Sampling:
     num_samples: int = setting(1, "continuations of each prompt")
     seed: int = setting(1337, "same seed, same text; the second sample is the first of seed + 1")
     stop: list[str] = setting([], "strings that end a continuation, beside <|endoftext|>")
+    compile: bool = setting(False, "compile the model: for a long text, of one sample")
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -77,6 +79,8 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if "" in self.stop:
             raise ValueError("stop holds an empty string: leave it out")
+        if self.compile and self.num_samples > 1:
+            raise ValueError("compile is for one sample: give --num_samples 1")
 
 
 @dataclass
@@ -184,8 +188,6 @@ def tokens(
 
     Raises `ValueError` for an empty prompt, and for logits that are not finite.
     """
-    from transformers import DynamicCache
-
     n_positions, samples = model.config.n_positions, range(sampling.num_samples)
     rows = [prompt[-n_positions:] for prompt in prompts for _ in samples]
     if not all(rows):
@@ -195,39 +197,27 @@ def tokens(
         for _ in prompts
         for i in samples
     ]
-    network, cache = as_hf(model), None
-    for _ in range(sampling.max_new_tokens):
-        if cache is None:
-            cache = DynamicCache(config=network.config)
-            input_ids, mask = left_padded(rows, model.device)  # (B, T) each
-        output = network(
-            input_ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, -input_ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        next_ids = choose(output.logits[:, -1].float(), sampling, generators)
-        ids = next_ids.tolist()
-        yield ids
-        for row, token in zip(rows, ids, strict=True):
-            row.append(token)
-        input_ids = next_ids[:, None]
-        mask = torch.cat((mask, torch.ones_like(input_ids)), dim=1)  # (B, T) with the cached
-        if mask.shape[1] > n_positions:
-            half = max(1, n_positions // 2)
-            rows = [row[-half:] if len(row) > n_positions else row for row in rows]
-            cache = None
-
-
-def left_padded(
-    rows: Sequence[list[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows of token ids of one length, with padding at their left, and which are no padding: (B, T) int64 each."""
-    ids = [torch.tensor(row, device=device) for row in rows]
-    padded = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
-    return padded.clamp(min=0), (padded >= 0).long()
+    with evaluating(model):
+        cache = KVCache(model)
+        if sampling.compile and len(rows) == 1:
+            longest = max(256, len(rows[0]) + sampling.max_new_tokens)
+            # Few lengths, since each is compiled.
+            cache = KVCache(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
+        logits = cache.start(rows)
+        for left in reversed(range(sampling.max_new_tokens)):
+            next_ids = choose(logits.float(), sampling, generators)
+            ids = next_ids.tolist()
+            yield ids
+            if not left:
+                return
+            for row, token in zip(rows, ids, strict=True):
+                row.append(token)
+            if cache.end < n_positions:
+                logits = cache.read(next_ids[:, None])
+            else:
+                half = max(1, n_positions // 2)
+                rows = [row[-half:] if len(row) > n_positions else row for row in rows]
+                logits = cache.start(rows)
 
 
 def choose(

@@ -32,7 +32,7 @@ from gpt2_accel.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 HEAD = "lm_head.weight"
 
@@ -121,22 +121,6 @@ def build(config: ModelConfig, state: dict[str, torch.Tensor]) -> LanguageModel:
         model = config.build()
     model.load_state_dict(state, assign=True)
     return model
-
-
-def as_hf(model: LanguageModel) -> "PreTrainedModel":
-    """Returns the model of `transformers` with the same weights, not copied, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    config = hf_config(model.config, special_ids(None, 0), model.dtype)
-    with torch.device("meta"):
-        found = AutoModelForCausalLM.from_config(config)
-    head = model.head_weight.detach()[: model.config.vocab_size]
-    found.load_state_dict({HEAD: head, **to_hf(model)}, assign=True)
-    found.tie_weights()
-    for name, module in found.named_modules():
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):  # rotary frequencies
-            found.set_submodule(name, type(module)(config).to(model.device))
-    return found.eval()
 
 
 def check_finite(model: LanguageModel, source: str | Path = "the model") -> None:

@@ -1,13 +1,13 @@
 """The base classes of a model and its config: what the rest of the package needs of any model.
 
 Training, checkpoints, evaluation and the estimates use nothing else. Only its module here, its conversion in `hf/` and
-`config.ARCHITECTURES` know an architecture by name. Generation runs the same model of `transformers` (`hf.convert.as_hf`).
+`config.ARCHITECTURES` know an architecture by name.
 
 Shape letters: B batch, T sequence, C width.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import ClassVar
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt2_accel.kernels import attention
 from gpt2_accel.models.parts import (
     Mask,
+    Past,
     document_mask,
     document_positions,
     head_loss,
@@ -131,17 +132,30 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
         self.head_weight[self.config.vocab_size :] = 0
 
-    def run_blocks(self, blocks: nn.ModuleList, x: torch.Tensor, *inputs: object) -> torch.Tensor:
-        """Returns the output of the last block. x: (B, T, C) -> (B, T, C); the other `inputs` are those of each block."""
-        for block in blocks:
+    def run_blocks(
+        self,
+        blocks: nn.ModuleList,
+        x: torch.Tensor,
+        *inputs: object,
+        cache: Sequence[Past] | None = None,
+    ) -> torch.Tensor:
+        """Returns the output of the last block. x: (B, T, C) -> (B, T, C).
+
+        Each block gets x, the `inputs`, and its layer of the cache or None."""
+        for number, block in enumerate(blocks):
+            past = None if cache is None else cache[number]
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, *inputs, use_reentrant=False)
+                x = checkpoint(block, x, *inputs, past, use_reentrant=False)
             else:
-                x = block(x, *inputs)
+                x = block(x, *inputs, past)
         return x
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
+        cache: Sequence[Past] | None = None,
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 
@@ -163,6 +177,7 @@ class LanguageModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
+        cache: Sequence[Past] | None = None,
     ) -> torch.Tensor:
         """Returns the logits, or the loss if there are `targets`.
 
@@ -177,6 +192,9 @@ class LanguageModel(nn.Module):
         (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of that many last positions only, and
         `targets` are then those of these positions; 0 computes all.
 
+        `cache` holds the keys and values of the tokens before, a `Past` for each block, and gets those of `input_ids`.
+        It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all keys that it returns.
+
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
         """
         n_positions = self.config.n_positions
@@ -188,7 +206,7 @@ class LanguageModel(nn.Module):
             documents = (input_ids == self.separator).cumsum(dim=1)
         if documents is not None:
             attention_mask = self.document_mask(documents)
-        x = self.hidden(input_ids, position_ids, attention_mask)[:, -logits_to_keep:]
+        x = self.hidden(input_ids, position_ids, attention_mask, cache)[:, -logits_to_keep:]
         weight, vocab_size = self.head_weight, self.config.vocab_size
         if targets is None:
             return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned

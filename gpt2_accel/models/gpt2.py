@@ -10,6 +10,7 @@ embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 
 from gpt2_accel.config import check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
-from gpt2_accel.models.parts import Embedding, Mask, attend
+from gpt2_accel.models.parts import Embedding, Mask, Past, attend
 
 # n_layer, n_head, n_embd of the four released models, by their Hub name.
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -124,15 +125,20 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.dropout = config.dropout
 
-    def forward(self, x: torch.Tensor, mask: Mask | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: Mask | None = None, past: Past | None = None
+    ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C).
 
-        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask."""
+        `mask`, (B, 1, T, keys) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
+        `past` holds the keys and values of the tokens before."""
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
             for part in self.c_attn(x).split(C, dim=2)
         )
+        if past is not None:
+            k, v = past.update(k, v)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, mask, dropout).transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
@@ -164,9 +170,11 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor, mask: Mask | None = None) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); `mask` as in the attention."""
-        x = x + self.attn(self.ln_1(x), mask)
+    def forward(
+        self, x: torch.Tensor, mask: Mask | None = None, past: Past | None = None
+    ) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C); `mask` and `past` as in the attention."""
+        x = x + self.attn(self.ln_1(x), mask, past)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -185,13 +193,17 @@ class GPT(LanguageModel):
         self.init_weights()
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
+        cache: Sequence[Past] | None = None,
     ) -> torch.Tensor:
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embeddings in bf16
         x = F.dropout(x, self.config.dropout, self.training)
-        return self.ln_f(self.run_blocks(self.h, x, attention_mask))
+        return self.ln_f(self.run_blocks(self.h, x, attention_mask, cache=cache))
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ or not. Names are Hugging Face's below `model.`, so conversion changes no tensor
 Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
     Mask,
+    Past,
     RMSNorm,
     RotaryScaling,
     SwiGLU,
@@ -156,13 +158,17 @@ class Attention(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
 
-        `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask."""
+        `mask`, (B, 1, T, keys) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
+        `past` holds the keys and values of the tokens before."""
         B, T, _ = x.shape
         q, k, v = (part.transpose(1, 2) for part in self.heads(x))  # (B, H, T, D), (B, K, T, D)
         q, k = rotate(q, *angles), rotate(k, *angles)
+        if past is not None:
+            k, v = past.update(k, v)
         y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -182,9 +188,10 @@ class Block(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, mask)
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -206,7 +213,11 @@ class Llama(LanguageModel):
             self.embed_tokens.weight[config.vocab_size :] = 0
 
     def hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Mask | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: Mask | None,
+        cache: Sequence[Past] | None = None,
     ) -> torch.Tensor:
         x = self.embed_tokens(input_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
@@ -216,7 +227,7 @@ class Llama(LanguageModel):
             position_ids, config.head_dim, config.rope_theta, config.rope_scaling
         )
         angles = tuple(part.to(x.dtype) for part in angles)
-        return self.norm(self.run_blocks(self.layers, x, angles, attention_mask))
+        return self.norm(self.run_blocks(self.layers, x, angles, attention_mask, cache=cache))
 
     @property
     def head_weight(self) -> torch.Tensor:

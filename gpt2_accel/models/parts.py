@@ -5,7 +5,7 @@ Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vo
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from gpt2_accel.kernels import attention, cross_entropy
 
 Mask = torch.Tensor | BlockMask
+
+
+class Past(Protocol):
+    """The KV cache of a block, such as a cache layer of `transformers`."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the keys and values of new tokens, (B, H, T, D); returns those of all tokens."""
 
 
 class Embedding(nn.Embedding):

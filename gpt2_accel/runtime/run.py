@@ -272,7 +272,7 @@ class Run:
                 self.early_stopping.count(loss)
 
     def sample(self) -> None:
-        """Generates a sample from each prompt if one is due: on the main process only, uncompiled, in fp32.
+        """Generates a sample from each prompt if one is due: on the main process only, uncompiled.
 
         A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
         """

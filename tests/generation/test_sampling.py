@@ -5,19 +5,17 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import randomized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.generation.sampling import (
-    Sampling,
-    complete,
-    load,
-    stream,
-    tokens,
-)
-from gpt2_accel.hf.convert import as_hf
+from gpt2_accel.generation import kv_cache
+from gpt2_accel.generation.kv_cache import KVCache
+from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tokens
+from gpt2_accel.models import gpt2
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -87,13 +85,66 @@ def test_greedy_tokens_equal_a_recomputation(each_model, prompts, length):
     assert ids(each_model, prompts, length) == expected
 
 
-def test_the_model_of_transformers_shares_the_weights(each_model):
-    own = {parameter.data_ptr() for parameter in each_model.parameters()}
-    copies = [p for p in as_hf(each_model).parameters() if p.data_ptr() not in own]
-    assert not any(p.any() for p in copies)  # biases that the model does not have
+def test_greedy_tokens_equal_those_of_transformers(each_model, tmp_path):
+    save_pretrained(each_model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for prompt in RAGGED:
+        options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+        expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert ids(each_model, [prompt], 30) == [expected.tolist()]
     found = ids(each_model.bfloat16(), RAGGED, 5)
     each_model.float()
     assert len(found[0]) == 5 and each_model.training
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compiles the step of a single sample by a backend that is fast; a graph break or a recompilation is an error."""
+    torch._dynamo.reset()
+    step = torch.compile(kv_cache.next_logits, dynamic=False, fullgraph=True, backend="eager")
+    monkeypatch.setattr(kv_cache, "compiled", lambda: step)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_compiled_step_gives_the_same_tokens(each_model):
+    """Of several texts, also beyond `n_positions`: nothing of one is left in the next."""
+    for prompt in RAGGED:
+        assert ids(each_model, [prompt], 60, compile=True) == ids(each_model, [prompt], 60)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("slots", [0, 48])
+def test_a_prompt_that_is_read_in_pieces_gives_the_same_logits(each_model, slots):
+    each_model.eval()
+    row = torch.randint(257, (20,)).tolist()
+    expected = each_model(torch.tensor([row]))[:, -1]
+    cache = KVCache(each_model, slots)
+    for cut in (1, 7, 20):  # one new token, several, and none after those in the cache
+        logits = cache.start([row[:cut]])
+        for piece in (row[cut : cut + 1], row[cut + 1 :]):
+            if piece:
+                logits = cache.read(torch.tensor([piece]))
+        assert (logits - expected).abs().max() < 1e-4
+    each_model.train()
+
+
+def test_a_changed_model_samples_as_itself(model, monkeypatch):
+    """With another activation, and one more parameter, which `transformers` does not know."""
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square()) * self.scale
+
+    expected = ids(model, RAGGED, 30)
+    monkeypatch.setattr(gpt2.MLP, "forward", forward)
+    changed = build("gpt2")
+    for block in changed.h:
+        block.mlp.scale = torch.nn.Parameter(torch.ones(32) / 2)
+    found = ids(changed, RAGGED, 30)
+    assert found == [recomputed(changed, prompt, 30) for prompt in RAGGED]
+    assert found != expected
 
 
 def test_only_the_last_positions_of_a_longer_prompt_are_read(model):

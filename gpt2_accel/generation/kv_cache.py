@@ -1,0 +1,83 @@
+"""KV cache: the keys and values of past tokens, in the cache layers of `transformers`, for the model that was trained.
+
+Rows of several lengths have padding at their left, so all end at the same slot. Shape letters: B rows, T tokens, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from gpt2_accel.device import best_device, has_cpp_compiler
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.parts import Past
+
+
+class KVCache:
+    """What a model in evaluation mode has read of a batch of rows.
+
+    With `slots` it has memory for so many tokens of one row, and the forward of one token is compiled. Else memory grows.
+    """
+
+    def __init__(self, model: LanguageModel, slots: int = 0):
+        from transformers.cache_utils import DynamicLayer, StaticLayer
+
+        self.model = model
+        self.slots = slots
+        self.decode = compiled() if slots else next_logits
+        self.new_layer = functools.partial(StaticLayer, slots) if slots else DynamicLayer
+
+    def start(self, rows: Sequence[list[int]]) -> torch.Tensor:
+        """Forgets what was read and reads rows of token ids, none empty; returns the logits of the token after each, (B, V)."""
+        self.layers: list[Past] = [self.new_layer() for _ in range(self.model.config.n_layer)]
+        ids = [torch.tensor(row, device=self.model.device) for row in rows]
+        input_ids = pad_sequence(ids, batch_first=True, padding_side="left")
+        self.end = 0
+        lengths = torch.tensor([len(row) for row in rows], device=self.model.device)
+        self.padding = input_ids.shape[1] - lengths
+        return self._run(next_logits, input_ids)
+
+    def read(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Reads the next tokens of each row, (B, T); returns the logits of the token after them, (B, V)."""
+        return self._run(self.decode if input_ids.shape[1] == 1 else next_logits, input_ids)
+
+    def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
+        T = input_ids.shape[1]
+        places = torch.arange(self.end, self.end + T, device=input_ids.device)
+        self.end += T
+        return forward(
+            self.model, input_ids, places, self.padding, self.layers, self.slots or self.end
+        )
+
+
+def next_logits(
+    model: LanguageModel,
+    input_ids: torch.Tensor,
+    places: torch.Tensor,
+    padding: torch.Tensor,
+    layers: Sequence[Past],
+    slots: int,
+) -> torch.Tensor:
+    """Runs the model on tokens (B, T) in the slots `places` (T); returns the last logits (B, V).
+
+    `padding`, (B,), is the number of unused slots before each row. The layers return the keys of `slots` slots.
+    """
+    seen = torch.arange(slots, device=places.device)
+    causal = seen <= places[:, None]  # (T, slots)
+    # A padding slot attends to itself, since a softmax over nothing would be NaN.
+    itself = seen == places[:, None]
+    mask = causal & (itself | (seen >= padding[:, None, None, None]))  # (B, 1, T, slots)
+    positions = (places - padding[:, None]).clamp(min=0)  # (B, T)
+    logits = model(
+        input_ids, position_ids=positions, attention_mask=mask, logits_to_keep=1, cache=layers
+    )
+    return logits[:, -1]
+
+
+@functools.cache
+def compiled() -> Callable[..., torch.Tensor]:
+    """Returns `next_logits` compiled. Raises `ValueError` without a C++ compiler or GPU."""
+    if best_device().type == "cpu" and not has_cpp_compiler():
+        raise ValueError("compile needs a C++ compiler: install g++, set CXX, or leave compile out")
+    return torch.compile(next_logits, dynamic=False, fullgraph=True)
