@@ -83,10 +83,12 @@ def halved(size: int, total: int) -> int:
     return size
 
 
-def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float) -> None:
-    """Writes `value` into every parameter group."""
+def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: float) -> None:
+    """Writes the learning rate into the parameter groups. `value` is that of a group whose rate was `peak` when the optimizer
+    was built; other groups keep their ratio to it."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        first = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = value if first == peak else value * (first / (peak or 1))
 
 
 def build_optimizer(

@@ -61,7 +61,7 @@ def run_updates(run: Run) -> None:
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
         first = schedule.first(run.step)  # sequence in the order of the data
         lr = config.learning_rate_at(first / schedule.sequences)
-        set_learning_rate(optimizer, lr)
+        set_learning_rate(optimizer, lr, config.learning_rate)
         torch.manual_seed(int(hash64(config.seed, run.step, accelerator.process_index)[0]))
         loss = accumulate_gradients(
             accelerator, model, run.loader, first, schedule.sequences, run.interrupted

@@ -4,7 +4,10 @@ In training they may be on a GPU, wrapped by DDP or `torch.compile`, or sharded 
 numbers its parameters. In a checkpoint they are unsharded, in host memory, under the parameters' names.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from copy import copy
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -57,47 +60,88 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the class name of the optimizer inside Accelerate's wrapper, such as `AdamW`."""
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+class OptimizerState:
+    """The state of an optimizer, for a checkpoint. Build it before the first update, and before a resume loads the state.
 
+    Tensors are named `<parameter>/<state>`, by the parameter's name in the unwrapped `model`. Other values are numbers, texts,
+    lists and dicts of them, as JSON has them. Of a parameter group only the values that have changed since are part of the
+    state: the others are settings, and a resume may have new ones.
 
-def parameters_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the parameters by name, in the order of their numbers in the optimizer's state dict."""
-    return {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the optimizer's state as `<parameter>/<state>` -> tensor."""
-    return {
-        f"{name}/{key}": tensor
-        for name, parameter in parameters_by_name(optimizer).items()
-        for key, tensor in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Loads the tensors of `optimizer_tensors` into `optimizer`, whose hyperparameters stay unchanged.
-
-    Names and shapes are those of its parameters: the model is the checkpoint's.
+    Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
-    parameters = parameters_by_name(optimizer)
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parameters}
-    for key, tensor in tensors.items():
-        name, _, kind = key.partition("/")
-        parameter = parameters[name]
-        if tensor.ndim and is_shard(parameter):
-            from torch.distributed.tensor import distribute_tensor
 
-            mesh = parameter.device_mesh
-            tensor = distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
-        states[name][kind] = tensor
-    groups = optimizer.state_dict()["param_groups"]
-    state = dict(enumerate(states.values()))
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    # The loop sets the rate; the parameters are in the model.
+    SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr"})
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        named = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in named:
+                    raise ValueError(
+                        f"{self.name} has a parameter of shape {tuple(parameter.shape)} that the model does not have: give "
+                        "it parameters of the model that it gets"
+                    )
+                self.parameters[named[id(parameter)]] = parameter
+        self.start = [self._values(group) for group in optimizer.param_groups]
+
+    @property
+    def name(self) -> str:
+        """The class name of the optimizer inside Accelerate's wrapper, such as `AdamW`."""
+        return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
+
+    def _values(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: copy(value) for key, value in group.items() if key not in self.SETTINGS}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the parameters' state, on their devices, sharded as they are."""
+        return {name: value for name, value in self._entries() if isinstance(value, torch.Tensor)}
+
+    def values(self) -> dict[str, Any]:
+        """Returns the rest: `state` has the other values of the parameters, `groups` the changed values of each group.
+
+        Raises `ValueError` for a value that a checkpoint cannot hold."""
+        others = {k: value for k, value in self._entries() if not isinstance(value, torch.Tensor)}
+        groups = []
+        for group, start in zip(self.optimizer.param_groups, self.start, strict=True):
+            now = self._values(group)
+            groups.append({key: value for key, value in now.items() if value != start.get(key)})
+        found = {"state": others, "groups": groups}
+        try:
+            if json.loads(json.dumps(found)) == found:
+                return found
+            reason = "it has a tuple, or a name that is not a text"
+        except (TypeError, ValueError) as error:
+            reason = str(error)
+        raise ValueError(
+            f"a checkpoint cannot hold the state of {self.name} ({reason}): keep tensors in the state of a parameter, and "
+            "numbers, texts and lists in it or in a parameter group"
+        )
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield f"{name}/{key}", value
+
+    def load(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Loads what `tensors` and `values` returned; the other values of the groups stay.
+
+        Names and shapes are those of the parameters: the model is the checkpoint's.
+        """
+        states: dict[str, dict[str, Any]] = {name: {} for name in self.parameters}
+        for key, value in {**tensors, **values.get("state", {})}.items():
+            name, _, kind = key.partition("/")
+            parameter = self.parameters[name]
+            if isinstance(value, torch.Tensor) and value.ndim and is_shard(parameter):
+                from torch.distributed.tensor import distribute_tensor
+
+                mesh = parameter.device_mesh
+                value = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements)
+            states[name][kind] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, changed in zip(groups, values.get("groups", []), strict=False):
+            group.update(changed)
+        state = dict(enumerate(states.values()))
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})

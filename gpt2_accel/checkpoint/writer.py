@@ -28,13 +28,7 @@ from gpt2_accel.checkpoint.find import (
     point_to,
     step_of,
 )
-from gpt2_accel.checkpoint.state_dict import (
-    full_model,
-    gather_to_host,
-    load_optimizer_tensors,
-    optimizer_name,
-    optimizer_tensors,
-)
+from gpt2_accel.checkpoint.state_dict import OptimizerState, full_model, gather_to_host
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
@@ -73,17 +67,17 @@ class CheckpointWriter:
         self,
         accelerator: Accelerator,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptimizerState,
         state: dict,
         training: Training,
     ) -> None:
-        """Copies the prepared `model` and `optimizer` to host memory and starts to write them.
+        """Copies the prepared `model` and the `optimizer`'s tensors to host memory and starts to write them.
 
         Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict`.
         """
         self.join()
         plain = full_model(accelerator, model)
-        optimizer_state = gather_to_host(accelerator, optimizer_tensors(optimizer))
+        optimizer_state = gather_to_host(accelerator, optimizer.tensors())
         if accelerator.is_main_process:
             snapshot = (plain, optimizer_state, state, training)
             self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
@@ -168,21 +162,21 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def load_training_state(
-    path: Path, state: dict, accelerator: Accelerator, optimizer: torch.optim.Optimizer
+    path: Path, state: dict, accelerator: Accelerator, optimizer: OptimizerState
 ) -> None:
     """Loads the optimizer and scaler state of the checkpoint `path`; its weights are loaded by `from_pretrained`.
 
     `state` is what `read_state` returns. Raises `ValueError` if the state belongs to another optimizer or model.
     """
-    if state["optimizer"] != optimizer_name(optimizer):
+    if state["optimizer"] != optimizer.name:
         raise ValueError(
-            f"{path} was trained with {state['optimizer']}, not {optimizer_name(optimizer)}: "
+            f"{path} was trained with {state['optimizer']}, not {optimizer.name}: "
             "resume with the --optimizer of the first run"
         )
     tensors = load_file(path / STATE / "optimizer.safetensors")
     if accelerator.device.type == "cpu":
         # Memory-mapped tensors would keep the file's disk space in use after the checkpoint is removed.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    load_optimizer_tensors(optimizer, tensors)
+    optimizer.load(tensors, state.get("optimizer_values", {}))
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.find import read_state
-from gpt2_accel.checkpoint.state_dict import full_model, full_tensor, optimizer_name, unwrap
+from gpt2_accel.checkpoint.state_dict import OptimizerState, full_model, full_tensor, unwrap
 from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state
 from gpt2_accel.config import TrainConfig, load_saved
 from gpt2_accel.data.loader import TrainLoader
@@ -87,6 +87,8 @@ class Run:
         self._data = data_fingerprint(config.data_dir)
         self._lock = lock_id(config.output_dir)
         self._saved_step: int | None = None
+        plain = unwrap(self.accelerator, self.model)
+        self.optimizer_state = OptimizerState(plain, self.optimizer)
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
         self.run_id = on_main_process(lambda: self.run_id)
@@ -119,7 +121,7 @@ class Run:
             self.schedule = config.batch_schedule(
                 accelerator.num_processes, self.step, seen // config.tokens_per_sequence
             )
-        load_training_state(checkpoint, saved, accelerator, self.optimizer)
+        load_training_state(checkpoint, saved, accelerator, self.optimizer_state)
         accelerator.print(f"resumed from {checkpoint}")
         self.val_loss = saved["val_loss"]
         self.resumes_here = checkpoint.resolve().parent == Path(config.output_dir).resolve()
@@ -144,7 +146,8 @@ class Run:
             "val_loss": self.val_loss,
             "settings": self.config.settings(),
             "changes": self.history,
-            "optimizer": optimizer_name(self.optimizer),
+            "optimizer": self.optimizer_state.name,
+            "optimizer_values": self.optimizer_state.values(),
             "scaler": scaler.state_dict() if scaler else None,
         }
 
@@ -328,7 +331,9 @@ class Run:
         if self.accelerator.is_main_process and metrics.exists():
             sync(metrics)  # a resumed run does not repeat this step
         training = describe_training(self)
-        self.writer.save(self.accelerator, self.model, self.optimizer, self.state_dict(), training)
+        self.writer.save(
+            self.accelerator, self.model, self.optimizer_state, self.state_dict(), training
+        )
         self._saved_step = self.step
 
     def _end_write(self) -> bool:
