@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -34,7 +35,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     raises, `path` is unchanged."""
     scratch = scratch_path(Path(path))
     try:
-        with open(scratch, "xb", 2**20) as file:
+        with disk_errors(scratch, path), open(scratch, "xb", 2**20) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -62,7 +63,7 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
     lacks its `model.safetensors`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(directory / "files") as scratch:
+    with scratch_directory(directory / "files") as scratch, disk_errors(scratch, directory):
         yield scratch
         sync_tree(scratch)
         for file in sorted(scratch.iterdir(), reverse=True):
@@ -80,7 +81,7 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
     if not replace:
         check_unused(path)
     path = Path(path).resolve()  # a link leads to the folder
-    with scratch_directory(path) as scratch:
+    with scratch_directory(path) as scratch, disk_errors(scratch, path):
         yield scratch
         sync_tree(scratch)
         old = hide(path) if replace and path.exists() else None
@@ -105,6 +106,25 @@ def scratch_directory(path: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def disk_errors(scratch: Path, path: str | Path) -> Iterator[None]:
+    """Makes an error of the disk in the block name `path`, or a file below it, in place of `scratch`.
+
+    A full disk raises an `OSError` without a file's name, and in the libraries safetensors and tokenizers another type
+    with the system's error number in its text. Both are raised as `OSError` with a name.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = error
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            found = OSError(int(number[1]), os.strerror(int(number[1])))
+        if isinstance(found, OSError) and found.errno:
+            name = str(found.filename or scratch)
+            found.filename = name.replace(str(scratch), str(path))
+        raise found  # noqa: B904
 
 
 def hide(path: Path) -> Path:

@@ -18,14 +18,14 @@ from gpt2_accel.runtime.run import Run
 def finish(run: Run) -> bool:
     """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
 
-    Raises `Diverged` if the run has diverged, `UnreadableData` if the data could not be read.
+    Raises `Diverged` if the run has diverged, and the errors of `Run.check_problems`.
     """
     config = run.config
     bad = run.guard.bad_in_a_row
     if run.diverged:
         run.step -= bad  # the bad updates did not change the weights
     else:
-        run.check_data()
+        run.check_problems()
     run.save()
     on_main_process(lambda: wait_for_checkpoint(run))
     if run.diverged:
@@ -69,7 +69,7 @@ def export_model(run: Run) -> None:
     training = describe_training(run)
     try:
         save_pretrained(plain, config.output_dir, run.tokenizer, training=training)
-    except Exception as error:  # of the disk; the libraries have their own types
+    except OSError as error:
         raise OSError(
             f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
             "space or make it writable, then continue from the last checkpoint with --resume_from latest"

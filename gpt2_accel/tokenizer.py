@@ -153,7 +153,7 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `OSError` if they cannot be written, `ValueError` if the tokenizer is of SentencePiece's kind, or if the
+    Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if the
     folder is a model's, with a `config.json`, and `AutoTokenizer` loads other token ids from it.
     """
     name = name or folder
@@ -161,12 +161,7 @@ def save_tokenizer(
     # A `tokenizer.json` may have truncation or padding, and a call of the tokenizer may leave them.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # the library raises nothing narrower for a full disk
-        raise OSError(
-            f"the tokenizer cannot be written to {name} ({first_line(error)}): free disk space and start again"
-        ) from error
+    tokenizer.save_pretrained(folder)
     if not Path(folder, "config.json").is_file():
         return
     from transformers import AutoTokenizer

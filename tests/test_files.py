@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers.models import BPE
 
 from gpt2_accel.checkpoint.find import point_to
 from gpt2_accel.files import (
@@ -27,6 +30,7 @@ from gpt2_accel.files import (
     write_file,
     write_json,
 )
+from gpt2_accel.hf.safetensors_files import write_safetensors
 
 WRITE = """
 import sys
@@ -118,6 +122,31 @@ def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypa
             (folder / name).write_text("new")
     assert named == ["a.txt", "checkpoint-4", "model.safetensors", "config.json"]
     assert tmp_path.stat().st_ino in synced
+
+
+BIG = {"a": torch.zeros(2**19)}  # 2 MiB
+
+
+@pytest.mark.parametrize(
+    ("write", "code", "name"),
+    [
+        (lambda folder: (folder / "w").write_bytes(bytes(2**21)), errno.ENOSPC, ""),
+        (lambda folder: save_file(BIG, folder / "w"), errno.ENOSPC, ""),
+        (lambda folder: save_file(BIG, folder / "no/w"), errno.ENOENT, ""),
+        (lambda folder: BPE(unk_token="a").save(f"{folder}/no"), errno.ENOENT, ""),
+        (lambda folder: (folder / "no/w").touch(), errno.ENOENT, "/no/w"),
+        (lambda folder: write_safetensors(folder / "w", BIG), errno.ENOSPC, "/w"),
+        (lambda folder: write_file(folder / "w", bytes(2**21)), errno.ENOSPC, "/w"),
+    ],
+)
+def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, code, name, small_disk):
+    path = small_disk(1) / "new"
+    for context in (atomic_directory, atomic_files):
+        with pytest.raises(OSError, match=os.strerror(code)) as raised, context(path) as folder:
+            write(folder)
+        assert (raised.value.errno, raised.value.filename) == (code, f"{path}{name}")
+        with pytest.raises(AttributeError, match="a bug"), context(path):
+            raise AttributeError("a bug")
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

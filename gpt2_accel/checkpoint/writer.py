@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import (
     MANIFEST,
@@ -33,6 +33,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
+from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models import LanguageModel
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class CheckpointWriter:
     `keep_best` the one with the lowest validation loss. While the run trains it keeps one more: the updates after the
     newest may show that its weights are destroyed. The links `latest` and `best` point to the newest and the best.
 
-    `saved` is called with each new checkpoint, also in the background. A failed write is reported through `print_line` and
-    leaves the older checkpoints unchanged.
+    `saved` is called with each new checkpoint, also in the background. A checkpoint that the disk
+    does not take is reported through `print_line` and leaves the older ones unchanged. Any other
+    error in the background is a bug: `bug` holds it, and `join` raises it.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class CheckpointWriter:
         self.run_dir = Path(config.output_dir)
         self.saved, self.print_line = saved, print_line
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: OSError | None = None
+        self.bug: Exception | None = None
 
     def save(
         self,
@@ -89,13 +92,19 @@ class CheckpointWriter:
     def __exit__(self, kind: type | None, *_) -> None:
         """Waits for a running write, also after an error, but not after a second Ctrl-C."""
         if kind is None or not issubclass(kind, KeyboardInterrupt):
-            self.join()
+            self._wait()
 
-    def join(self) -> Exception | None:
-        """Waits until the last checkpoint is on disk. Returns the error if it could not be written."""
+    def join(self) -> OSError | None:
+        """Waits until the last checkpoint is on disk. Returns the disk's error if it could not be
+        written, and raises `bug`."""
+        self._wait()
+        if self.bug is not None:
+            raise self.bug
+        return self._error
+
+    def _wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        return self._error
 
     def _write(
         self,
@@ -105,22 +114,23 @@ class CheckpointWriter:
         training: Training,
     ) -> None:
         path = self.run_dir / f"checkpoint-{state['step']}"
-        self.rotate(state["step"] - 1)  # by now their updates have followed
         try:
+            self.rotate(state["step"] - 1)  # by now their updates have followed
             with atomic_directory(path, replace=True) as folder:
                 save_pretrained(model, folder, self.tokenizer, training=training, name=str(path))
                 (folder / STATE).mkdir()
-                save_file(optimizer, folder / STATE / "optimizer.safetensors")
+                write_safetensors(folder / STATE / "optimizer.safetensors", optimizer)
                 write_json(folder / STATE / "state.json", state)
                 write_manifest(folder)
+            self.link(state["step"])
+            self.saved(path)
             self._error = None
-        except Exception as error:  # the next write may succeed
+        except OSError as error:  # the next write may succeed
+            if str(error) != str(self._error):  # at its end a run tries the last one again
+                self.print_line(f"{path.name} could not be written: {sentence(error)}")
             self._error = error
-            reason = sentence(error)
-            self.print_line(f"{path.name} could not be written, training continues: {reason}")
-            return
-        self.link(state["step"])
-        self.saved(path)
+        except Exception as error:
+            self.bug = error
 
     def rotate(self, step: int) -> None:
         """Removes the checkpoints up to `step` that are not to be kept.
@@ -138,9 +148,7 @@ class CheckpointWriter:
                 try:
                     remove(hide(path))  # a kill leaves no part of it under its name
                 except OSError as error:
-                    self.print_line(
-                        f"{path.name} could not be removed, training continues: {error}"
-                    )
+                    self.print_line(f"{path.name} could not be removed: {sentence(error)}")
 
     def link(self, step: int) -> None:
         """Points the links to the newest and the best checkpoint up to `step`."""

@@ -34,7 +34,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import Source, one_text, texts
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.files import remove, remove_leftovers, sync, sync_tree, write_json
+from gpt2_accel.files import disk_errors, remove, remove_leftovers, sync, sync_tree, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
@@ -294,10 +294,11 @@ def make_data(
         if not os.path.lexists(data_dir):
             begin(work, plan)
             try:
-                entries = write(work)
-                save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
-                write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
+                with disk_errors(work, data_dir):
+                    entries = write(work)
+                    save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
+                    kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
+                    write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
             except BaseException:
                 if not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)

@@ -266,10 +266,10 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
         raise ValueError(f"it is of the type {model_type!r}; only {names} can load")
     table = conversion(model_type)
     # HF's class checks types, reads old spellings and adds what the file leaves out.
-    defaults = {"bias": True, "transformers_weights": None}
-    values = defaults | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
-    supported = {"transformers_weights": (None,), **table.supported}  # a file of another name
-    for key, allowed in supported.items():
+    values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
+    if file := values.get("transformers_weights"):
+        raise ValueError(f"its weights are in {file!r}: save the model again, in model.safetensors")
+    for key, allowed in table.supported.items():
         if values[key] not in allowed:
             raise ValueError(f"{key} = {values[key]!r}; only {allowed[0]!r} can load")
     sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import first_line, write_file
+from gpt2_accel.files import first_line, sentence, write_file
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.recipe_command import recipe_command
 
@@ -27,6 +27,7 @@ PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are downloaded and uploaded.
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
+    "adapter_config.json",
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
@@ -202,7 +203,7 @@ class Uploads:
                 target = folder / LAST_CHECKPOINT
                 shutil.copytree(checkpoint or directory, target, copy_function=link)
         except (OSError, ValueError) as error:  # a full disk must not end the run
-            self.print_line(f"no upload to {self.repo_id}: {first_line(error)}")
+            self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
             return
         self._newest = folder
         self._thread = threading.Thread(target=self._upload, args=(folder,), daemon=True)

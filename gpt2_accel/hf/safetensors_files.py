@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.files import parse_json
+from gpt2_accel.files import disk_errors, parse_json
 
 WEIGHTS = "model.safetensors"
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -19,7 +19,7 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors of one of `DTYPES`, one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
 
-    The library needs all tensors contiguous in host memory at once. For GPT-2's transposed views and padded embedding that is
+    Raises `OSError` with the path if it cannot be written; the library has an error of its own for that, and needs all tensors contiguous in host memory at once. For GPT-2's transposed views and padded embedding that is
     a second copy: it took 1.08 times the 124M's size in further memory, this function 0.02 times.
     Format: https://huggingface.co/docs/safetensors.
     """
@@ -35,22 +35,23 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with disk_errors(path, path), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files of a model directory that `transformers` takes: one file of safetensors, or without it the
-    shards that an index lists.
+    """Returns the weight files of a model directory that `transformers` takes: one file of
+    safetensors, or without it the shards that an index lists.
 
-    Raises `FileNotFoundError` if one of them is missing, `ValueError` for a damaged index and for an adapter, which
-    `transformers` would add to the weights.
+    Raises `FileNotFoundError` if one of them is missing, `ValueError` for a damaged index and for
+    an adapter, which `transformers` would add to the weights.
     """
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
-            f"{directory} holds an adapter of peft: merge it into its model, with merge_and_unload, and save the result"
+            f"{directory} holds an adapter of peft: merge it into its model, with "
+            "merge_and_unload, and save the result"
         )
     index = directory / f"{WEIGHTS}.index.json"
     names = {WEIGHTS}

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -65,7 +66,7 @@ def main_process_first() -> Iterator[None]:
 def on_main_process(function: Callable[[], Result]) -> Result:
     """Calls `function` on the main process only and broadcasts its result.
 
-    The others wait without a time limit. A `ValueError` or `OSError` of `function` is raised on all processes.
+    The others wait without a time limit. An error of `function` is raised on all processes.
     """
     result: list = [None]
     failure: Exception | None = None
@@ -73,7 +74,7 @@ def on_main_process(function: Callable[[], Result]) -> Result:
         if processes().is_main_process:
             try:
                 result[0] = function()
-            except (ValueError, OSError) as error:
+            except Exception as error:
                 failure = error
     with all_or_none():
         if failure is not None:
@@ -90,7 +91,7 @@ def all_or_none() -> Iterator[None]:
     mine: Exception | None = None
     try:
         yield
-    except (ValueError, OSError) as error:
+    except Exception as error:
         mine = error
     found = gather_object([mine and picklable(mine)])
     if error := mine or next(filter(None, found), None):
@@ -126,6 +127,10 @@ def peer_failed(error: BaseException) -> bool:
 
 
 def picklable(error: Exception) -> Exception:
-    """Converts the error to a built-in type that can be pickled and broadcast."""
+    """Converts the error to a built-in type that can be pickled and broadcast; that of a bug to a
+    `RuntimeError` with its traceback."""
     kinds = (UnreadableData, FileNotFoundError, FileExistsError, OSError, ValueError)
-    return next(kind for kind in kinds if isinstance(error, kind))(sentence(error))
+    for kind in kinds:
+        if isinstance(error, kind):
+            return kind(sentence(error))
+    return RuntimeError("".join(traceback.format_exception(error)))

@@ -229,8 +229,8 @@ class Run:
     def reduce(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float]:
         """Returns the mean loss over all ranks and the gradient norm, and notes in `stopping` whether a rank has to stop.
 
-        The host waits here until the device has done the update. Raises `UnreadableData` on all ranks if one could not
-        read its data: such tokens are in no update.
+        The host waits here until the device has done the update. Raises the errors of
+        `check_problems`: tokens that a rank could not read are in no update.
         """
         flag = torch.full_like(loss, float(self._must_stop()))
         means = self.accelerator.reduce(torch.stack((loss, flag)), "mean")
@@ -238,7 +238,7 @@ class Run:
         mean_loss, flags, norm = stats.tolist()
         self.stopping = flags > 0
         if self.stopping:
-            self.check_data()
+            self.check_problems()
         return mean_loss, norm
 
     def log_update(self, figures: dict[str, float], problem: str | None) -> None:
@@ -310,14 +310,15 @@ class Run:
         return every > 0 and (self.step % every == 0 or self.step == self.updates)
 
     def _must_stop(self) -> bool:
-        """Whether this rank has to stop: after a signal, or because its data cannot be read."""
-        return self.stop.reason is not None or self.train_loader.problem is not None
+        """Whether this rank has to stop: after a signal, or because of a problem."""
+        return any((self.stop.reason, self.train_loader.problem, self.writer.bug))
 
-    def check_data(self) -> None:
-        """Raises `UnreadableData` on all ranks if one could not read its training data."""
+    def check_problems(self) -> None:
+        """Raises on all ranks `UnreadableData` if one could not read its training data, and the
+        error of a bug while a checkpoint was written."""
         with all_or_none():
-            if self.train_loader.problem is not None:
-                raise self.train_loader.problem
+            if problem := self.writer.bug or self.train_loader.problem:
+                raise problem
 
     # Checkpoints
 

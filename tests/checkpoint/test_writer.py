@@ -43,7 +43,7 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     resumed = tiny("run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
     said = "".join(capsys.readouterr())
-    assert "checkpoint-2 could not be removed, training continues" in said
+    assert "checkpoint-2 could not be removed: " in said
     assert "could not be written" not in said
     assert status(tmp_path / "run")["state"] == "finished"
     assert (tmp_path / "run/model.safetensors").is_file()
@@ -93,6 +93,18 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         assert find_corruption(path) is None
         loss = lines[step - 1]["val/loss"]  # not of a later one
         assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("module", ["checkpoint.writer", "finish"])
+def test_a_bug_is_not_an_error_of_the_disk(module, tiny, monkeypatch, capsys):
+    def planted(*_, **__):
+        raise ModuleNotFoundError("no module gpt2_accel.hf.mine")
+
+    monkeypatch.setattr(f"gpt2_accel.{module}.save_pretrained", planted)
+    with pytest.raises(ModuleNotFoundError, match="mine") as raised:
+        run(tiny(max_steps=2))
+    assert raised.traceback[-1].name == "planted"
+    assert "could not be written" not in "".join(capsys.readouterr())
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(

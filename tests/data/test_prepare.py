@@ -298,6 +298,13 @@ def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_
 # Kills, disks
 
 
+def test_a_full_disk_names_the_folder(small_disk):
+    data_dir = small_disk(1) / "words"
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        prepare({"train": ["a" * 2**20]}, byte_tokenizer(), data_dir, source="a")
+    assert raised.value.filename.startswith(str(data_dir))
+
+
 def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch, capsys):
     folder, read, fails = tmp_path / "c", [], []
     folder.mkdir()

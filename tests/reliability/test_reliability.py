@@ -5,6 +5,7 @@
 
 import math
 import random
+import re
 import shutil
 import signal
 import time
@@ -35,8 +36,9 @@ from launching import ROOT, python
 import gpt2_accel.finish as finish_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.files import digest
+from gpt2_accel.files import digest, remove
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
@@ -118,9 +120,11 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
     assert number > 1
 
 
-def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_disk, capsys):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
+    tiny, tmp_path, small_disk, capsys, monkeypatch, before_update
+):
     disk = small_disk(4)
-    settings = {"save_every": 2, "keep_last": 1, "resume_from": "latest"}
+    settings = {"save_every": 2, "resume_from": "latest"}
     whole = run(tiny("whole", **settings))
     files = (tmp_path / "whole/checkpoint-8").rglob("*")
     size = sum(path.stat().st_blocks * 512 for path in files)
@@ -129,16 +133,28 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
     with pytest.raises(OSError, match="the last checkpoint could not be written"):
         run(config)
     said = "".join(capsys.readouterr())
-    assert "checkpoint-4 could not be written, training continues" in said
+    for step in (4, 8):  # the run tries the last one again
+        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}/"
+        assert said.count(f": {reason}") == 1 and "continues" not in said
     [checkpoint] = list_checkpoints(disk / "run")
     assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
     assert not list((disk / "run").glob(".checkpoint*"))
     assert status(disk / "run")["state"] == "failed"
     assert last_step(disk / "run") == 8  # training continued after the failed write
-    (disk / "filler").unlink()
-    resumed = run(config)
-    assert losses(resumed) == losses(whole)
-    assert weights(disk / "run") == weights(tmp_path / "whole")
+    save = CheckpointWriter.save
+    monkeypatch.setattr(
+        CheckpointWriter, "save", lambda self, *args: save(self, *args) or self.join()
+    )
+    before_update(lambda step: step == 4 and (disk / "filler").unlink())
+    for newest, failed in ((2, ["checkpoint-4"]), (6, [])):
+        resumed = run(config)
+        said = "".join(capsys.readouterr())
+        assert f"resumed from {disk}/run/checkpoint-{newest}\n" in said
+        assert re.findall(r"(checkpoint-.) could not be written", said) == failed
+        assert losses(resumed) == losses(whole)
+        assert weights(disk / "run") == weights(tmp_path / "whole")
+        for path in (disk / "run/model.safetensors", disk / "run/checkpoint-8"):
+            remove(path)
 
 
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):

@@ -4,7 +4,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
-from conftest import as_flags, status, tiny_config
+from conftest import as_flags, metrics, status, tiny_config
 from launching import launch
 
 from gpt2_accel.files import lock_folder
@@ -22,6 +22,42 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     assert "process 1 has the checkpoint None" in done.stderr and "all nodes share" in done.stderr
     found = status(tmp_path / "node0/run")
     assert (found["state"], found["step"]) == ("finished", 8)
+
+
+BUG = """
+import os
+from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.train import train
+
+def rotate(writer, step):
+    raise AttributeError("planted")
+
+def save(writer, *state):
+    honest(writer, *state)
+    writer._wait()
+
+honest, CheckpointWriter.save, CheckpointWriter.rotate = CheckpointWriter.save, save, rotate
+try:
+    train(parse_config(TrainConfig))
+except Exception as error:
+    with open(os.environ["RANK"] + ".txt", "w") as file:
+        file.write(f"{type(error).__name__}: {error}")
+    raise
+"""
+
+
+def test_a_bug_in_saving_ends_all_processes_at_the_next_update(data_dir, tmp_path):
+    (tmp_path / "bug.py").write_text(f"import os; os.chdir({str(tmp_path)!r})\n{BUG}")
+    config = tiny_config(data_dir, "run", micro_batch_size=2, save_every=2)
+    done = launch(tmp_path / "bug.py", *as_flags(config), processes=2)
+    assert done.returncode == 1 and 'raise AttributeError("planted")' in done.stderr
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == "AttributeError: planted"
+    assert second.startswith("RuntimeError: Traceback") and "AttributeError: planted" in second
+    found = status(tmp_path / "run")
+    assert (found["state"], found["step"], found["requeue"]) == ("failed", 2, False)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.parametrize("fault", ["locked", "no data"])
