@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gpt2_accel.checkpoint.find import (
     MANIFEST,
@@ -33,7 +33,6 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.hf.model_card import Training
-from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models import LanguageModel
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class CheckpointWriter:
             with atomic_directory(path, replace=True) as folder:
                 save_pretrained(model, folder, self.tokenizer, training=training, name=str(path))
                 (folder / STATE).mkdir()
-                write_safetensors(folder / STATE / "optimizer.safetensors", optimizer)
+                save_file(optimizer, folder / STATE / "optimizer.safetensors")
                 write_json(folder / STATE / "state.json", state)
                 write_manifest(folder)
             self.link(state["step"])

@@ -38,7 +38,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with disk_errors(path, path), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -134,7 +134,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
         run(config)
     said = "".join(capsys.readouterr())
     for step in (4, 8):  # the run tries the last one again
-        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}/"
+        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}: No"
         assert said.count(f": {reason}") == 1 and "continues" not in said
     [checkpoint] = list_checkpoints(disk / "run")
     assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
