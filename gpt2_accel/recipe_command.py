@@ -5,6 +5,7 @@ it.
 """
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -34,16 +35,17 @@ def folder(name: str) -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / name
 
 
-def recipe_command(recipe: str) -> str:
-    """Returns the command that runs `recipes/RECIPE.py`, for a shell in the working directory.
+def recipe_command(recipe: str, *arguments: str | Path) -> str:
+    """Returns the command that runs `recipes/RECIPE.py`, quoted for a shell in the working directory.
 
     It is `gpt2-accel NAME` for an installed wheel, else `python recipes/RECIPE.py`.
     """
     python = Path(sys.executable)
-    if folder("recipes").parent != PACKAGE:
-        return f"{program(python)} {os.path.relpath(folder('recipes') / f'{recipe}.py')}"
-    [name] = [name for name, script in COMMANDS.items() if script == recipe]
-    return f"{program(python.with_name('gpt2-accel'))} {name}"
+    name = os.path.relpath(folder("recipes") / f"{recipe}.py")
+    if folder("recipes").parent == PACKAGE:
+        [name] = [name for name, script in COMMANDS.items() if script == recipe]
+        python = python.with_name("gpt2-accel")
+    return shlex.join([program(python), name, *map(str, arguments)])
 
 
 def program(path: Path) -> str:

@@ -13,6 +13,7 @@ Expected: answers that end by themselves. A model of 124M answers in whole sente
 
 import math
 import os
+import shlex
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -118,11 +119,11 @@ def find_model(config: ChatSFT) -> None:
 
     Raises `FileNotFoundError` if the data or its model is not there, `ValueError` if it holds no conversations.
     """
-    folder, command = Path(config.data_dir), f"{recipe_command('prepare_data')} chat"
+    folder, command = Path(config.data_dir), recipe_command("prepare_data", "chat")
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
             f"{folder} holds no prepared conversations: give a file by --data and its model by --model, or make them by "
-            f"{command} FILE_OR_HUB_ID --model MODEL --sequence_length 1024 --data_dir {folder}"
+            f"{command} FILE_OR_HUB_ID --model MODEL --sequence_length 1024 --data_dir {shlex.quote(str(folder))}"
         )
     if not read_manifest(folder).get("sequence_length"):
         raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")

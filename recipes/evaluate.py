@@ -15,6 +15,7 @@ Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the same director
 
 import hashlib
 import math
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,8 @@ class Evaluate:
         if other := next((name for name in names if name not in TASKS), None):
             raise ValueError(
                 f"--tasks {other}: the tasks are {', '.join(TASKS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
-                f"and lm_eval --model hf --model_args pretrained={self.model},dtype=float32 --tasks {other}"
+                f"and lm_eval --model hf --model_args {shlex.quote(f'pretrained={self.model},dtype=float32')} --tasks "
+                f"{shlex.quote(other)}"
             )
         self.tasks = [*names]
         if not (self.tasks or self.data_dir):

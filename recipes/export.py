@@ -6,6 +6,7 @@
 be a byte-level BPE. For ONNX see docs/hub.md.
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Export:
         output = Path(self.output)
         if output.suffix == ".onnx":
             raise ValueError(
-                f"{output} is no GGUF file: write ONNX by optimum-cli export onnx --model {self.model} --task "
+                f"{output} is not a GGUF file: write ONNX by optimum-cli export onnx --model {shlex.quote(self.model)} --task "
                 "text-generation FOLDER (docs/hub.md)"
             )
         if not output.name or self.output.endswith("/"):

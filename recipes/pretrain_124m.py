@@ -36,7 +36,7 @@ from gpt2_accel.data.shards import HUB
 from gpt2_accel.recipe_command import recipe_command
 
 # The data sets that prepare_data.py knows by name, by their usual folder.
-KNOWN = {"fineweb_edu": "fineweb-edu", "openwebtext": "openwebtext"}
+KNOWN = {"fineweb_edu": ["fineweb-edu"], "openwebtext": ["openwebtext"]}
 
 
 @dataclass
@@ -60,11 +60,9 @@ def main(config_class: type[TrainConfig]) -> None:
     config = parse_config(config_class)
     there = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
     if not there and not config.dry_run:
-        what = KNOWN.get(Path(config.data_dir).name, "text PATH")
-        command = f"{recipe_command('prepare_data')} {what}"
-        raise FileNotFoundError(
-            f"{config.data_dir} is not there: make it by {command} --data_dir {config.data_dir}"
-        )
+        what = KNOWN.get(Path(config.data_dir).name, ["text", "PATH"])
+        command = recipe_command("prepare_data", *what, "--data_dir", config.data_dir)
+        raise FileNotFoundError(f"{config.data_dir} is not there: make it by {command}")
     from gpt2_accel.train import train  # imports torch: --help and a wrong flag do not wait for it
 
     train(config)

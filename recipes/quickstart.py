@@ -12,6 +12,8 @@ best of 0.012, 0.018 and 0.025 here.
 Expected: about 1.47 bits per byte on the held-out files, after two to three minutes on 2 CPU cores.
 """
 
+import json
+import shlex
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -136,8 +138,9 @@ def main() -> None:
         except FileNotFoundError as error:
             if config.data_dir != Quickstart.data_dir:
                 raise FileNotFoundError(
-                    f"{config.data_dir} holds no prepared data: make it by {recipe_command('prepare_data')} text FILES "
-                    f"--data_dir {config.data_dir}, or leave out --data_dir for Python's standard library"
+                    f"{config.data_dir} holds no prepared data: make it by "
+                    f"{recipe_command('prepare_data', 'text', 'FILES', '--data_dir', config.data_dir)}, or leave out "
+                    "--data_dir for Python's standard library"
                 ) from error
             prepare_corpus(config)
     if config.weight_decay is None:
@@ -145,11 +148,15 @@ def main() -> None:
     if not train(config):
         return
     prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]
+    model, text = (json.dumps(word, ensure_ascii=False) for word in (config.output_dir, prompt))
+    code = (
+        f'from transformers import pipeline; print(pipeline("text-generation", model={model})({text})'
+        '[0]["generated_text"])'
+    )
     processes().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
-        f"  {recipe_command('sample')} --model {config.output_dir} --prompt {prompt!r}\n"
-        f'  {program(Path(sys.executable))} -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', model='{config.output_dir}')({prompt!r})[0]['generated_text'])\""
+        f"  {recipe_command('sample', '--model', config.output_dir, '--prompt', prompt)}\n"
+        f"  {shlex.join([program(Path(sys.executable)), '-c', code])}"
     )
 
 

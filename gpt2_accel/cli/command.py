@@ -6,6 +6,7 @@ The process is replaced by the recipe's, or by that of Accelerate's launcher: si
 
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -94,7 +95,7 @@ def launch(*args: str) -> None:
     chosen = args[:at]
     if not chosen or chosen[0].startswith("-"):
         chosen = (*fitting_launch(), *chosen)
-        line = f"gpt2-accel launch {' '.join(chosen)} {args[at]}"
+        line = f"gpt2-accel launch {shlex.join([*chosen, args[at]])}"
         print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
     config, *flags = chosen
     path = find("launch config", config, launch_configs())

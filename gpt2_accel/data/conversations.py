@@ -99,9 +99,15 @@ def prepare_conversations(
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(conversations, mine))
             entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id)
-        kind = {"version": PACKED_VERSION, "dtype": DTYPE.name, "sequence_length": size}
-        kind |= {"template": template, "model": model}
-        return {**kind, "left_out": problems, "splits": entries}
+        return {
+            "version": PACKED_VERSION,
+            "dtype": DTYPE.name,
+            "sequence_length": size,
+            "template": template,
+            "model": model,
+            "left_out": problems,
+            "splits": entries,
+        }
 
     template = template_digest(tokenizer)
     states = [(file, *state_of(file)) for file in files]
@@ -127,18 +133,21 @@ def encode_files(
     first_keys: dict[bytes, int] = {}
     for path in progress(files, "tokenizing", len(files)):
         for row, place in read_rows(path, strict=True):
+            reason = None
             try:
                 tokens, key = encode_row(tokenizer, special, row, place)
-                reason = None if len(tokens) <= longest else CUT if cut else TOO_LONG
-                tokens = tokens[:longest]
-                if reason != TOO_LONG and not (tokens & COUNTS).any():
-                    reason = NO_ANSWER
-            except Problem as problem:
-                reason = str(problem)
-            if reason in (None, CUT):
+                if len(tokens) > longest:
+                    if not cut:
+                        raise Problem(TOO_LONG)
+                    reason = CUT
+                    tokens = tokens[:longest]
+                if not (tokens & COUNTS).any():
+                    raise Problem(NO_ANSWER)
                 conversations.append(tokens)
                 ids = sha256(tokens & TOKEN_ID).digest()
                 keys.append(first_keys.setdefault(ids, key))
+            except Problem as problem:
+                reason = str(problem)
             if reason:
                 problems.setdefault(reason, [0, place])[0] += 1
     return conversations, np.array(keys, np.uint64), problems

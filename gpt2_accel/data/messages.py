@@ -54,12 +54,11 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
         )
     messages, counts = [], []
     try:
-        found, prompt = raw_messages(row, place)
-        check_supported(row)
-        for number, message in enumerate(found):
+        for message in raw_messages(row, place):
             role = role_of(message)
             content = text_of(message.get("content") or message.get("value"))
             weight = message.get("weight")
+            check_supported(row)
             check_supported(message)
             if weight not in (None, 0, 1):
                 raise ValueError(
@@ -67,7 +66,7 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
                 )
             if content.strip():
                 messages.append({"role": role, "content": content})
-                counts.append(number >= prompt and weight != 0)
+                counts.append(weight != 0)
             elif role != "system":
                 raise Problem(EMPTY)
     except (AttributeError, KeyError, TypeError) as error:  # another role, or no text
@@ -75,19 +74,20 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
     return messages, counts
 
 
-def raw_messages(row: dict, place: str) -> tuple[list, int]:
-    """Returns the messages in a row as they are, and how many of them are a prompt."""
+def raw_messages(row: dict, place: str) -> list:
+    """Returns the messages in a row as they are; those of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
-    answer, prompt = fields.get("output", fields.get("response")), []
+    answer = fields.get("output", fields.get("response"))
     found = fields.get("messages", fields.get("conversations"))
     if isinstance(found, str):
-        with suppress(ValueError):  # the message below names its type
+        with suppress(ValueError):  # it is refused below
             found = parse_json(found)
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
-        prompt = as_messages(fields["prompt"], "user")
-        found = prompt + as_messages(fields["completion"], "assistant")
+        asked = as_messages(fields["prompt"], "user")
+        found = [{**message, "weight": 0} for message in asked]
+        found += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
         parts = fields["instruction"], fields.get("input") or fields.get("context") or ""
         asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
@@ -95,15 +95,14 @@ def raw_messages(row: dict, place: str) -> tuple[list, int]:
     elif not fields or any(row.get(name, "") is None for name in FORMS):
         raise Problem(EMPTY)
     else:
-        names = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
         raise ValueError(
-            f"{place}, has the fields {names}, but a conversation has messages or conversations, a list; or prompt and "
-            "completion; or instruction and output or response: rename or correct them"
+            f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list in messages or "
+            "conversations; or prompt and completion; or instruction and output or response: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (found and role_of(found[0]) == "system"):
-        return as_messages(system, "system") + found, len(prompt) + 1
-    return found, len(prompt)
+        return as_messages(system, "system") + found
+    return found
 
 
 def as_messages(value: Any, role: str) -> list:

@@ -3,6 +3,7 @@
 import codecs
 import io
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,7 +116,7 @@ def column_of(row: Any, column: str, place: str) -> str:
 
 def no_column(place: str, column: str, columns: Iterable[str]) -> str:
     """Returns the message for rows that lack a column."""
-    fix = f"give --column {' or --column '.join(columns)}"
+    fix = f"give --column {' or --column '.join(map(shlex.quote, columns))}"
     if {"messages", "conversations"} & set(columns):
         fix = "they are conversations, prepare them by the command chat"
     return f"{place} has no column {column!r}: {fix}"

@@ -177,7 +177,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             return manifest
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
-            f"{recipe_command('prepare_data')} text FILE_OR_FOLDER --data_dir {data_dir}"
+            f"{recipe_command('prepare_data', 'text', 'FILE_OR_FOLDER', '--data_dir', data_dir)}"
         )
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_text(encoding="utf-8"))

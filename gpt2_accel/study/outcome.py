@@ -147,7 +147,7 @@ def target_remarks(grid: Grid, law: FittedLaw, flops: float) -> list[str]:
     lines = [
         f"the best run with {size} has {short_number(N)} parameters and {short_number(D)} tokens, {epochs:.2g} times the data: "
         f"val/loss {loss_of(law.law, N, D):.4f}, {sure}, by these settings and on this text",
-        f"train it: gpt2-accel {run.recipe.stem} {shlex.join(grid.words(run, f'best-{flops:.3g}'))}",
+        f"train it: gpt2-accel {shlex.join([run.recipe.stem, *grid.words(run, f'best-{flops:.3g}')])}",
     ]
     if epochs > grid.max_epochs:
         lines.append("the law knows no repetition of data: prepare more text for the best run")

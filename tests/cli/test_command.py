@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import load_recipe, run_recipe
 from launching import ROOT
 
 from gpt2_accel import device, recipe_command
 from gpt2_accel.cli import command
+from gpt2_accel.data.rows import no_column
+from gpt2_accel.data.shards import read_manifest
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
@@ -160,3 +164,27 @@ def test_commands_for_the_user_are_those_of_the_installation(monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert recipe_command.recipe_command("push_to_hub") == "gpt2-accel push"
+
+
+def test_printed_commands_are_quoted(started, monkeypatch, tmp_path, capsys):
+    odd, quoted = "it's $(touch x)", """it'"'"'s $(touch x)"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pretrain_124m.py", "--data_dir", odd])
+    pretrain = load_recipe("pretrain_124m")
+    for option, call in {
+        f"text PATH --data_dir '{quoted}'": partial(pretrain.main, pretrain.Pretrain124M),
+        f"text FILES --data_dir '{quoted}'": partial(run_recipe, "quickstart", "--data_dir", odd),
+        f"1024 --data_dir '{quoted}'": partial(run_recipe, "chat_sft", "--data_dir", odd),
+        f"'pretrained={quoted},": partial(run_recipe, "evaluate", "--model", odd, "--tasks", "arc"),
+        f"--model '{quoted}'": partial(run_recipe, "export", "--model", odd, "--output", "a.onnx"),
+        f"FILE_OR_FOLDER --data_dir '{quoted}'": partial(read_manifest, odd),
+    }.items():
+        with pytest.raises((ValueError, OSError)) as error:
+            call()
+        assert option in str(error.value)
+    assert f"--column '{quoted}'" in no_column("FILE", "text", [odd])
+    Path(f"{odd}.py").touch()
+    started("launch", f"{odd}.py")
+    assert f"'{quoted}.py': the launch" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "executable", str(tmp_path / odd))
+    assert recipe_command.recipe_command("sample").startswith(f"'{quoted}' ")

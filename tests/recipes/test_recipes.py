@@ -21,13 +21,13 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"def f{i}(x):\n    return x + {i}\n\n" * 20)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-    output = tmp_path / "run"
+    output = tmp_path / "my $(run)"
     monkeypatch.chdir(tmp_path)
     flags = (
-        f"--output_dir {output} --max_steps 30 --vocab_size 300 "
+        f"--output_dir '{output}' --max_steps 30 --vocab_size 300 "
         "--eval_every 15 --sample_every 30 --sample_tokens 20 --n_layer 2 --n_embd 64"
     )
-    run_recipe("quickstart", *flags.split())
+    run_recipe("quickstart", *shlex.split(flags))
     said = capsys.readouterr().out
     assert "val/bits_per_byte" in said and "sample" in said
     history = metrics(output)
@@ -42,13 +42,13 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     # Training continues from that model, with its tokenizer.
     shutil.rmtree("data")
     flags = flags.replace(str(output), f"{output}2")
-    run_recipe("quickstart", *flags.split(), "--init_from", output)
+    run_recipe("quickstart", *shlex.split(flags), "--init_from", output)
     more = metrics(f"{output}2")
     assert more[0]["train/loss"] < history[0]["train/loss"] - 1
     assert more[-1]["val/loss"] < history[-1]["val/loss"]
     settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
     assert settings["weight_decay"] == 0.3
-    run_recipe("quickstart", *flags.replace("--max_steps 30", "--epochs 9").split())
+    run_recipe("quickstart", *shlex.split(flags.replace("--max_steps 30", "--epochs 9")))
     settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
     assert settings["weight_decay"] == 0.3  # a run keeps its own
     assert settings["epochs"] == 9 and "max_steps" not in settings
