@@ -32,9 +32,17 @@ from gpt2_accel.data.shards import (
     read_shard,
     token_dtype,
 )
-from gpt2_accel.data.sources import Source, one_text, texts
+from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.files import disk_errors, remove, remove_leftovers, sync, sync_tree, write_json
+from gpt2_accel.files import (
+    check_name,
+    disk_errors,
+    remove,
+    remove_leftovers,
+    sync,
+    sync_tree,
+    write_json,
+)
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
@@ -128,11 +136,15 @@ def prepare_sources(
                     writer.append(piece, tokens, size, invalid)
                     bar.update(size)
         writer.close_shards()
-        for split, entry in record["splits"].items():
-            if not entry["tokens"]:
-                raise ValueError(
-                    f"{source} holds no text for the split {split!r}: add documents, or lower --shard_tokens"
-                )
+        counts = {split: entry["tokens"] for split, entry in record["splits"].items()}
+        if not all(counts.values()):
+            problem = f"{source} holds no text for the split {min(counts, key=counts.get)!r}"
+            fix = "add other documents: equal rows share a split, a few words are not divided"
+            if validation_tokens:
+                fix = "add documents, or lower --shard_tokens"
+            if not any(counts.values()):
+                fix = "all documents are empty"
+            raise ValueError(f"{problem}: {fix}")
         return {"version": VERSION, "dtype": writer.dtype.name, **record}
 
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
@@ -280,6 +292,7 @@ def make_data(
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
     errors of `write` and `read_shard`.
     """
+    check_name(data_dir)
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
     lock = data_dir.with_name(f".{data_dir.name}.lock")
@@ -299,8 +312,8 @@ def make_data(
                     save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
                     kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
                     write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
-            except BaseException:
-                if not (work / RECORD).exists():
+            except BaseException as error:
+                if isinstance(error, ChangedSource) or not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)
                 raise
             sync_tree(work)

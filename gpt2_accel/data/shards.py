@@ -175,6 +175,12 @@ def read_manifest(data_dir: str | Path) -> dict:
     if not path.is_file():
         if manifest := third_party_manifest(path.parent):
             return manifest
+        if os.path.exists(data_dir):
+            command = recipe_command("prepare_data", "text", data_dir, "--data_dir", "NEW_FOLDER")
+            raise FileNotFoundError(
+                f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare its text by "
+                f"{command}, and give NEW_FOLDER"
+            )
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
             f"{recipe_command('prepare_data', 'text', 'FILE_OR_FOLDER', '--data_dir', data_dir)}"
