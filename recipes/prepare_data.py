@@ -332,6 +332,8 @@ def summarize(manifest: dict) -> None:
         counts = [f"{count:,} {name}" for name, count in known.items()]
         counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
         print(f"{split}: {', '.join(counts)}")
+    if "separation" in manifest:
+        print(manifest["separation"])
     if invalid := manifest.get("counts", {}).get("not_utf8"):
         place = manifest["first_not_utf8"]
         print(f"{invalid:,} bytes that are not UTF-8, replaced by U+FFFD, the first in {place}")

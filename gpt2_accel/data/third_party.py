@@ -32,7 +32,7 @@ from gpt2_accel.tokenizer import (
     fingerprint,
     gpt2_tokenizer,
     load_tokenizer,
-    text_start,
+    text_ends,
 )
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def named_tokenizer(name: str, folder: Path) -> dict:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
     about = {"name": name, "vocab_size": len(tokenizer), "fingerprint": fingerprint(tokenizer)}
-    return {**about, "end_of_text": text_start(tokenizer)}
+    return {**about, "end_of_text": next(reversed(text_ends(tokenizer)), None)}
 
 
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
