@@ -9,11 +9,15 @@ quickstart: .venv/installed  ## train a small model on the Python standard libra
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
 LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml
+# The launcher's exit code is 0 after a run that a signal stopped, too.
+FINISHED := grep -q '"state": "finished"'
 
 chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 13 minutes of CPU time
 	$(LAUNCH) recipes/quickstart.py --config recipes/chat_base.yaml
+	@$(FINISHED) runs/chat_base/status.json
 	$(BIN)/python recipes/python_conversations.py --output data/python_questions
 	$(LAUNCH) recipes/chat_sft.py --config recipes/chat_python.yaml
+	@$(FINISHED) runs/chat_python/status.json
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 
 test: .venv/installed-dev  ## the tests: offline, on CPU; they wait much, so three at a time

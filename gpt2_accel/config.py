@@ -258,12 +258,13 @@ class TrainConfig:
         Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`.
         """
         length = self.tokens_per_sequence
+        name = "n_positions" if self.sequence_length is None else "sequence_length"
         tokens = length * processes
         if self.total_batch_size % tokens:
             nearest = max(1, round(self.total_batch_size / tokens)) * tokens
             raise ValueError(
-                f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of sequence_length x "
-                f"processes = {length} x {processes} = {tokens}: try {nearest}"
+                f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of {name} x "
+                f"processes = {length} x {processes} = {tokens}: try {nearest}, or another --{name}"
             )
         return BatchSchedule(self.total_batch_size // length, step, seen)
 
@@ -361,6 +362,10 @@ def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         if name in REMOVED and name not in hints:
             if value != REMOVED[name]:
                 print(f"{path}: {name} was taken back and has no effect", file=sys.stderr)
+        elif isinstance(value, dict):
+            raise ValueError(
+                f"{path} has settings below {name!r}: write all at the left margin, as `name: value` lines"
+            )
         elif name not in hints:
             raise ValueError(
                 f"{path} has the unknown setting {name!r}{suggestion(str(name), hints, '')}"

@@ -14,6 +14,13 @@ def may_have_gpu() -> bool:
     return sys.platform == "darwin" or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
 
 
+def missing_gpu() -> str:
+    """Returns why torch has no GPU here, and what helps."""
+    if may_have_gpu():
+        return "torch cannot use the GPU: install a build for its driver, see https://pytorch.org/get-started"
+    return "there is no GPU here: take the launch config cpu.yaml"
+
+
 def usable_cpus() -> int:
     """Returns the number of CPU cores that this process may run on."""
     own = psutil.Process()

@@ -23,6 +23,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"  # the name of a lock file
+UNKNOWN = -1  # in place of an inode
 
 _numbers = itertools.count()
 
@@ -182,7 +183,6 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
-    check_name(folder)
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,12 +198,14 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
         ) from error
+    held = lock_id(folder)
     try:
         remove_leftovers(folder)
         yield
     except BaseException:
         with suppress(OSError):
-            if created and [path.name for path in folder.iterdir()] == [LOCK]:
+            own = lock_id(folder) == held  # not that of another process in a new folder
+            if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
                 for path in created:
                     path.rmdir()
@@ -226,12 +228,14 @@ def check_renames(folder: Path) -> None:
 
 
 def lock_id(folder: str | Path) -> int:
-    """Returns the inode of a folder's lock file; 0 if there is none. It changes if another process locks a new folder
-    under the same name."""
+    """Returns the inode of a folder's lock file; 0 if there is none, `UNKNOWN` if the disk does not answer. It changes if
+    another process locks a new folder under the same name."""
     try:
         return (Path(folder) / LOCK).stat().st_ino
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
+    except OSError:
+        return UNKNOWN
 
 
 # Checks
@@ -242,12 +246,6 @@ def check_unused(folder: str | Path) -> None:
     folder = Path(folder)
     if folder == Path() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already: choose another folder")
-
-
-def check_name(folder: str | Path) -> None:
-    """Raises `ValueError` if the name of an output folder is not UTF-8, which tokenizers need."""
-    if os.fsencode(folder) != str(folder).encode(errors="replace"):
-        raise ValueError(f"the name {str(folder)!r} is not UTF-8: choose another folder")
 
 
 def digest(path: Path) -> str:

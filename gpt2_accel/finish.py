@@ -9,6 +9,7 @@ from gpt2_accel.files import sentence
 from gpt2_accel.hf.convert import check_finite, save_pretrained
 from gpt2_accel.hf.hub import PICTURE
 from gpt2_accel.report.figures import draw_loss
+from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.metadata import changed_settings, describe_training, end_summary
 from gpt2_accel.runtime.processes import on_main_process
@@ -43,6 +44,7 @@ def finish(run: Run) -> bool:
         reason = run.stop.reason or "a signal to another process"
         if run.status is not None:
             run.status.end("stopped", reason, requeue=reason != "SIGINT")
+        signals.exit_code = run.stop.exit_code
         run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
         return False
     export_model(run)

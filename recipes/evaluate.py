@@ -46,18 +46,21 @@ from gpt2_accel.runtime.processes import main_process_first
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
 
 TASKS = ("core", "hellaswag", "text", "chat")
+SPLITS = ("val", "train")  # of --data_dir
 
 
 @dataclass
 class Evaluate:
     model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
     baselines: bool = setting(False, "OpenAI's four checkpoints in place of --model")
-    tasks: list[str] = setting([], f"{', '.join(TASKS)}; hellaswag if nothing else is asked for")
+    tasks: list[str] = setting(
+        [], f"{', '.join((*TASKS, *SPLITS))}; default val with --data_dir, else hellaswag"
+    )
     data: list[str] = setting([], "local items: TASK=FILE, or FILE where there is one task")
     limit: int | None = setting(None, "evaluate the first N items of each task")
     stride: int | None = setting(None, "tokens between a text's windows; default n_positions")
     data_dir: str | None = setting(
-        None, "prepared data, to get the loss of its train and val splits"
+        None, "prepared data, to get the loss of its splits: val, or those of --tasks"
     )
     eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
     output: str | None = setting(
@@ -68,14 +71,21 @@ class Evaluate:
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")
         names = dict.fromkeys(name for given in self.tasks for name in given.split(",") if name)
-        if other := next((name for name in names if name not in TASKS), None):
+        if other := next((name for name in names if name not in TASKS + SPLITS), None):
             raise ValueError(
-                f"--tasks {other}: the tasks are {', '.join(TASKS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
+                f"--tasks {other}: the tasks are {', '.join(TASKS + SPLITS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
                 f"and lm_eval --model hf --model_args {shlex.quote(f'pretrained={self.model},dtype=float32')} --tasks "
                 f"{shlex.quote(other)}"
             )
-        self.tasks = [*names]
-        if not (self.tasks or self.data_dir):
+        self.tasks = [name for name in names if name in TASKS]
+        self.splits = [name for name in names if name in SPLITS]
+        if self.splits and not self.data_dir:
+            raise ValueError(
+                f"--tasks {self.splits[0]} needs prepared data: give --data_dir FOLDER"
+            )
+        if self.data_dir and not self.splits:
+            self.splits = ["val"]
+        if not (self.tasks or self.splits):
             self.tasks = ["hellaswag"]
 
 
@@ -114,7 +124,7 @@ def evaluate(
     if bundle is not None:
         evaluations.append(Core(bundle, tokenizer, model.config, config.limit))
     notes = [note for task in evaluations for note in task.notes]
-    for split in ("train", "val") if config.data_dir else ():
+    for split in config.splits:
         options = config.data_dir, split, config.eval_tokens
         evaluation, note = prepare_loss(accelerator, tokenizer, model.config, *options)
         evaluations.append(evaluation)

@@ -38,6 +38,7 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime import signals
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
@@ -230,8 +231,9 @@ def before_update(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def as_in_a_new_process():
     torch.manual_seed(0)
+    signals.exit_code = 0
 
 
 def load_recipe(name):

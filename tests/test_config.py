@@ -100,6 +100,7 @@ def test_a_bad_option_is_refused_in_one_sentence(args, message):
     [
         ("learning_rat: 1", "'learning_rat': did you mean learning_rate"),
         ("- a\n- b", "`name: value`"),
+        ("model:\n  n_layer: 4", "c.yaml has settings below 'model': write all at the left margin"),
         ("a: [", "c.yaml is not valid YAML: .*expected the node content, but found .* line 1"),
         (b"\x89PNG\xff\xfe", "not valid YAML: "),
         ("profile: 3", "has profile, which is no setting: give it as --profile"),

@@ -186,7 +186,7 @@ def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends
         with pytest.raises(OSError, match="in use by another process: wait"), lock_folder(folder):
             raise AssertionError("not reached")
         folder.rename(tmp_path / "moved")
-        assert lock_id(folder) == 0
+        assert lock_id(folder) == lock_id(tmp_path / "moved/.lock/x") == 0
         with lock_folder(folder):
             assert lock_id(folder) not in (0, first)
         held = threading.Event()

@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from gpt2_accel.files import sentence
-from gpt2_accel.runtime.signals import die_with_launcher
+from gpt2_accel.runtime import signals
 
-die_with_launcher()  # now: the imports of a recipe take seconds
+signals.die_with_launcher()  # now: the imports of a recipe take seconds
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONNECTION = timedelta(seconds=5)  # time limit of a connection to the launcher's store
@@ -21,7 +21,7 @@ def run(main: Callable[[], object]) -> None:
 
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a script in the folder of
     the recipe. Other errors are bugs and keep their traceback. Of several processes only the first that fails prints.
-    Ctrl-C ends with exit code 130.
+    Ctrl-C ends with exit code 130, a run that a signal stopped with `signals.exit_code`.
     """
     try:
         main()
@@ -38,6 +38,8 @@ def run(main: Callable[[], object]) -> None:
         sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
 
 
 def is_mistake(error: Exception) -> bool:

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import gpt2_accel
 from gpt2_accel import cli
 from gpt2_accel.cores import may_have_gpu
 from gpt2_accel.recipe_command import COMMANDS, folder
 
-HELP = """usage: gpt2-accel COMMAND [--help | settings]
+HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
 {commands}
   doctor                  say whether training works here, and which launch config fits
@@ -44,6 +45,8 @@ def run(words: list[str]) -> None:
     command, *args = words or ["--help"]
     if command in ("-h", "--help"):
         print(help_text(), end="")
+    elif command == "--version":
+        print(f"gpt2_accel {gpt2_accel.__version__}")
     elif command in COMMANDS:
         start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
     elif command == "doctor":

@@ -11,7 +11,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from gpt2_accel.cli.command import fitting_launch
-from gpt2_accel.cores import may_have_gpu, usable_cpus
+from gpt2_accel.cores import may_have_gpu, missing_gpu, usable_cpus
 from gpt2_accel.files import sentence
 
 LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "gpt2_accel.train")
@@ -50,7 +50,7 @@ def device() -> str:
     found = launch_device()
     text = f"{device_name(found)}, {total_memory(found) / 1e9:.0f} GB, {usable_cpus()} CPU cores"
     if found.type == "cpu" and may_have_gpu():
-        text += "; torch cannot use the GPU: install a build for its driver, see https://pytorch.org/get-started"
+        text += f"; {missing_gpu()}"
     return text
 
 

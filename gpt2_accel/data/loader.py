@@ -179,7 +179,7 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     if windows < 1:
         raise ValueError(
             f"{stream.data_dir}, split {stream.split!r}, holds {stream.tokens} tokens, too few for one "
-            f"sequence of {sequence_length} and its next token: add text or lower sequence_length"
+            f"sequence of {sequence_length} and its next token: add text, or lower --n_positions or --sequence_length"
         )
     return windows
 

@@ -14,10 +14,11 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
+    parse_flag_from_env,
 )
 
 from gpt2_accel import kernels
-from gpt2_accel.cores import usable_cpus
+from gpt2_accel.cores import may_have_gpu, missing_gpu, usable_cpus
 from gpt2_accel.device import (
     DTYPES,
     attention_order,
@@ -28,6 +29,7 @@ from gpt2_accel.device import (
     total_memory,
 )
 from gpt2_accel.runtime.processes import processes
+from gpt2_accel.runtime.signals import launched
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -64,6 +66,9 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         raise ValueError(
             "gradient_accumulation_steps is set in the Accelerate config: remove it, it follows from --total_batch_size"
         )
+    on_cpu = accelerator.device.type == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    if on_cpu and (launched() or may_have_gpu()):
+        accelerator.print(f"training on the CPU, since {missing_gpu()}")
     if accelerator.mixed_precision == "bf16" and not has_bf16(accelerator.device):
         accelerator.print(
             "this device emulates bf16, slowly: on a CPU take cpu.yaml, on a GPU fp16"

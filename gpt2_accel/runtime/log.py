@@ -3,15 +3,16 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from gpt2_accel.device import memory_gb
-from gpt2_accel.files import JsonLines, write_json
+from gpt2_accel.files import UNKNOWN, JsonLines, lock_id, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.signals import StopRequest
@@ -90,11 +91,12 @@ class RunLog(AbstractContextManager):
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, with the speed since the last call, the training time in
-        seconds, the memory in GB, and the MFU if known. Shows some of them beside the bar."""
+        seconds, the memory in GB, and the MFU if known. Shows some of them beside the bar. A figure may be a tensor of one
+        element."""
         tokens, seconds = self._measured
         speed = (self.tokens - tokens) / (self.seconds - seconds)
         self._measured = (self.tokens, self.seconds)
-        figures = figures | {
+        figures = numbers(figures) | {
             "tokens_per_second": speed,
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
@@ -112,6 +114,7 @@ class RunLog(AbstractContextManager):
 
     def evaluation(self, results: dict[str, float]) -> None:
         """Logs and prints the results of an evaluation, none if it was interrupted."""
+        results = numbers(results)
         self._line |= results
         self.results |= results
         if results:
@@ -136,6 +139,11 @@ class RunLog(AbstractContextManager):
         self._line = {}
 
 
+def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns figures with numbers of Python in place of tensors and numpy's."""
+    return {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
+
+
 def in_words(results: dict[str, float]) -> str:
     """Formats the results of an evaluation as one line, each with its standard error if there is one."""
     errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
@@ -153,6 +161,8 @@ class Status:
     heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
     (if its process is gone, it was killed) and `stopped`, unless by Ctrl-C, and for `failed` if `stop` has a reason or
     another process was lost after some progress.
+
+    `lost` says that the folder is no longer this run's: it was removed or moved. Then nothing is written.
     """
 
     def __init__(self, run_dir: str | Path, step: Callable[[], int], stop: StopRequest):
@@ -160,9 +170,10 @@ class Status:
         self._step, self._first = step, step()
         self._state = {"state": "running", "reason": "", "requeue": True}
         self._writing, self._ended = threading.Lock(), threading.Event()
+        self._lock, self.lost = lock_id(run_dir), False
 
     def __enter__(self) -> "Status":
-        self._write()
+        self.write()
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
@@ -180,14 +191,18 @@ class Status:
         """Writes the final status immediately: the process may have little time left."""
         self._ended.set()
         self._state = {"state": state, "reason": reason, "requeue": requeue}
-        self._write()
+        self.write()
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT):
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the status now, and looks whether the folder is still this run's."""
         with self._writing:
+            self.lost = self.lost or lock_id(self._path.parent) not in (self._lock, UNKNOWN)
+            if self.lost:
+                return
             now = datetime.now(UTC).isoformat(timespec="seconds")
             try:
                 write_json(self._path, {**self._state, "step": self._step(), "time": now})

@@ -21,7 +21,7 @@ from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.device import device_name, peak_flops
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.files import check_renames, lock_folder, lock_id, remove, sync, write_json
+from gpt2_accel.files import check_renames, lock_folder, remove, sync, write_json
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
 from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime.accelerator import profiler
@@ -85,7 +85,6 @@ class Run:
         # What determines the order of the data.
         self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
         self._data = data_fingerprint(config.data_dir)
-        self._lock = lock_id(config.output_dir)
         self._saved_step: int | None = None
         plain = unwrap(self.accelerator, self.model)
         self.optimizer_state = OptimizerState(plain, self.optimizer)
@@ -311,7 +310,8 @@ class Run:
 
     def _must_stop(self) -> bool:
         """Whether this rank has to stop: after a signal, or because of a problem."""
-        return any((self.stop.reason, self.train_loader.problem, self.writer.bug))
+        lost = self.status is not None and self.status.lost
+        return any((lost, self.stop.reason, self.train_loader.problem, self.writer.bug))
 
     def check_problems(self) -> None:
         """Raises on all ranks `UnreadableData` if one could not read its training data, and the
@@ -324,7 +324,7 @@ class Run:
 
     def save(self) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, unless it is written. All ranks
-        call it. Raises `OSError` if another run has taken the folder."""
+        call it. Raises `OSError` if the run's folder is gone."""
         failed = on_main_process(self._end_write)
         if self.step == self._saved_step and not failed:
             return
@@ -340,12 +340,12 @@ class Run:
     def _end_write(self) -> bool:
         """Waits for the previous checkpoint. Returns whether it could not be written.
 
-        Raises `OSError` if the run's folder was removed or moved, and another run has locked a new one."""
-        run_dir = self.config.output_dir
-        if lock_id(run_dir) not in (0, self._lock):
+        Raises `OSError` if the run's folder was removed or moved."""
+        self.status.write()
+        if self.status.lost:
             raise OSError(
-                f"{run_dir} was removed or moved during the run, and another process trains there now: start this run "
-                "again with another --output_dir"
+                f"{self.config.output_dir} was removed or moved during the run, or another process trains there now: "
+                "put it back and start the same command again, or choose another --output_dir"
             )
         return self.writer.join() is not None
 

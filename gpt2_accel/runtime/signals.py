@@ -26,6 +26,9 @@ GRACE = 15.0  # seconds from a signal to the end of the process; launchers and s
 # own signal on.
 ECHO = 0.5
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# What Accelerate's and torch's launchers set in each process that they start.
+LAUNCHERS = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}
+exit_code = 0  # of this process, by the signal that has stopped its run
 
 
 class StopRequest:
@@ -46,6 +49,13 @@ class StopRequest:
         if self._signal is None and time.monotonic() >= self._ends:
             return "max_hours"
         return self._signal
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the number of the signal, as shells have it; 0 after `max_hours`. Also 0 under a launcher: it would
+        report another code as a failure, and restart the run."""
+        stopped = self._signal is not None and not launched()
+        return 128 + signal.Signals[self._signal] if stopped else 0
 
     @property
     def seconds_left(self) -> float:
@@ -76,6 +86,11 @@ class StopRequest:
             # A third Ctrl-C must not interrupt the cleanup.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
+
+
+def launched() -> bool:
+    """Whether a launcher started this process."""
+    return not LAUNCHERS.isdisjoint(os.environ)
 
 
 def die_with_launcher() -> None:

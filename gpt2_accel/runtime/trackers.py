@@ -72,8 +72,11 @@ def open_trackers(
             try:
                 trackers.append(start_tracker(name, config, metadata, log.step))
             except Exception as error:
-                message = f"{name} cannot be started ({first_line(error)}): pip install '{name}', or leave it out of --report_to"
-                raise OSError(message) from error
+                missing = isinstance(error, ImportError)
+                fix = f"pip install '{name}'" if missing else "correct that"
+                raise OSError(
+                    f"{name} cannot be started ({first_line(error)}): {fix}, or leave it out of --report_to"
+                ) from error
         yield write
     finally:
         for tracker in trackers:

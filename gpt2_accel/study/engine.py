@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.files import LOCK, read_json_lines, remove, write_file
+from gpt2_accel.files import read_json_lines, remove, write_file
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.study import children
@@ -35,7 +35,6 @@ from gpt2_accel.study.trials import (
     read_run,
     read_table,
     recipe_source,
-    recorded_code,
     write_table,
 )
 
@@ -83,7 +82,6 @@ class Engine:
         left, queue = [trial for trial in trials if not self.knows(trial)], SimpleQueue()
         for trial in left:
             (self.folder / "runs").mkdir(parents=True, exist_ok=True)
-            code_fingerprint(trial.recipe)  # into its cache: threads cannot parse at the same time
             queue.put(trial)
         with (
             StopRequest() as stop,
@@ -122,7 +120,8 @@ class Engine:
             found = read_run(trial, folder) or self._train(trial, folder, slot, stop)
         except ValueError as error:
             self.failed.add(trial.id)
-            say(f"run {trial.id} failed: {error} ({folder / LOG})")
+            text = f"run {trial.id} failed: {error} ({folder / LOG})"
+            print(text, file=sys.stderr, flush=True)
             return
         if found is None:
             return
@@ -136,8 +135,7 @@ class Engine:
 
     def _train(self, trial: Trial, folder: Path, slot: str, stop: StopRequest) -> Result | None:
         """Trains a trial and returns its result; None if it was stopped, or if another process still trains in its folder.
-        Raises `ValueError` with the reason if it failed, and the errors of `set_aside`."""
-        set_aside(folder, code_fingerprint(trial.recipe))
+        Raises `ValueError` with the reason if it failed."""
         process = self.child(trial, folder, slot)
         while process.is_alive() and stop.reason is None:
             process.join(PAUSE)
@@ -173,8 +171,7 @@ class Engine:
             process.join()
             lines = read_json_lines(folder / "metrics.jsonl")
             if process.exitcode or not lines:
-                reason = failure(folder, process.exitcode)
-                raise ValueError(f"the speed was not measured: {reason}")
+                raise ValueError(f"the speed was not measured: {last_line(folder / LOG)}")
         total, count = sum(trial.flops for trial in left), len(self.slots)
         speed = lines[-1]["train/tokens_per_second"] * sample.flops_per_token * count
         return (
@@ -183,27 +180,11 @@ class Engine:
         )
 
 
-def say(text: str) -> None:
-    """Prints a line to stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def set_aside(folder: Path, code: str) -> None:
-    """Renames the folder of a run that another code than `code` has trained in part, so that it starts anew. Raises
-    `Timeout` if a process still trains there."""
-    if not (folder / "config.yaml").exists() or recorded_code(folder) == code:
-        return
-    old = folder.with_name(folder.name + time.strftime(".old-%Y%m%d-%H%M%S"))
-    with FileLock(folder / LOCK, 0):
-        folder.rename(old)
-    say(f"the code of {folder} has changed: it starts anew, the old run is in {old.name}")
-
-
 def failure(folder: Path, code: int) -> str:
     """Returns what a run without a result failed of, by the exit code of its process; empty if it was stopped, or if another
     process has its folder."""
     last, state = last_line(folder / LOG), read_status(folder).get("state")
-    if (code == 0 and state == "stopped") or "is in use by another process" in last:
+    if (state == "stopped" and (code == 0 or code > 128)) or "is in use by another process" in last:
         return ""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}"
 

@@ -13,6 +13,7 @@ from gpt2_accel.checkpoint.find import MANIFEST, find_corruption, list_checkpoin
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest, write_json
+from gpt2_accel.runtime import signals
 
 
 def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_schedule(
@@ -170,7 +171,7 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     step = run(config)[-1]["step"]
     found = status(tmp_path)
     assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "max_hours", True)
-    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists() and signals.exit_code == 0
     run(tiny(max_steps=2, **settings))
     found = status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)

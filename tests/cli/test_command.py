@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,11 @@ def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, star
 def test_config_prints_a_shipped_file(name, file, capsys):
     command.run(["config", name])
     assert capsys.readouterr().out == file.read_text()
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    command.run(["--version"])
+    assert capsys.readouterr().out == f"gpt2_accel {metadata.version('gpt2_accel')}\n"
 
 
 def test_the_table_of_commands_in_the_documentation_is_complete():

@@ -5,6 +5,7 @@ from importlib import metadata
 import pytest
 import torch
 
+from gpt2_accel import cores
 from gpt2_accel import device as machine
 from gpt2_accel.cli import doctor
 from gpt2_accel.device import OVERRIDES
@@ -46,7 +47,8 @@ def test_a_package_that_is_missing_or_of_another_version(needed, message, lines,
 
 
 def test_a_gpu_that_torch_cannot_use_and_a_compiler_that_fails(lines, monkeypatch):
-    monkeypatch.setattr(doctor, "may_have_gpu", lambda: True)
+    for module in (doctor, cores):
+        monkeypatch.setattr(module, "may_have_gpu", lambda: True)
     monkeypatch.setattr(machine, "launch_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(doctor, "COMPILED", "raise OSError('cc1plus not found')")
     _, device, compiler, _ = lines()

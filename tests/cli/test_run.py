@@ -7,7 +7,9 @@ import torch
 from conftest import reset_accelerate
 from launching import forked, free_port, launch, launched, python
 
+from gpt2_accel import cores, device
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.runtime import accelerator
 from gpt2_accel.runtime.accelerator import build_accelerator
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
@@ -85,3 +87,33 @@ def test_a_launch_of_several_processes_for_gpus_without_any_says_so():
         done.returncode == 1
         and "WORLD_SIZE is 2, but Accelerate has num_processes 1" in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "words"),
+    [
+        ("1xgpu", False, "training on the CPU, since there is no GPU here: take"),
+        ("1xgpu", True, "training on the CPU, since torch cannot use the GPU: install a build"),
+        (None, True, "training on the CPU, since torch cannot use the GPU: install a build"),
+        (None, False, ""),
+        ("cpu", True, ""),
+    ],
+)
+def test_training_on_the_cpu_that_nobody_asked_for_is_printed(
+    config, gpu, words, monkeypatch, capsys
+):
+    reset_accelerate()
+    for module in (accelerator, cores):
+        monkeypatch.setattr(module, "may_have_gpu", lambda: gpu)
+    monkeypatch.setattr(accelerator, "tune", lambda *_: None)
+    monkeypatch.setenv(device.OVERRIDES, '{"has_bf16": true, "has_cpp_compiler": true}')
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    if config:
+        path = f"accelerate_configs/{config}.yaml"
+        _, [environment] = launched(["--config_file", path, "x.py"], dict(os.environ))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+    build_accelerator()
+    out = capsys.readouterr().out
+    assert out.startswith(words) and bool(out) == bool(words)

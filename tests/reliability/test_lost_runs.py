@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ from launching import ROOT, launch, python, wait_for
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory
 from gpt2_accel.data.shards import HEADER
+from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime import log
 from gpt2_accel.runtime.signals import ECHO
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
@@ -48,10 +51,37 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     assert "is in use by another process: wait for it to end" in refused.stderr
     assert a.wait(120) == 0
     files = contents(tmp_path / "run")
-    assert b.wait(120) == 0
-    assert "is complete" in log_of(second)
+    assert b.wait(120) == 1
+    assert "is complete: nothing" in log_of(second) and "learning_rate 0.01 -> 0.1 f" in log_of(
+        second
+    )
     assert contents(tmp_path / "run") == files
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1501))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("save_every", [5, 0])
+def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
+    tiny, tmp_path, taken, save_every, monkeypatch, before_update
+):
+    """Also without a checkpoint to save: the heartbeat looks."""
+    monkeypatch.setattr(log, "HEARTBEAT", 99 if save_every else 0.2)
+    folder, updates, other = tmp_path / "run", [], ExitStack()
+
+    def act(step):
+        updates.append(step)
+        if step == 3:
+            folder.rename(tmp_path / "moved")
+            if taken:
+                other.enter_context(lock_folder(folder))
+        if not save_every:
+            time.sleep(0.05)
+
+    before_update(act)
+    with other, pytest.raises(OSError, match="was removed or moved during the run"):
+        run(tiny("run", max_steps=200, save_every=save_every))
+    assert len(updates) < (6 if save_every else 100)
+    assert [path.name for path in folder.glob("*")] == [".lock"] * taken
 
 
 def test_a_refused_start_removes_the_folder_that_it_created(tiny, tmp_path):
@@ -159,22 +189,26 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
 
 
 @pytest.mark.parametrize(
-    ("processes", "number"),
-    [(2, signal.SIGTERM), (1, signal.SIGINT), (1, signal.SIGHUP)],  # the last: a closed terminal
+    ("processes", "number", "code"),
+    [
+        (2, signal.SIGTERM, 0),
+        (1, signal.SIGINT, 0),
+        (None, signal.SIGHUP, 129),  # a closed terminal, and no launcher
+    ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, number):
+def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, number, code):
     settings = {"max_steps": 20_000, "total_batch_size": 8 * 32, "lr_schedule": "constant"}
-    if processes > 1:
+    if processes == 2:
         settings["eval_every"] = 1  # the signal arrives during an evaluation
     config = tiny("run", **settings)
-    process = start(config, processes=processes)
+    process = start(config, processes=processes, ACCELERATE_USE_CPU="true")
     wait_for(lambda: last_step(tmp_path / "run") > 20)
     os.kill(process.pids[-1], number)
     wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
-    process.wait(30)
+    assert process.wait(30) == code
     found = status(tmp_path / "run")
     name = signal.Signals(number).name
-    told = name if processes == 1 else "a signal to another process"
+    told = name if processes != 2 else "a signal to another process"
     assert (found["state"], found["reason"]) == ("stopped", told)
     assert found["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")

@@ -115,11 +115,64 @@ def test_nanogpts_settings_are_read(data_dir, tmp_path):
     assert "124,337,664 parameters" in done.stdout  # without biases
 
 
-def test_the_cluster_scripts_parse():
-    subprocess.run(["bash", "-n", ROOT / "recipes/cluster/pretrain.sbatch"], check=True)
+# How runs end: what status.json says, whether the run wrote it, and the launcher's exit code.
+STOPPED = (json.dumps({"state": "stopped", "requeue": True}, indent=2), True, 0)
+FINISHED = (json.dumps({"state": "finished", "requeue": False}, indent=2), True, 0)
+COMPLETE = (FINISHED[0], False, 0)  # before it started
+LOST = (json.dumps({"state": "failed", "requeue": True}, indent=2), True, 1)
+FAILED = (json.dumps({"state": "failed", "requeue": False}, indent=2), True, 1)
+REFUSED = (STOPPED[0], False, 1)  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("ends", "launches", "code"),
+    [
+        ([FINISHED], 1, 0),
+        ([COMPLETE], 1, 0),
+        ([STOPPED, LOST, FINISHED], 3, 0),
+        ([STOPPED, STOPPED, STOPPED], 3, 1),
+        ([FAILED], 1, 1),
+        ([REFUSED], 1, 1),
+    ],
+)
+def test_the_cluster_scripts_start_a_run_again_as_its_status_says(ends, launches, code, tmp_path):
+    """Stand-ins take the place of the launcher, of srun and of scontrol."""
+    status = tmp_path / "runs/pretrain_124m/status.json"
+    status.parent.mkdir(parents=True)
+    lines = [
+        "#!/bin/bash",
+        "sleep 0.02",
+        f"n=$(cat {tmp_path}/n)",
+        f"echo $((n + 1)) > {tmp_path}/n",
+    ]
+    for number, (text, writes, end) in enumerate(ends):
+        write = f"echo '{text}' > {status}" * writes or "true"
+        lines.append(f"[ $n = {number} ] && {{ {write}; exit {end}; }}")
+    scripts = {
+        ".venv/bin/accelerate": lines,
+        "bin/srun": ["#!/bin/bash", "shift", 'exec "$@"'],
+        "bin/scontrol": ["#!/bin/bash", f"echo $* >> {tmp_path}/scontrol"],
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("\n".join(text) + "\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env |= {"SLURM_NNODES": "2", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     sky = yaml.safe_load((ROOT / "recipes/cluster/sky.yaml").read_text())
-    assert "--resume_from latest" in sky["run"]
-    subprocess.run(["bash", "-n"], input=sky["run"] + sky["setup"], text=True, check=True)
+    subprocess.run(["bash", "-n"], input=sky["setup"], text=True, check=True)
+    script = sky["run"].replace("/runs/", f"{tmp_path}/runs/")
+
+    def run_script(*command):
+        status.write_text(ends[0][0])
+        (tmp_path / "n").write_text("0")
+        return subprocess.run(command, cwd=tmp_path, env=env).returncode
+
+    assert run_script("bash", "-c", script) == code
+    assert (tmp_path / "n").read_text() == f"{launches}\n"
+    run_script("bash", ROOT / "recipes/cluster/pretrain.sbatch")
+    asked = (tmp_path / "scontrol").read_text().splitlines()
+    assert ("requeue 7" in asked) == (ends[0] in (STOPPED, LOST))
 
 
 def test_the_job_of_hugging_face_parses():

@@ -5,7 +5,9 @@ import time
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from conftest import metrics, run
 from torch.distributed import DistError
 
@@ -65,10 +67,13 @@ def test_the_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)
-        run.training({"loss": 1.0})
+        run.training({"loss": 1.0, "own": torch.tensor([step / 4])})
         now[0] += 5  # an evaluation
+        run.evaluation({"task/score": np.float32(0.5), "task/items": 7})
         run.write()
         run.resume()
     last = metrics(tmp_path)[-1]
     assert (last["step"], last["tokens"], last["train/seconds"]) == (7, 700, 142.0)
     assert (last["train/tokens_per_second"], last["train/mfu"]) == (50.0, 0.1)
+    assert (last["train/own"], last["task/score"], last["task/items"]) == (1.75, 0.5, 7)
+    assert {type(value) for value in run.results.values()} == {float, int}  # for the model card

@@ -111,3 +111,23 @@ def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
         for trainer in alive:
             trainer.kill()
         assert not alive, library
+
+
+@long
+def test_torchrun_does_not_restart_a_run_that_a_signal_to_its_process_stopped(tiny, tmp_path):
+    config = tiny("run", max_steps=10**5, lr_schedule="constant")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max_restarts", "1"]
+    launcher = subprocess.Popen(
+        [*command, "tests/train_script.py", *as_flags(config)],
+        cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
+        [trainer] = psutil.Process(launcher.pid).children()
+        trainer.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 0
+    finally:
+        launcher.kill()
+    assert status(tmp_path / "run")["state"] == "stopped"
