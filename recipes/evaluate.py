@@ -19,6 +19,7 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
@@ -26,9 +27,9 @@ from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import (
     STATE,
     list_checkpoints,
+    open_newest,
     read_state,
     read_status,
-    verified_directory,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
@@ -41,9 +42,13 @@ from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.files import digest, write_json
 from gpt2_accel.hf.convert import check_finite, local_directory
 from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.runtime.accelerator import build_accelerator
-from gpt2_accel.runtime.processes import main_process_first
+from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TASKS = ("core", "hellaswag", "text", "chat")
 SPLITS = ("val", "train")  # of --data_dir
@@ -108,14 +113,12 @@ def local_files(config: Evaluate) -> dict[str, str]:
 def evaluate(
     config: Evaluate,
     accelerator: Accelerator,
-    directory: Path,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     items: dict[str, list[Item]],
     bundle: Path | None,
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of the model in `directory`, and notes on them. `bundle` is that of CORE."""
-    tokenizer, model = load_tokenizer(directory), from_pretrained(directory)
-    check_finite(model, directory)
-    check_vocabulary(tokenizer, model.config.vocab_size, directory)
+    """Returns the results of a model, and notes on them. `bundle` is that of CORE."""
     build = {"hellaswag": HellaSwag, "chat": ChatAnswers}
     build["text"] = partial(TextPerplexity, stride=config.stride)
     evaluations = [
@@ -138,6 +141,17 @@ def evaluate(
     for evaluation in evaluations:
         results |= evaluation(accelerator, model)
     return results, notes
+
+
+def open_model(name: str | Path) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
+    """Returns what `describe_weights` does, the model and its tokenizer. All ranks call it, and all fail if one does."""
+    with all_or_none():
+        directory = local_directory(name)
+        entry = describe_weights(directory)
+        tokenizer, model = load_tokenizer(directory), from_pretrained(directory)
+        check_finite(model, directory)
+        check_vocabulary(tokenizer, model.config.vocab_size, directory)
+    return entry, model, tokenizer
 
 
 def output_file(config: Evaluate) -> Path | None:
@@ -180,9 +194,8 @@ def main() -> None:
     table = {}
     for name in BASELINES if config.baselines else (config.model,):
         accelerator.print(f"evaluating {name}", flush=True)
-        directory = local_directory(verified_directory(name, config.verify))
-        entry = describe_weights(directory)  # a run that trains meanwhile may remove the checkpoint
-        table[name], notes = evaluate(config, accelerator, directory, items, bundle)
+        entry, *loaded = open_newest(name, open_model, config.verify, on_main_process)
+        table[name], notes = evaluate(config, accelerator, *loaded, items, bundle)
         finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
         add_entry(record, name, entry)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.checkpoint.find import verified_directory
+from gpt2_accel.checkpoint.find import open_newest
 from gpt2_accel.config import check_ranges, setting
 from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
@@ -37,16 +37,14 @@ def load(
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
-    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `verified_directory`, which takes `verify`,
+    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `open_newest`, which takes `verify`,
     `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory = verified_directory(name, verify)
-    model = from_pretrained(directory).to(best_device(), DTYPES[dtype]).eval()
-    tokenizer = load_tokenizer(directory)
+    model, tokenizer = open_newest(name, lambda d: (from_pretrained(d), load_tokenizer(d)), verify)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
-    return model, tokenizer
+    return model.to(best_device(), DTYPES[dtype]).eval(), tokenizer
 
 
 @dataclass

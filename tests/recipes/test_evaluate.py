@@ -1,18 +1,30 @@
 """Runs recipes/evaluate.py as a user does."""
 
 import json
+import pydoc
 import shutil
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from conftest import hellaswag_items, load_recipe, make_text, run, run_recipe, write_lines
+from conftest import (
+    hellaswag_items,
+    load_recipe,
+    make_text,
+    run,
+    run_recipe,
+    tiny_config,
+    write_lines,
+)
 from launching import launch
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf.convert import to_hf
 from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -195,3 +207,69 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
     run_recipe("evaluate", *named, "--data_dir", data_dir)
     assert not (tmp_path / "run/checkpoint-4").exists()
     assert len(json.loads((tmp_path / "run/evaluation.json").read_text())) == 2
+
+
+@pytest.fixture(scope="module")
+def running(data_dir, tmp_path_factory):
+    """The folder of a run that trains, with the checkpoints of updates 2 and 4."""
+    folder = tmp_path_factory.mktemp("running")
+    run(tiny_config(data_dir, folder, max_steps=4, save_every=2))
+    (folder / "config.json").unlink()
+    return folder
+
+
+# Functions that read a checkpoint while it is verified and opened.
+MOMENTS = (
+    "gpt2_accel.checkpoint.find.digest",
+    "gpt2_accel.hf.convert.read_config",
+    "gpt2_accel.hf.convert.read_tensors",
+    "transformers.AutoTokenizer.from_pretrained",
+)
+
+
+@pytest.mark.parametrize("recipe", ["sample", "evaluate"])
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_checkpoint_that_is_gone_is_looked_for_again(
+    running, recipe, change, moment, items, tmp_path, monkeypatch
+):
+    old = shutil.copytree(running / "checkpoint-2", tmp_path / "checkpoint-2")
+    expected = 2 if change == "replaced" else 4
+    newest = f"checkpoint-{expected}"
+    module, _, name = moment.rpartition(".")
+    honest, done = pydoc.locate(moment), []
+
+    def late(*args, **options):
+        if not done:
+            done.append(old.rename(tmp_path / "gone"))
+            copy = shutil.copytree(running / newest, tmp_path / "copy")
+            # A replaced checkpoint is not there for a moment.
+            delay = 0.02 if change == "replaced" else 0
+            threading.Timer(delay, copy.rename, [tmp_path / newest]).start()
+        return honest(*args, **options)
+
+    monkeypatch.setattr(pydoc.locate(module), name, late)
+    if recipe == "sample":
+        found, _ = load(tmp_path)
+        kept = from_pretrained(running / newest)
+        assert torch.equal(found.wte.weight.cpu(), kept.wte.weight)
+    else:
+        flags = ("--tasks", "text", "--data", items / "text.txt")
+        run_recipe("evaluate", "--model", tmp_path, *flags)
+        [entry] = json.loads((tmp_path / "evaluation.json").read_text()).values()
+        assert entry["step"] == expected
+    assert done
+
+
+def test_the_main_process_chooses_the_checkpoint(running, items, tmp_path, monkeypatch):
+    """Another rank, which would find a newer one, evaluates the one that it is told."""
+
+    def told(function):
+        found = function()
+        return running / "checkpoint-2" if found == running / "checkpoint-4" else found
+
+    monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
+    flags = ("--tasks", "text", "--data", items / "text.txt", "--output", tmp_path / "out.json")
+    run_recipe("evaluate", "--model", running, *flags)
+    [entry] = json.loads((tmp_path / "out.json").read_text()).values()
+    assert entry["step"] == 2
