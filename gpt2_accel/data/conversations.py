@@ -94,7 +94,7 @@ def prepare_conversations(
             )
         size, entries, chosen = sequence_length, {}, held_out(keys)
         if shorten:
-            longest = max(map(len, conversations), default=0)
+            longest = max(map(len, conversations))
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(conversations, mine))
@@ -200,7 +200,7 @@ def held_out(keys: np.ndarray) -> np.ndarray:
     """
     keys, inverse = np.unique(keys, return_inverse=True)
     chosen = keys % np.uint64(HELD_OUT) == 0
-    if not fitting_share(chosen.sum() / max(1, len(keys))):
+    if not fitting_share(chosen.mean()):
         chosen = np.arange(len(keys)) < max(1, round(len(keys) / HELD_OUT))
     return chosen[inverse]
 

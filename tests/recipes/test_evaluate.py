@@ -227,41 +227,36 @@ MOMENTS = (
 )
 
 
-@pytest.mark.parametrize("recipe", ["sample", "evaluate"])
-@pytest.mark.parametrize("change", ["removed", "replaced"])
+@pytest.mark.parametrize("newest", ["checkpoint-2", "checkpoint-4"])  # replaced, or removed
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_checkpoint_that_is_gone_is_looked_for_again(
-    running, recipe, change, moment, items, tmp_path, monkeypatch
+    running, newest, moment, tmp_path, monkeypatch
 ):
-    old = shutil.copytree(running / "checkpoint-2", tmp_path / "checkpoint-2")
-    expected = 2 if change == "replaced" else 4
-    newest = f"checkpoint-{expected}"
     module, _, name = moment.rpartition(".")
-    honest, done = pydoc.locate(moment), []
+    honest, gone = pydoc.locate(moment), []
 
     def late(*args, **options):
-        if not done:
-            done.append(old.rename(tmp_path / "gone"))
-            copy = shutil.copytree(running / newest, tmp_path / "copy")
-            # A replaced checkpoint is not there for a moment.
-            delay = 0.02 if change == "replaced" else 0
-            threading.Timer(delay, copy.rename, [tmp_path / newest]).start()
+        if not gone:
+            gone.append(old.rename(run_dir / "gone"))
+            copy = shutil.copytree(running / newest, run_dir / "copy")
+            threading.Timer(0.02, copy.rename, [run_dir / newest]).start()
         return honest(*args, **options)
 
     monkeypatch.setattr(pydoc.locate(module), name, late)
-    if recipe == "sample":
-        found, _ = load(tmp_path)
-        kept = from_pretrained(running / newest)
-        assert torch.equal(found.wte.weight.cpu(), kept.wte.weight)
-    else:
-        flags = ("--tasks", "text", "--data", items / "text.txt")
-        run_recipe("evaluate", "--model", tmp_path, *flags)
-        [entry] = json.loads((tmp_path / "evaluation.json").read_text()).values()
-        assert entry["step"] == expected
-    assert done
+    for recipe in ("sample", "evaluate"):
+        gone, run_dir = [], tmp_path / recipe
+        old = shutil.copytree(running / "checkpoint-2", run_dir / "checkpoint-2")
+        if recipe == "sample":
+            found, kept = load(run_dir)[0], from_pretrained(running / newest)
+            assert torch.equal(found.wte.weight.cpu(), kept.wte.weight)
+        else:
+            run_recipe("evaluate", "--model", run_dir, "--tasks", "text", "--data", __file__)
+            [entry] = json.loads((run_dir / "evaluation.json").read_text()).values()
+            assert newest == f"checkpoint-{entry['step']}"
+        assert gone
 
 
-def test_the_main_process_chooses_the_checkpoint(running, items, tmp_path, monkeypatch):
+def test_the_main_process_chooses_the_checkpoint(running, tmp_path, monkeypatch):
     """Another rank, which would find a newer one, evaluates the one that it is told."""
 
     def told(function):
@@ -269,7 +264,7 @@ def test_the_main_process_chooses_the_checkpoint(running, items, tmp_path, monke
         return running / "checkpoint-2" if found == running / "checkpoint-4" else found
 
     monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
-    flags = ("--tasks", "text", "--data", items / "text.txt", "--output", tmp_path / "out.json")
+    flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
     run_recipe("evaluate", "--model", running, *flags)
     [entry] = json.loads((tmp_path / "out.json").read_text()).values()
     assert entry["step"] == 2
