@@ -179,7 +179,9 @@ def test_printed_commands_are_quoted(started, monkeypatch, tmp_path, capsys):
     pretrain = load_recipe("pretrain_124m")
     for option, call in {
         f"text PATH --data_dir '{quoted}'": partial(pretrain.main, pretrain.Pretrain124M),
-        f"text FILES --data_dir '{quoted}'": partial(run_recipe, "quickstart", "--data_dir", odd),
+        f"FOLDER --data_dir '{quoted}'; or leave": partial(
+            run_recipe, "quickstart", "--data_dir", odd
+        ),
         f"1024 --data_dir '{quoted}'": partial(run_recipe, "chat_sft", "--data_dir", odd),
         f"'pretrained={quoted},": partial(run_recipe, "evaluate", "--model", odd, "--tasks", "arc"),
         f"--model '{quoted}'": partial(run_recipe, "export", "--model", odd, "--output", "a.onnx"),
