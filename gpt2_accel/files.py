@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import sys
@@ -113,19 +112,18 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 def disk_errors(scratch: Path, path: str | Path) -> Iterator[None]:
     """Makes an error of the disk in the block name `path`, or a file below it, in place of `scratch`.
 
-    A full disk raises an `OSError` without a file's name, and in the libraries safetensors and tokenizers another type
-    with the system's error number in its text. Both are raised as `OSError` with a name.
+    A full disk raises an `OSError` without a file's name, and in the libraries safetensors and
+    tokenizers another type with the system's error in its text. Both become an `OSError` with a name.
     """
     try:
         yield
     except Exception as error:
-        found = error
-        if number := re.search(r"\(os error (\d+)\)", str(error)):
-            found = OSError(int(number[1]), os.strerror(int(number[1])))
-        if isinstance(found, OSError) and found.errno:
-            name = str(found.filename or scratch)
-            found.filename = name.replace(str(scratch), str(path))
-        raise found  # noqa: B904
+        if "(os error " in str(error):
+            raise OSError(f"{path}: {error}") from error
+        if isinstance(error, OSError) and error.errno:
+            name = str(error.filename or scratch)
+            error.filename = name.replace(str(scratch), str(path))
+        raise
 
 
 def hide(path: Path) -> Path:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.checkpoint.state_dict import full_model
+from gpt2_accel.checkpoint.writer import write_manifest
 from gpt2_accel.config import load_saved
 from gpt2_accel.files import sentence
 from gpt2_accel.hf.convert import check_finite, save_pretrained
-from gpt2_accel.hf.hub import PICTURE
+from gpt2_accel.hf.hub import MODEL_MANIFEST, PICTURE
+from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.guard import Diverged
@@ -63,17 +65,18 @@ def export_model(run: Run) -> None:
 
     Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
     """
-    config = run.config
+    config, folder = run.config, Path(run.config.output_dir)
     plain = full_model(run.accelerator, run.model)
     if plain is None:  # not the main process
         return
     check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)
     try:
-        save_pretrained(plain, config.output_dir, run.tokenizer, training=training)
+        save_pretrained(plain, folder, run.tokenizer, training=training)
+        write_manifest(folder, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
     except OSError as error:
         raise OSError(
-            f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
+            f"the final model could not be written to {folder} ({sentence(error)}): free "
             "space or make it writable, then continue from the last checkpoint with --resume_from latest"
         ) from error
     # Before the status: a complete run that is started again removes nothing.
@@ -81,11 +84,11 @@ def export_model(run: Run) -> None:
     run.status.end("finished")
     if config.push_to_hub:
         try:
-            draw_loss(config.output_dir, f"{config.output_dir}/{PICTURE}")
+            draw_loss(config.output_dir, folder / PICTURE)
         except (OSError, ValueError) as error:
             run.log.print_line(f"the loss is not plotted: {sentence(error)}")
-        newest = list_checkpoints(config.output_dir)[-1]
-        run.uploads.push(Path(config.output_dir), newest)
+        newest = list_checkpoints(folder)[-1]
+        run.uploads.push(folder, newest)
 
 
 def is_complete(run: Run) -> bool:

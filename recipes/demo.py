@@ -26,7 +26,7 @@ class Demo:
     share: bool = setting(False, "also give the page a public address, through Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
-    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
+    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 2**16:

@@ -71,7 +71,7 @@ class Evaluate:
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of a local --model"
     )
-    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
+    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")

@@ -13,7 +13,7 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.files import atomic_files
+from gpt2_accel.files import atomic_files, sentence
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.tokenizer import load_tokenizer
@@ -23,7 +23,7 @@ from gpt2_accel.tokenizer import load_tokenizer
 class Export:
     model: str = required("run's folder, HF model directory or Hub id")
     output: str = required("file to write")
-    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
+    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         output = Path(self.output)
@@ -46,10 +46,16 @@ def main() -> None:
     config = parse_config(Export)
     directory, output = verified_directory(config.model, config.verify), Path(config.output)
     model = from_pretrained(directory)
-    with atomic_files(output.parent) as folder:
-        tokenizer, name = load_tokenizer(directory), Path(config.model).name
-        write_gguf(model, tokenizer, folder / output.name, name)
-        size = sum(path.stat().st_size for path in folder.iterdir())
+    tokenizer, name = load_tokenizer(directory), Path(config.model).name
+    try:
+        with atomic_files(output.parent) as folder:
+            write_gguf(model, tokenizer, folder / output.name, name)
+            size = sum(path.stat().st_size for path in folder.iterdir())
+    except OSError as error:  # that of NumPy names neither file nor disk
+        raise OSError(
+            f"{output} could not be written ({sentence(error)}): free disk space, or choose another "
+            "--output"
+        ) from error
     print(f"The model is in {output}, {size / 1e6:,.1f} MB.")
 
 

@@ -24,7 +24,7 @@ class PushToHub:
     model: str = required("run's folder, checkpoint or HF model directory")
     repo_id: str = required("repository, USER/NAME")
     private: bool = setting(True, "make the repository private if it is new")
-    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
+    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         check_push(self.repo_id)

@@ -32,7 +32,7 @@ class Sample(Sampling):
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
     chat: bool = setting(False, "talk to a model that has a chat template")
     system: str = setting("", "system prompt of a chat")
-    verify: bool = setting(True, "compare a checkpoint's files with their checksums first")
+    verify: bool = setting(True, "compare the model's files with their checksums first")
 
 
 def main() -> None:

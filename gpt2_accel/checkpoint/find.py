@@ -1,12 +1,14 @@
 """Reads a run's folder: its checkpoints, the newest weights, the checkpoint to resume, its status.
 
-A checkpoint's manifest has size and SHA-256 of each of its files.
+A checkpoint's manifest has size and SHA-256 of each of its files, a final model's those of its
+weights, `config.json` and `tokenizer.json`.
 """
 
 import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -133,15 +135,23 @@ def verified_directory(
     verify: bool = True,
     hint: str = "use another checkpoint, or this one as it is with --verify false",
 ) -> str | Path:
-    """Returns `model_directory(name)` after it has compared the model's files, without those of `training_state/`, with
-    the checkpoint's manifest. A directory that is no checkpoint is not checked, nor is any if `verify` is False.
+    """Returns `model_directory(name)` after the first process of a machine has compared the model's
+    files, without those of `training_state/`, with the manifest. A directory without one is not
+    checked, nor is any if `verify` is False.
 
-    Raises `ValueError`, with `hint` at its end, if a file does not match.
+    Raises `ValueError`, with `hint` at its end, if a file does not match. A changed config
+    or tokenizer of a final model is a line on stderr.
     """
     directory = model_directory(name)
     path = Path(directory)
-    if verify and (path / STATE).is_dir() and (problem := find_corruption(path, model_only=True)):
-        raise ValueError(f"{path} is damaged: {problem}; {hint}")
+    is_checkpoint = (path / STATE).is_dir()
+    manifest = MANIFEST if is_checkpoint else hub.MODEL_MANIFEST
+    verify = verify and os.environ.get("LOCAL_RANK", "0") == "0"
+    if verify and (is_checkpoint or (path / manifest).is_file()):
+        for file, problem in changed_files(path, manifest, model_only=True):
+            if is_checkpoint or file.startswith("model"):
+                raise ValueError(f"{path} is damaged: {problem}; {hint}")
+            print(f"{path} has changed: {problem}", file=sys.stderr)
     return directory
 
 
@@ -200,24 +210,31 @@ def point_to(link: Path, target: Path) -> None:
     remove(new)
 
 
-def find_corruption(checkpoint: Path, *, model_only: bool = False) -> str | None:
-    """Describes the first damage of a checkpoint; None if all files match its manifest.
+def find_corruption(checkpoint: Path) -> str | None:
+    """Describes the first damage of a checkpoint; None if all files match its manifest."""
+    return next((problem for _, problem in changed_files(checkpoint, MANIFEST)), None)
+
+
+def changed_files(
+    folder: Path, manifest: str, model_only: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yields the name of each file that does not match a manifest, and describes the difference.
 
     With `model_only` the files of `training_state/` are not checked.
     """
     try:
-        text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
+        text = (folder / manifest).read_text(encoding="utf-8")
         files = parse_json(text)["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "its manifest is missing or damaged"
+        yield manifest, "its manifest is missing or damaged"
+        return
     for name, entry in files:
         if not (model_only and name.startswith(f"{STATE}/")):
             try:
-                if file_entry(checkpoint / name) != entry:
-                    return f"{name} does not match its size or checksum"
+                if file_entry(folder / name) != entry:
+                    yield name, f"{name} does not match its checksum in {manifest}"
             except OSError as error:
-                return f"{name} cannot be read ({error.strerror})"
-    return None
+                yield name, f"{name} cannot be read ({error.strerror})"
 
 
 def file_entry(path: Path) -> dict:

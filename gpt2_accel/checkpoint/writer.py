@@ -11,7 +11,7 @@ host memory, then written in the background: into a temporary folder, with check
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,9 @@ class CheckpointWriter:
                 (folder / STATE).mkdir()
                 save_file(optimizer, folder / STATE / "optimizer.safetensors")
                 write_json(folder / STATE / "state.json", state)
-                write_manifest(folder)
+                files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+                names = [path.relative_to(folder).as_posix() for path in files]
+                write_manifest(folder, MANIFEST, names)
             self.link(state["step"])
             self.saved(path)
             self._error = None
@@ -161,11 +163,9 @@ class CheckpointWriter:
         return [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
 
 
-def write_manifest(checkpoint: Path) -> None:
-    """Writes the manifest of a checkpoint whose other files are all written."""
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    files = {path.relative_to(checkpoint).as_posix(): file_entry(path) for path in paths}
-    write_json(checkpoint / MANIFEST, {"files": files})
+def write_manifest(folder: Path, manifest: str, names: Iterable[str]) -> None:
+    """Writes the manifest of files of a checkpoint or a final model."""
+    write_json(folder / manifest, {"files": {name: file_entry(folder / name) for name in names}})
 
 
 def load_training_state(

@@ -173,6 +173,7 @@ def save_pretrained(
             tokenizer.model_max_length = config.n_positions
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+        Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the files replaced now
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # shards of what was there before, and their index
             old.unlink()

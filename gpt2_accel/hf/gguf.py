@@ -4,7 +4,6 @@ Names and metadata are those of llama.cpp's converter, `convert_hf_to_gguf.py`, 
 was trained here. llama.cpp uses the token embedding as the head where none is stored.
 """
 
-import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ def write_gguf(
 
     Raises `ValueError` if the package gguf is missing, llama.cpp lacks some part of the model (the exact GELU, a Qwen3's
     scaled rotary positions), a weight is NaN or infinite, or llama.cpp would encode some text differently than the
-    tokenizer. Raises `OSError` with the path if it cannot be written.
+    tokenizer.
     """
     try:
         import gguf
@@ -63,15 +62,10 @@ def write_gguf(
     add_tokenizer(writer, tokenizer, config.vocab_size)
     for key, tensor in gguf_tensors(model).items():
         writer.add_tensor(key, tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    except OSError as error:  # that of NumPy has neither number nor name
-        raise OSError(
-            errno.EIO, f"not written completely ({error}): free disk space", str(path)
-        ) from error
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def gguf_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:

@@ -31,6 +31,9 @@ MODEL_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
+# Checksums of a run's final model. They belong to the folder and are not uploaded: a repository's
+# files are changed by its owner.
+MODEL_MANIFEST = "model.manifest.json"
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = {
     "model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.files import disk_errors, parse_json
+from gpt2_accel.files import parse_json
 
 WEIGHTS = "model.safetensors"
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -19,7 +19,7 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors of one of `DTYPES`, one at a time; the file equals that of `safetensors.torch.save_file` to the byte.
 
-    Raises `OSError` with the path if it cannot be written; the library has an error of its own for that, and needs all tensors contiguous in host memory at once. For GPT-2's transposed views and padded embedding that is
+    The library needs all tensors contiguous in host memory at once. For GPT-2's transposed views and padded embedding that is
     a second copy: it took 1.08 times the 124M's size in further memory, this function 0.02 times.
     Format: https://huggingface.co/docs/safetensors.
     """
@@ -35,7 +35,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with disk_errors(path, path), open(path, "wb") as file:
+    with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -53,15 +53,14 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} holds an adapter of peft: merge it into its model, with "
             "merge_and_unload, and save the result"
         )
-    index = directory / f"{WEIGHTS}.index.json"
-    names = {WEIGHTS}
-    if index.is_file() and not (directory / WEIGHTS).is_file():
+    single, index = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
+    files = [single]
+    if index.is_file() and not single.is_file():
         try:
             listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {Path(name).name for name in listed.values()}
+            files = sorted({directory / Path(name).name for name in listed.values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: download or save it again") from error
-    files = [directory / name for name in sorted(names)]
     if missing := next((path for path in files if not path.is_file()), None):
         raise FileNotFoundError(
             f"{missing} is missing: give the directory of a whole model with safetensors, which save_pretrained of "

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_accel.device import memory_gb
-from gpt2_accel.files import UNKNOWN, JsonLines, lock_id, write_json
+from gpt2_accel.files import UNKNOWN, JsonLines, lock_id, sentence, write_json
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.signals import StopRequest
@@ -207,4 +207,4 @@ class Status:
             try:
                 write_json(self._path, {**self._state, "step": self._step(), "time": now})
             except OSError as failure:  # for example a full disk; must not hide why the run ended
-                print(f"could not write {self._path}: {failure}", file=sys.stderr)
+                print(f"could not write {sentence(failure)}", file=sys.stderr)

@@ -129,8 +129,7 @@ def peer_failed(error: BaseException) -> bool:
 def picklable(error: Exception) -> Exception:
     """Converts the error to a built-in type that can be pickled and broadcast; that of a bug to a
     `RuntimeError` with its traceback."""
-    kinds = (UnreadableData, FileNotFoundError, FileExistsError, OSError, ValueError)
-    for kind in kinds:
+    for kind in (UnreadableData, OSError, ValueError):
         if isinstance(error, kind):
             return kind(sentence(error))
     return RuntimeError("".join(traceback.format_exception(error)))

@@ -9,7 +9,12 @@ from contextlib import nullcontext
 import pytest
 from conftest import contents, losses, run, status
 
-from gpt2_accel.checkpoint.find import MANIFEST, find_corruption, list_checkpoints
+from gpt2_accel.checkpoint.find import (
+    MANIFEST,
+    find_corruption,
+    list_checkpoints,
+    verified_directory,
+)
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.files import digest, write_json
@@ -122,32 +127,36 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
     state = json.loads((checkpoint / "training_state/state.json").read_text())
     del state["settings"], state["changes"]
     write_json(checkpoint / "training_state/state.json", state)
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, MANIFEST, json.loads((checkpoint / MANIFEST).read_text())["files"])
     branch = tiny("branch", **longer | {"max_steps": 16, "resume_from": str(checkpoint)})
     run(branch)
     found = json.loads((tmp_path / "branch/run.json").read_text())["changes"]
     assert "max_steps 14 -> 16 from update 12" in found and len(found) == 4
 
 
-def test_a_run_killed_before_its_final_model_is_written_is_not_complete(
-    tiny, tmp_path, monkeypatch
+@pytest.mark.parametrize(("place", "replaced"), [("export_model", 0), ("write_manifest", 1)])
+def test_a_run_killed_before_its_final_model_is_complete_goes_on(
+    place, replaced, tiny, tmp_path, monkeypatch
 ):
     run(tiny(max_steps=4, save_every=4))
     old = digest(tmp_path / "model.safetensors")
+    manifest = tmp_path / "model.manifest.json"
 
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpt2_accel.finish.export_model", killed)
+    monkeypatch.setattr(f"gpt2_accel.finish.{place}", killed)
     longer = tiny(max_steps=8, save_every=4, resume_from="latest")
     with pytest.raises(KeyboardInterrupt):
         run(longer)
-    assert digest(tmp_path / "model.safetensors") == old
+    assert (digest(tmp_path / "model.safetensors") != old) == (not manifest.exists()) == replaced
+    left = shutil.ignore_patterns("checkpoint-*", "status.json", "latest")
+    verified_directory(shutil.copytree(tmp_path, f"{tmp_path}-copy", ignore=left))
     monkeypatch.undo()
     run(longer)
     newest = digest(tmp_path / "checkpoint-8/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest != old
+    assert newest in manifest.read_text()
     elsewhere = tiny("other", max_steps=8, resume_from=str(tmp_path / "checkpoint-8"))
     run(elsewhere)
     assert digest(tmp_path / "other/model.safetensors") == newest

@@ -197,7 +197,6 @@ def test_the_recipe_writes_gguf_and_replaces_nothing(saved, tmp_path, capsys):
 def test_an_export_on_a_full_disk_names_its_file(saved, small_disk):
     output = small_disk(1) / "out/tiny.gguf"
     (output.parents[1] / "filler").write_bytes(bytes(700_000))
-    with pytest.raises(OSError, match="not written completely.*free disk space") as raised:
+    with pytest.raises(OSError, match=f"^{output} could not be written .* free disk space"):
         run_recipe("export", "--model", saved, "--output", output)
-    assert raised.value.filename == str(output)
     assert list(output.parent.iterdir()) == []

@@ -1,11 +1,15 @@
 """Recipes that take a model refuse a checkpoint whose files differ from its manifest."""
 
+import hashlib
+import json
 import shutil
 
 import pytest
 from conftest import run, run_recipe
 
-from gpt2_accel.checkpoint.find import model_directory
+from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.checkpoint.find import model_directory, verified_directory
+from gpt2_accel.hf.hub import stage
 
 # The command line of each recipe, for the model MODEL and the folder OUTPUT.
 COMMANDS = {
@@ -63,6 +67,34 @@ def test_only_the_files_of_the_model_are_read_and_only_a_checkpoint_is_checked(c
     flip(checkpoint / "model.safetensors")
     shutil.rmtree(checkpoint / "training_state")
     run_on("sample", checkpoint)
+
+
+def test_a_final_model_with_other_weights_is_refused_and_other_files_may_change(
+    trained, tmp_path, capsys
+):
+    left = shutil.ignore_patterns("checkpoint-*", "latest")
+    model = shutil.copytree(trained, tmp_path / "model", ignore=left)
+    names = ("model.safetensors", "config.json", "tokenizer.json")
+    files = {name: (model / name).read_bytes() for name in names}
+    assert json.loads((model / "model.manifest.json").read_text())["files"] == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    }
+    stage(model, tmp_path / "staged", "a/b")
+    assert not (tmp_path / "staged/model.manifest.json").exists()
+    (model / "README.md").write_text("mine")
+    assert (verified_directory(model), capsys.readouterr().err) == (model, "")
+    for name in names[1:]:
+        (model / name).write_bytes(files[name] + b" ")
+        run_on("sample", model)
+        assert capsys.readouterr().err.count(f"changed: {name} does not match") == 1
+        (model / name).write_bytes(files[name])
+    flip(model / names[0])
+    with pytest.raises(ValueError, match="damaged: model.safetensors .* in model.manifest.json"):
+        run_on("sample", model)
+    run_on("sample", model, "--verify", "false")
+    save_pretrained(from_pretrained(model), model)
+    assert verified_directory(model) == model
 
 
 def test_training_refuses_a_damaged_checkpoint_to_start_from(tiny, checkpoint):

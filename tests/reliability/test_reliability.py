@@ -134,7 +134,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
         run(config)
     said = "".join(capsys.readouterr())
     for step in (4, 8):  # the run tries the last one again
-        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}: No"
+        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}: "
         assert said.count(f": {reason}") == 1 and "continues" not in said
     [checkpoint] = list_checkpoints(disk / "run")
     assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
@@ -169,14 +169,16 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
     monkeypatch.setattr(finish_module, "wait_for_checkpoint", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
     failed = 0
-    while True:  # the disk fills up in the weights, the config, the card, the tokenizer
+    while (
+        True
+    ):  # the disk fills up in the weights, the config, the card, the tokenizer, the manifest
         try:
             run(config)
             break
         except OSError as error:
             assert "the final model could not be written to" in str(error)
             assert "--resume_from latest" in str(error)
-        assert not (disk / "run/model.safetensors").exists()
+        assert not (disk / "run/model.manifest.json").exists()
         assert find_corruption(disk / "run/checkpoint-8") is None
         (disk / "filler").unlink()
         left, failed = left + (128 << 10 if not left else 4096), failed + 1
