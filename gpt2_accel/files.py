@@ -181,6 +181,7 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
+    check_name(folder)
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,6 +245,12 @@ def check_unused(folder: str | Path) -> None:
     folder = Path(folder)
     if folder == Path() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already: choose another folder")
+
+
+def check_name(folder: str | Path) -> None:
+    """Raises `ValueError` if the name of an output folder is not UTF-8, which tokenizers need."""
+    if os.fsencode(folder) != str(folder).encode(errors="replace"):
+        raise ValueError(f"the name {str(folder)!r} is not UTF-8: choose another folder")
 
 
 def digest(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Tokenizers: GPT-2's BPE, a BPE trained on the user's text, bytes, characters.
+"""Tokenizers: GPT-2's BPE, a BPE trained on the user's text, bytes, characters; and the special
+tokens of any tokenizer.
 
 Each is a Hugging Face tokenizer: `save_pretrained` writes it beside the weights, and `AutoTokenizer` and `pipeline`
 load it.
@@ -126,7 +127,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
     `AutoTokenizer` changes those of some, such as SmolLM2's, whose splitting of digits it replaces by GPT-2's; then the file
     is loaded as it is. Raises `FileNotFoundError` if there is none, `ValueError` if the token ids differ all the same, if it
-    is not of the `tokenizers` library, or if it is of SentencePiece's kind.
+    is not of the `tokenizers` library, and that of `check_text`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
@@ -140,7 +141,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
                 "has a tokenizer.json"
             )
         if file is None or _same_ids(tokenizer, file):
-            check_spaces(tokenizer, name)
+            check_text(tokenizer, name)
             return tokenizer
     raise ValueError(
         f"transformers gives other token ids than the tokenizer.json of {name}: take out what its "
@@ -153,11 +154,11 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `ValueError` if the tokenizer is of SentencePiece's kind, or if the
-    folder is a model's, with a `config.json`, and `AutoTokenizer` loads other token ids from it.
+    Raises the `ValueError` of `check_text`, and `ValueError` if the folder is a model's, with a
+    `config.json`, and `AutoTokenizer` loads other token ids from it.
     """
     name = name or folder
-    check_spaces(tokenizer, name)
+    check_text(tokenizer, name)
     # A `tokenizer.json` may have truncation or padding, and a call of the tokenizer may leave them.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -174,17 +175,25 @@ def save_tokenizer(
         )
 
 
-def check_spaces(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
-    """Raises `ValueError` for a tokenizer of SentencePiece's kind, whose tokens have U+2581 for a space, as TinyLlama's.
+def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
+    """Raises `ValueError` if a text does not come back from encoding and decoding, or if a
+    continuation has other tokens by itself than after its context, as with Llama 2's tokenizer,
+    which puts a space before each text.
 
-    It puts a space before each text, so the bytes of a text are not the sum of its tokens', and a continuation does not
-    begin with the tokens of the text before it.
+    It tries a word of the vocabulary. What the tokenizer cannot encode, as a comma by characters,
+    is not tried.
     """
-    backend = tokenizer.backend_tokenizer
-    if "\u2581" in f"{backend.normalizer} {backend.pre_tokenizer}":
+    tokens = (tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer)))
+    word = next(filter(str.isalnum, map(str.strip, tokens)), "")
+    texts = [word, f",{word}", f"{word},{word}", f"{word} {word}".strip()]
+    try:
+        context, continuation, both, spaced = encode(tokenizer, texts)
+    except ValueError:
+        return
+    if context + continuation != both or tokenizer.decode(spaced) != texts[-1]:
         raise ValueError(
-            f"{name} has a tokenizer of SentencePiece's kind, which puts a space before each text, and only tokenizers "
-            "that keep a text as it is can be used: take a model with a byte-level BPE, such as GPT-2 or SmolLM2"
+            f"{name} has a tokenizer that puts a space before each text, or changes it otherwise, so that a continuation has "
+            "other tokens than after its context: take a model with another one, such as GPT-2, SmolLM2 or Gemma"
         )
 
 
@@ -233,12 +242,14 @@ def _probe_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of each text, on all cores. The literal `<|endoftext|>` is encoded as text.
+    """Returns the token ids of each text, on all cores, without special tokens. The literal
+    `<|endoftext|>` is encoded as text.
 
     Raises `ValueError` for a character that is not in the vocabulary.
     """
     try:
-        return tokenizer(list(texts), split_special_tokens=True, verbose=False)["input_ids"]
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return tokenizer(list(texts), **options)["input_ids"]
     except Exception as error:  # the library raises nothing narrower
         unknown = sorted(set("".join(texts)) - tokenizer.get_vocab().keys())
         raise ValueError(
@@ -344,11 +355,51 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     return sorted(found | {tokenizer.eos_token} - {None})
 
 
-def text_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Returns the token before the start of a text: `<|endoftext|>`, which a chat model's `eos_token` is not, else
-    `eos_token`; None without one."""
-    separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    return tokenizer.eos_token_id if separator is None else separator
+def known_ids(tokenizer: "PreTrainedTokenizerBase", *tokens: str | None) -> list[int]:
+    """Returns the different ids of those tokens that the vocabulary has."""
+    # `convert_tokens_to_ids` would give the unknown token's for others.
+    found = (tokenizer.backend_tokenizer.token_to_id(token or "") for token in tokens)
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+def document_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Returns the tokens that begin and that end each document, lists of one token or none.
+
+    `<|endoftext|>` alone begins documents if the vocabulary has it, also where EOS is another
+    token, the end of a turn. Else BOS begins and EOS ends them; if there is only one of the two, or
+    both are one token, it begins them.
+    """
+    separator = known_ids(tokenizer, END_OF_TEXT)
+    ids = separator or known_ids(tokenizer, tokenizer.bos_token, tokenizer.eos_token)
+    return ids[:1], ids[1:]
+
+
+def text_start(tokenizer: "PreTrainedTokenizerBase", begins: bool = True) -> list[int]:
+    """Returns the tokens before a text: the one that begins documents, if there is one. A text that
+    does not begin a document (`begins` is False) follows only a BOS, in whose documents EOS is
+    another token."""
+    begin, end = document_marks(tokenizer)
+    return begin if begins or end else []
+
+
+def text_ends(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Returns the tokens that end a text: EOS, and last the token that follows a document in
+    data."""
+    return known_ids(tokenizer, tokenizer.eos_token, END_OF_TEXT) or text_start(tokenizer)
+
+
+def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Describes the tokens between documents."""
+    begin, end = map(tokenizer.convert_ids_to_tokens, document_marks(tokenizer))
+    if not begin:
+        return (
+            f"documents are not separated: the tokenizer has neither {END_OF_TEXT} nor BOS nor EOS"
+        )
+    line = "each document begins with " + " and ends with ".join(begin + end)
+    eos, template = tokenizer.eos_token, tokenizer.chat_template or ""
+    if eos and (eos in template or "eos_token" in template):
+        line += f"; EOS, {eos}, is the end of a turn in the chat template"
+    return line
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -43,7 +43,9 @@ def main() -> None:
     outcome = compare(study, engine)
     text, written = comparison_text(outcome), engine.folder / "study.md"
     write_file(written, text + "\n")
-    print(f"{text}\n\n{written}\n{engine.table}")
+    print(f"{text}\n\n{written}")
+    if engine.table.exists():
+        print(engine.table)
     if engine.failed:
         sys.exit(1)
 

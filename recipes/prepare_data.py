@@ -17,11 +17,11 @@ The same command, started again after a kill, does what is missing.
 - openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
-- text: files and folders. Each file of UTF-8 text is a document, and so is each row of .jsonl, .jsonl.gz, .jsonl.zst and
-  .parquet files.
-- hf: a data set on the Hub, of Parquet or JSON files.
-- chat: conversations, of a data set on the Hub or of .jsonl, .json or .parquet files, in the chat template of `--model` or
-  ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
+- text: files and folders. A document is a row of a .json, .jsonl, .ndjson, .csv, .tsv or .parquet file,
+  compressed (.gz, .zst, .bz2) or not, and every other file of UTF-8 text.
+- hf: a data set on the Hub, of such files of rows.
+- chat: conversations, of a data set on the Hub or of such files, in the chat template of `--model`
+  or ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
 - push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it, or only its
   first `--shards` training shards. `--data_dir hub:USER/NAME` trains on it without a download. See docs/data.md.
 
@@ -93,8 +93,8 @@ RULES = {
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
 CHAT = (
     "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
-    "and completion, or instruction, input and output or response. Files are .jsonl, .json (an array, or lines), .jsonl.gz, "
-    ".jsonl.zst or .parquet."
+    "and completion, or instruction, input and output or response. Files are those of the command text "
+    "that have rows."
 )
 
 
@@ -195,7 +195,12 @@ def parse_options() -> argparse.Namespace:
         add(command, options)
         add(command, ALWAYS, default=argparse.SUPPRESS)
         command.set_defaults(**DATASETS.get(name, {}))
-    found = parser.parse_args()
+    try:
+        found = parser.parse_args()
+    except ValueError as error:
+        if "invalid choice" in str(error):
+            raise ValueError(f"{error}; the command for files and folders is text PATH") from error
+        raise
     if not found.data_dir:
         parser.error("the following arguments are required: --data_dir")
     return found
@@ -327,6 +332,8 @@ def summarize(manifest: dict) -> None:
         counts = [f"{count:,} {name}" for name, count in known.items()]
         counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
         print(f"{split}: {', '.join(counts)}")
+    if "separation" in manifest:
+        print(manifest["separation"])
     if invalid := manifest.get("counts", {}).get("not_utf8"):
         place = manifest["first_not_utf8"]
         print(f"{invalid:,} bytes that are not UTF-8, replaced by U+FFFD, the first in {place}")

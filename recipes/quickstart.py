@@ -138,9 +138,7 @@ def main() -> None:
         except FileNotFoundError as error:
             if config.data_dir != Quickstart.data_dir:
                 raise FileNotFoundError(
-                    f"{config.data_dir} holds no prepared data: make it by "
-                    f"{recipe_command('prepare_data', 'text', 'FILES', '--data_dir', config.data_dir)}, or leave out "
-                    "--data_dir for Python's standard library"
+                    f"{error}; or leave out --data_dir for Python's standard library"
                 ) from error
             prepare_corpus(config)
     if config.weight_decay is None:

@@ -6,7 +6,16 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
@@ -16,18 +25,30 @@ from transformers import (
 )
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.data import documents
+from gpt2_accel.data.prepare import prepare, prepare_sources
+from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.sources import texts
+from gpt2_accel.evals.items import Item
+from gpt2_accel.evals.likelihood import encode_question
+from gpt2_accel.evals.perplexity import TextPerplexity
+from gpt2_accel.generation.sampling import encode_prompt
+from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
+from gpt2_accel.hf.convert import special_ids
+from gpt2_accel.runtime.setup import document_separator
 from gpt2_accel.tokenizer import (
     PROBE,
+    byte_symbols,
     byte_tokenizer,
     char_tokenizer,
+    describe_marks,
     encode,
     fingerprint,
     load_tokenizer,
     prompt_tokens,
     save_tokenizer,
     special_tokens,
+    text_ends,
     token_encoder,
     train_bpe,
 )
@@ -146,7 +167,6 @@ def splitting(*parts) -> dict:
 
 PARTS = {
     "as GPT-2": {},
-    "space first": {"pre_tokenizer": byte_level(add_prefix_space=True)},
     "whole words": {"pre_tokenizer": byte_level(use_regex=False)},
     "NFC": {"normalizer": normalizers.NFC()},
     "regex": splitting(
@@ -175,18 +195,163 @@ def test_the_token_ids_are_those_of_tokenizer_json(parts, name, tmp_path):
     assert encode(again, [PROBE]) == [ids]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [{"normalizer": normalizers.Prepend("\u2581")}, {"pre_tokenizer": pre_tokenizers.Metaspace()}],
-)
-def test_a_tokenizer_of_sentencepieces_kind_is_refused(parts, tmp_path):
-    bpe = changed(**parts)
-    write_files(bpe, tmp_path / "model")
-    with pytest.raises(ValueError, match="model has a tokenizer of SentencePiece's kind"):
-        load_tokenizer(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
-    with pytest.raises(ValueError, match="data/tokenizer has a tokenizer of SentencePiece's"):
-        prepare({"train": [TEXT]}, tokenizer, tmp_path / "data", source="test")
+# What stands between documents, before prompts and contexts, and ends a text
+
+END, BOS, EOS = "<|endoftext|>", "<s>", "</s>"
+CHAT = (END, "<|im_start|>", "<|im_end|>")
+
+
+def kind(tokens, adds=False, **roles):
+    """A tokenizer of bytes, whose ids are the bytes, and of special tokens from 256 on; it `adds` the first to a text."""
+    vocab = {symbol: i for i, symbol in enumerate([*byte_symbols(), *tokens])}
+    bpe = Tokenizer(models.BPE(vocab, []))
+    bpe.pre_tokenizer, bpe.decoder = byte_level(), decoders.ByteLevel()
+    bpe.add_special_tokens([*tokens])
+    if adds:
+        bpe.post_processor = processors.TemplateProcessing(
+            f"{tokens[0]} $A", None, [(tokens[0], 256)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **roles)
+
+
+def wordpiece():
+    vocab = ["[UNK]", "[CLS]", "[SEP]", "ab", "c", "d"]
+    words = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    words.add_special_tokens(vocab[:3])
+    words.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **roles)
+
+
+def sentencepiece(*prefix):
+    """A tokenizer of Gemma's kind, or of Llama 2's with a `Prepend`; "▁" is 4, then letters, comma and zero."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *"▁abcd,0", *(f"<0x{i:02X}>" for i in range(256))]
+    bpe = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True))
+    bpe.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    bpe.decoder = decoders.Sequence(parts + strip)
+    bpe.add_special_tokens(tokens[:4])
+    bpe.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>")
+
+
+# The ids of the documents "ab c" and "d"; of the tokens before a prompt, and those that end a text; whether 0.4 gave equal data.
+LETTERS = [97, 98, 32, 99], [100]
+BEFORE = [256, *LETTERS[0], 256, *LETTERS[1]]
+SEPARATED = {
+    "GPT-2": (kind([END], bos_token=END, eos_token=END, unk_token=END), BEFORE, [], [256], True),
+    "ChatML": (kind(CHAT, bos_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256], True),
+    "Qwen3": (kind(CHAT, pad_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256], True),
+    "Llama 3": (
+        kind(
+            ["<|begin_of_text|>", "<|end_of_text|>"],
+            True,
+            bos_token="<|begin_of_text|>",
+            eos_token="<|end_of_text|>",
+        ),
+        [256, 97, 98, 32, 99, 257, 256, 100, 257],
+        [256],
+        [257],
+        False,
+    ),
+    "<s> </s>": (
+        kind(
+            [BOS, "<pad>", EOS, "<unk>"],
+            bos_token=BOS,
+            pad_token="<pad>",
+            eos_token=EOS,
+            unk_token="<unk>",
+        ),
+        [256, 97, 98, 32, 99, 258, 256, 100, 258],
+        [256],
+        [258],
+        False,
+    ),
+    "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256], False),
+    "BOS = EOS": (
+        kind([EOS], bos_token=EOS, eos_token=EOS, unk_token=EOS),
+        BEFORE,
+        [],
+        [256],
+        True,
+    ),
+    "WordPiece": (wordpiece(), [3, 4, 5], [], [], False),
+    "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], [], True),
+    "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1], False),
+}
+
+
+@pytest.mark.parametrize("name", SEPARATED)
+def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path, monkeypatch):
+    tokenizer, expected, before, ends, equal = SEPARATED[name]
+    monkeypatch.setattr(documents, "CHUNK", 3)  # "ab c" is read in two chunks
+    sources = [texts("test", {"train": ["ab c", "d"]})]
+    options = {"source": "test", "plan": "plan", "splits": ["train"], "shard_tokens": 1}
+    manifest = prepare_sources(sources, tokenizer, tmp_path / "data", **options)
+    stream = TokenStream(tmp_path / "data", "train")
+    assert stream.read(0, stream.tokens).tolist() == expected
+    assert (manifest["plan"] == "plan") == equal  # else a preparation that 0.4 began starts anew
+    start = expected[:1] if ends else []
+    entry = manifest["splits"]["train"]
+    assert entry["documents"] == 2 and sum(s["documents"] for s in entry["shards"]) == 2 * len(
+        start
+    )
+    if start:
+        assert document_separator(tmp_path / "data", tokenizer) == start[0]
+        assert encode_prompt(tokenizer, "") == start
+        chat = tokenizer.eos_token == "<|im_end|>"
+        tokenizer.chat_template = CHATML if chat else None
+        assert describe_marks(tokenizer).endswith("turn in the chat template") == chat
+    else:
+        assert manifest["separation"].startswith("documents are not separated")
+        file = tmp_path / "data/manifest.json"
+        for now in ("null", "0"):  # 0.4 separated documents by the unknown token
+            file.write_text(
+                file.read_text().replace('"end_of_text": null', f'"end_of_text": {now}')
+            )
+            with pytest.raises(ValueError, match="document_mask needs a token that separates"):
+                document_separator(tmp_path / "data", tokenizer)
+    [text] = encode(tokenizer, ["ab c"])
+    assert encode_prompt(tokenizer, "ab c") == before + text
+    question = encode_question(tokenizer, "ab", [" c"], "")
+    assert question.context + question.continuations[0] == before + text
+    shape = GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=8)
+    [window] = TextPerplexity([Item("a", {"text": "ab c"})], tokenizer, shape).questions
+    assert window.context + window.continuations[0] == start + text
+    ids = special_ids(tokenizer, len(tokenizer))
+    assert [ids["bos_token_id"], ids["eos_token_id"]] == [*start, *ends[:1]] or not ends
+    assert text_ends(tokenizer) == ends
+
+
+def fast(**parts):
+    return PreTrainedTokenizerFast(tokenizer_object=changed(**parts), eos_token=END)
+
+
+USABLE = {
+    "Gemma": (sentencepiece(), True),
+    "NFC": (fast(normalizer=normalizers.NFC()), True),
+    "Llama 2": (sentencepiece(normalizers.Prepend("▁")), False),
+    "Mistral": (fast(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")), False),
+    "RoBERTa": (fast(pre_tokenizer=byte_level(add_prefix_space=True)), False),
+    "without spaces": (fast(normalizer=normalizers.Replace(" ", "")), False),
+}
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name, tmp_path):
+    tokenizer, usable = USABLE[name]
+    tokenizer.save_pretrained(tmp_path / "model")
+    if usable:
+        loaded = load_tokenizer(tmp_path / "model")
+        assert loaded.decode(encode(loaded, ["0, 0"])[0]) == "0, 0"
+        return
+    for use in (load_tokenizer, lambda folder: save_tokenizer(tokenizer, folder)):
+        with pytest.raises(ValueError, match="model has a tokenizer that puts a space before each"):
+            use(tmp_path / "model")
 
 
 def test_a_tokenizer_in_python_is_refused(tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, name_digest
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import make_data, plan_of
-from gpt2_accel.data.rows import read_rows
+from gpt2_accel.data.rows import ROW_SUFFIXES, read_rows, row_suffix
 from gpt2_accel.data.shards import (
     COUNTS,
     DTYPES,
@@ -30,7 +30,7 @@ from gpt2_accel.data.shards import (
     ShardWriter,
     template_digest,
 )
-from gpt2_accel.data.sources import ROW_SUFFIXES, find_files, state_of
+from gpt2_accel.data.sources import find_files, state_of, unchanged
 from gpt2_accel.files import first_line
 from gpt2_accel.progress import progress
 from gpt2_accel.tokenizer import conversation_tokens, special_tokens
@@ -38,7 +38,6 @@ from gpt2_accel.tokenizer import conversation_tokens, special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SUFFIXES = (".json", *ROW_SUFFIXES)
 # Why a conversation is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
@@ -57,8 +56,8 @@ Problems = dict[str, list]
 
 def chat_files(source: str | Path) -> list[str]:
     """Returns a file of conversations, or those below a folder. Raises the errors of `find_files`."""
-    kind = f"conversations, in files that end in {', '.join(SUFFIXES)}"
-    return list(map(str, find_files(source, lambda path: path.name.endswith(SUFFIXES), kind)))
+    kind = f"conversations, in files that end in {', '.join(ROW_SUFFIXES)}"
+    return list(map(str, find_files(source, row_suffix, kind)))
 
 
 def prepare_conversations(
@@ -85,7 +84,7 @@ def prepare_conversations(
         model = os.path.relpath(model, data_dir)
 
     def write(folder: Path) -> dict:
-        conversations, keys, problems = encode_files(files, tokenizer, sequence_length, cut)
+        conversations, keys, problems = encode_files(states, tokenizer, sequence_length, cut)
         if (different := len(np.unique(keys))) < 2:
             lines = "".join(f"; {line}" for line in left_out(problems))
             raise ValueError(
@@ -110,8 +109,9 @@ def prepare_conversations(
         }
 
     template = template_digest(tokenizer)
-    states = [(file, *state_of(file)) for file in files]
-    plan = plan_of(states, tokenizer, template, sequence_length, cut, model, shorten)
+    states = {file: state_of(file) for file in files}
+    listed = [(file, *state) for file, state in states.items()]
+    plan = plan_of(listed, tokenizer, template, sequence_length, cut, model, shorten)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
 
@@ -119,20 +119,21 @@ def prepare_conversations(
 
 
 def encode_files(
-    files: Sequence[str], tokenizer: "PreTrainedTokenizerBase", longest: int, cut: bool
+    files: Mapping[str, tuple], tokenizer: "PreTrainedTokenizerBase", longest: int, cut: bool
 ) -> tuple[list[np.ndarray], np.ndarray, Problems]:
     """Returns the tokens of all conversations, each (n,) uint32 with its bits, their keys, (conversations,) uint64, and why
     others are left out, or changed.
 
-    The key of a conversation is the hash of its messages, or that of the first conversation with the same token ids: a
-    template trims spaces. Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the
-    errors of `read_messages`, and `ValueError` for a line that is not JSON in UTF-8.
+    `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
+    that of the first conversation with the same token ids: a template trims spaces. Conversations
+    of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
+    `read_messages` and `unchanged`, and `ValueError` for a line that is not JSON in UTF-8.
     """
     special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
     conversations, keys, problems = [], [], {}
     first_keys: dict[bytes, int] = {}
     for path in progress(files, "tokenizing", len(files)):
-        for row, place in read_rows(path, strict=True):
+        for row, place in unchanged(read_rows(path, strict=True), path, files[path]):
             reason = None
             try:
                 tokens, key = encode_row(tokenizer, special, row, place)

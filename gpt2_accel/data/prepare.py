@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,15 +33,26 @@ from gpt2_accel.data.shards import (
     read_shard,
     token_dtype,
 )
-from gpt2_accel.data.sources import Source, one_text, texts
+from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.files import disk_errors, remove, remove_leftovers, sync, sync_tree, write_json
+from gpt2_accel.files import (
+    check_name,
+    disk_errors,
+    remove,
+    remove_leftovers,
+    sync,
+    sync_tree,
+    write_json,
+)
 from gpt2_accel.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
     GPT2_FINGERPRINT,
+    describe_marks,
+    document_marks,
     fingerprint,
     save_tokenizer,
+    text_start,
     token_encoder,
 )
 
@@ -106,12 +118,19 @@ def prepare_sources(
 ) -> dict:
     """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads; returns the manifest.
 
-    `<|endoftext|>` precedes each document, if the tokenizer has it. Bytes that are not UTF-8 become U+FFFD, and are
-    counted. With `validation_tokens` the first tokens of the corpus are for validation, and all others for training.
+    The tokens of `document_marks` begin and end each document. Bytes that are not UTF-8 become
+    U+FFFD, and are counted. With `validation_tokens` the first tokens of the corpus are for
+    validation, and all others for training.
 
     Raises `ValueError` for a character that is not in the vocabulary and if one of `splits` would be empty, and the errors
     of `make_data`, which has `plan` and `about`.
     """
+
+    # What 0.4 put between documents and around a chunk. Only other data has another plan.
+    former = tokenizer.convert_tokens_to_ids(END_OF_TEXT), tokenizer("")["input_ids"]
+    begin, end = document_marks(tokenizer)
+    if plan and former != ((begin or [None])[0], end):
+        plan += f", {begin}, {end}"
 
     def write(folder: Path) -> dict:
         writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
@@ -128,11 +147,16 @@ def prepare_sources(
                     writer.append(piece, tokens, size, invalid)
                     bar.update(size)
         writer.close_shards()
-        for split, entry in record["splits"].items():
-            if not entry["tokens"]:
-                raise ValueError(
-                    f"{source} holds no text for the split {split!r}: add documents, or lower --shard_tokens"
-                )
+        counts = {split: entry["tokens"] for split, entry in record["splits"].items()}
+        if not all(counts.values()):
+            problem = f"{source} holds no text for the split {min(counts, key=counts.get)!r}"
+            fix = "add other documents: equal rows share a split, a few words are not divided"
+            if validation_tokens:
+                fix = "add documents, or lower --shard_tokens"
+            if not any(counts.values()):
+                fix = "all documents are empty"
+            raise ValueError(f"{problem}: {fix}")
+        record["separation"] = describe_marks(tokenizer)
         return {"version": VERSION, "dtype": writer.dtype.name, **record}
 
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
@@ -146,6 +170,7 @@ class Piece(NamedTuple):
 
     at: tuple[int, int]
     begins: bool
+    ends: bool
     split: str
     text: str
     place: str
@@ -158,8 +183,9 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
         for document, (split, chunks, place) in enumerate(sources[number].documents()):
             if (number, document) < start:
                 continue
-            for i, text in enumerate(chunks):
-                group.append(Piece((number, document), i == 0, split, text, place))
+            for i, (text, after) in enumerate(pairwise(chain(chunks, [None]))):
+                at = number, document
+                group.append(Piece(at, i == 0, after is None, split, text, place))
                 size += len(text)
                 if size >= GROUP:
                     yield group
@@ -199,7 +225,7 @@ class TextWriter:
         self.tokenize, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+        self.begin, self.end = (np.array(own, self.dtype) for own in document_marks(tokenizer))
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
         new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
         self.record = read_json(folder / RECORD) or {**new, "splits": entries}
@@ -214,8 +240,7 @@ class TextWriter:
                 tokens = self.tokenize(text)
             except ValueError as error:
                 raise ValueError(f"{piece.place}: {error}") from error
-            if piece.begins and self.separator is not None:
-                tokens = np.append(self.separator, tokens)
+            tokens = np.concatenate([self.begin[: piece.begins], tokens, self.end[: piece.ends]])
             found.append((piece, tokens.astype(self.dtype), len(text.encode()), invalid))
         return found
 
@@ -250,7 +275,7 @@ class TextWriter:
             self.shards[split] = ShardWriter(path, self.dtype)
         shard = self.shards[split]
         shard.append(tokens)
-        shard.documents += begins and self.separator is not None
+        shard.documents += begins * len(self.begin)
         for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
             entry[name] += count
 
@@ -280,6 +305,7 @@ def make_data(
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
     errors of `write` and `read_shard`.
     """
+    check_name(data_dir)
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
     lock = data_dir.with_name(f".{data_dir.name}.lock")
@@ -299,8 +325,8 @@ def make_data(
                     save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
                     kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
                     write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
-            except BaseException:
-                if not (work / RECORD).exists():
+            except BaseException as error:
+                if isinstance(error, ChangedSource) or not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)
                 raise
             sync_tree(work)
@@ -326,7 +352,7 @@ def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
         "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
         "vocab_size": len(tokenizer),
         "fingerprint": mark,
-        "end_of_text": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        "end_of_text": next(iter(text_start(tokenizer)), None),
     }
 
 

@@ -1,19 +1,30 @@
-"""Rows of files, local or remote, in order: JSON lines, JSON arrays and Parquet."""
+"""Rows of files, local or remote, in order: JSON, CSV and Parquet."""
 
 import codecs
+import csv
 import io
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from gpt2_accel.data.documents import CHUNK
 from gpt2_accel.files import first_line, parse_json
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", *SEPARATORS)  # also before COMPRESSED
 ROWS_AT_ONCE = 256  # of Parquet
+
+
+def row_suffix(path: str | os.PathLike) -> str:
+    """Returns which of `ROW_SUFFIXES` a file has, in any case; an empty text for other files."""
+    name, suffix = os.path.splitext(str(path).lower())
+    if suffix in COMPRESSED:
+        suffix = os.path.splitext(name)[1]
+    return suffix if suffix in ROW_SUFFIXES else ""
 
 
 @contextmanager
@@ -29,11 +40,11 @@ def reading(source: str) -> Iterator[None]:
 
 
 def open_file(path: str) -> io.BufferedReader:
-    """Opens a local or remote file for reading, and decompresses it if its name ends in .gz or .zst."""
+    """Opens a local or remote file for reading, and decompresses it by its suffix."""
     import fsspec
 
     file = fsspec.open(path).open()
-    if compression := COMPRESSED.get(Path(path).suffix):
+    if compression := COMPRESSED.get(os.path.splitext(path.lower())[1]):
         import pyarrow
 
         file = pyarrow.CompressedInputStream(file, compression)
@@ -43,11 +54,17 @@ def open_file(path: str) -> io.BufferedReader:
 def read_rows(path: str, column: str = "", strict: bool = False) -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
-    With `column`, rows of Parquet have that column only. A .json file may hold one array of rows. Raises `ValueError` if
-    the file cannot be read, for a line that is not JSON, or with `strict` not UTF-8, and for Parquet without the column.
+    With `column`, rows of Parquet have that column only. Rows of CSV hold texts. A file of JSON has
+    a row per line, or is one array of rows, or one row over several lines. Raises `ValueError` if
+    the file cannot be read, for a line that is not JSON, or with `strict` not UTF-8, and for
+    Parquet without the column.
     """
-    if path.endswith(".parquet"):
+    suffix = row_suffix(path)
+    if suffix == ".parquet":
         yield from parquet_rows(path, column)
+        return
+    if suffix in SEPARATORS:
+        yield from csv_rows(path, SEPARATORS[suffix], strict)
         return
     for number, line in enumerate(read_lines(path), 1):
         place = f"{path}, line {number:,}"
@@ -55,17 +72,18 @@ def read_rows(path: str, column: str = "", strict: bool = False) -> Iterator[tup
             continue
         text = line if strict else line.decode("utf-8-sig", "surrogateescape")
         value = parse_line(text, place)
-        if path.endswith(".json") and isinstance(value, list):
+        if isinstance(value, list) and number == 1:
             yield from ((row, f"{path}, element {i:,}") for i, row in enumerate(value))
         else:
             yield value, place
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """Yields the lines of a file, or at once the content of a .json file that begins with a bracket."""
+    """Yields the lines of a file of JSON, or at once the content of a file that begins with an
+    array or with an object over several lines."""
     with reading(path), open_file(path) as file:
         start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
-        if path.endswith(".json") and start.startswith(b"["):
+        if re.match(rb"\[|{\s*\n", start):
             yield file.read()
         else:
             yield from file
@@ -96,6 +114,21 @@ def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
             for value in batch.to_pylist():
                 yield value, f"{path}, row {number:,}"
                 number += 1
+
+
+def csv_rows(path: str, separator: str, strict: bool) -> Iterator[tuple[dict, str]]:
+    """Yields what `read_rows` yields, of a file whose first line has the columns' names. Every
+    value is a text: a library that guesses types takes NA, null and None for missing values."""
+    csv.field_size_limit(2**31 - 1)
+    with reading(path), open_file(path) as file:
+        errors = "strict" if strict else "surrogateescape"
+        lines = io.TextIOWrapper(file, "utf-8-sig", errors, newline="")
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        for row in rows:
+            place = f"line {rows.line_num:,}"
+            if None in row or None in row.values():
+                raise ValueError(f"{place} has more or fewer values than there are columns")
+            yield row, f"{path}, {place}"
 
 
 def column_of(row: Any, column: str, place: str) -> str:

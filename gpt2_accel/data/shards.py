@@ -17,13 +17,15 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
+     "separation": which tokens stand between documents, in words,
      "counts": {"not_utf8": bytes, …}, "first_not_utf8": place of the first such document, or null,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …},
      "sums": {file: SHA-256 of its `.sums` file (`remote.py`), …}}  # after a push
 
-If the tokenizer has `<|endoftext|>`, its id precedes each document and occurs nowhere else. A split is one long
+`end_of_text` begins each document and occurs nowhere else; with some tokenizers another token ends
+each (`tokenizer.document_marks`). In data of 0.4 it may be the unknown token. A split is one long
 array of tokens; its shards are in the manifest's order.
 
 Version 2 holds conversations (`conversations.py`), packed into windows of equal length. A token is then a uint32: its id,
@@ -175,6 +177,12 @@ def read_manifest(data_dir: str | Path) -> dict:
     if not path.is_file():
         if manifest := third_party_manifest(path.parent):
             return manifest
+        if os.path.exists(data_dir):
+            command = recipe_command("prepare_data", "text", data_dir, "--data_dir", "NEW_FOLDER")
+            raise FileNotFoundError(
+                f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare its text by "
+                f"{command}, and give NEW_FOLDER"
+            )
         raise FileNotFoundError(
             f"{path} is missing: prepare the data first, as in "
             f"{recipe_command('prepare_data', 'text', 'FILE_OR_FOLDER', '--data_dir', data_dir)}"

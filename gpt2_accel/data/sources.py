@@ -23,16 +23,19 @@ from gpt2_accel.data.documents import (
     last_part,
     next_cut,
 )
-from gpt2_accel.data.rows import column_of, read_rows, reading
+from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
 from gpt2_accel.files import first_line
 
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files with one document per row
-COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3}  # about
+COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out
 SECONDS_TO_ANSWER = 8
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
+
+
+class ChangedSource(OSError):
+    """A file has changed while it was read."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,18 @@ def texts(name: str, splits: Mapping[str, Iterable[str]], size: int = 0) -> Sour
 
 def text_file(path: Path, split: str | None) -> Source:
     """Returns the source of a file of plain text, one document. Without a `split` its last `VAL_SHARE` is for validation."""
-    state = path.stat()
+    size = path.stat().st_size
+    state = state_of(str(path))
 
     def documents() -> Iterator[Document]:
-        size = cut = state.st_size
+        cut = size
         if split is None:
             cut = next_cut(path, int(size * (1 - VAL_SHARE)))
+        rest = unchanged(read_part(path, cut, size), str(path), state)
         yield Document(split or "train", chunks(read_part(path, 0, cut)), str(path))
-        yield Document("val", chunks(read_part(path, cut, size)), str(path))
+        yield Document("val", chunks(rest), str(path))
 
-    return Source(f"{path}, {split}", documents, state.st_size, state.st_mtime)
+    return Source(f"{path}, {split}", documents, *state)
 
 
 def read_part(path: Path, start: int, end: int) -> Iterator[str]:
@@ -87,12 +92,14 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
 def row_file(path: str, column: str, rule: Rule) -> Source:
     """Returns the source of a local or remote file with a document in the `column` of each row, held out by `rule`."""
 
+    state = state_of(path)
+
     def documents() -> Iterator[Document]:
-        for row, place in read_rows(path, column):
+        for row, place in unchanged(read_rows(path, column), path, state):
             for split, text in rule(column_of(row, column, place)):
                 yield Document(split, chunks([text]), place)
 
-    return Source(f"{path}, {column}", documents, *state_of(path))
+    return Source(f"{path}, {column}", documents, *state)
 
 
 # Files of a corpus
@@ -104,7 +111,7 @@ def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
     Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
     file is held out instead. Raises `ValueError` if the first rows are not documents with a text in `column`.
     """
-    sizes = {path: path.stat().st_size for path in names if not path.name.endswith(ROW_SUFFIXES)}
+    sizes = {path: path.stat().st_size for path in names if not row_suffix(path)}
     share = sum(size for path, size in sizes.items() if held_out(names[path]))
     whole = fitting_share(share / (sum(sizes.values()) or 1))
     splits = {path: by_hash(names[path])[0][0] if whole else None for path in sizes}
@@ -131,13 +138,31 @@ def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[S
 
 
 def state_of(path: str) -> tuple[int, float | None]:
-    """Returns an estimate of the text in a local or remote file, in bytes, and the modification time of a local one."""
-    import fsspec
-
-    file_system, name = fsspec.core.url_to_fs(path)
+    """Returns an estimate of the text in a file, in bytes, and the time at which a local one was
+    modified."""
     with reading(path):
-        info = file_system.info(name)
-    return info["size"] * COMPRESSION.get(Path(path).suffix, 1), info.get("mtime")
+        if os.path.exists(path):
+            info = os.stat(path)
+            info = {"size": info.st_size, "mtime": info.st_mtime}
+        else:
+            import fsspec
+
+            file_system, name = fsspec.core.url_to_fs(path)
+            info = file_system.info(name)
+    return info["size"] * COMPRESSION.get(Path(path).suffix.lower(), 1), info.get("mtime")
+
+
+def unchanged(parts: Iterable, path: str, state: tuple[int, float | None]) -> Iterator:
+    """Yields the parts of a file. Raises `ChangedSource` at their end, or instead of an error in
+    between, if the file's `state_of` is no longer `state`."""
+    try:
+        yield from parts
+    finally:
+        if state_of(path) != state:
+            raise ChangedSource(
+                f"{path} has changed since the preparation began: start the same command again, "
+                "it starts anew"
+            )
 
 
 def find_files(
@@ -153,10 +178,13 @@ def find_files(
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
     found = {source: source.name}
     if source.is_dir():
-        files = [path for path in sorted(source.rglob(pattern or "*")) if path.is_file()]
+        check_folders(source)
+        files = [path for path in sorted(source.rglob(pattern or "*")) if not path.is_dir()]
         names = {path: path.relative_to(source).as_posix() for path in files}
         found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
-    taken = {path: name for path, name in found.items() if accepts(path)}
+    elif not source.is_file():
+        raise ValueError(f"{source} is a pipe or a device, not a regular file: write it to a file")
+    taken = {path: name for path, name in found.items() if path.is_file() and accepts(path)}
     others = [path for path in found if path not in taken]
     line = f"{source}: took {len(taken):,} files"
     if others:
@@ -168,9 +196,20 @@ def find_files(
     return taken
 
 
+def check_folders(source: str | Path) -> None:
+    """Raises `OSError` if a folder in `source` that is not hidden cannot be read, since `rglob` and
+    `datasets` leave it out."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for _, folders, _ in os.walk(source, onerror=fail):
+        folders[:] = [name for name in folders if name[0] != "."]
+
+
 def is_text(path: Path) -> bool:
     """Whether a path is a file of rows, or of UTF-8 text by its beginning; a few invalid bytes are allowed."""
-    if path.name.endswith(ROW_SUFFIXES[1:]):
+    if row_suffix(path) and path.suffix.lower() in COMPRESSION:
         return True
     with open(path, "rb") as file:
         text = file.read(CHUNK).decode("utf-8", "replace")
@@ -206,12 +245,15 @@ def hub_files(
 ) -> tuple[list[str], str | None]:
     """Returns the files of a data set on the Hub or in a folder, and its revision (a commit).
 
-    Raises `ValueError` if the data set, its configuration or split does not exist, or its files are neither Parquet nor
-    JSON, `OSError` if the Hub has no such data set or cannot be reached.
+    Raises `ValueError` if the data set, its configuration or split does not exist, or its files are
+    not of `ROW_SUFFIXES`, `OSError` if the Hub has no such data set or cannot be reached, or if a
+    folder cannot be read.
     """
     from datasets import load_dataset_builder
 
     revision = pinned_revision(name, revision)
+    if os.path.isdir(name):
+        check_folders(name)
     try:
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
     except Exception as error:  # for an empty name, an IndexError
@@ -224,10 +266,10 @@ def hub_files(
         known = ", ".join(map(str, splits)) or "none"
         raise ValueError(f"the data set {name} has no split {split!r}, only {known}: set --split")
     for file in splits[split]:
-        if not {".parquet", ".json", ".jsonl"} & set(Path(file).suffixes):
+        if not row_suffix(file):
             raise ValueError(
-                f"{file} is neither Parquet nor JSON: give --revision refs/convert/parquet, where the Hub has data sets as "
-                "Parquet, or convert it"
+                f"{file} is not a file of rows ({', '.join(ROW_SUFFIXES)}): convert it, or give "
+                "--revision refs/convert/parquet, where the Hub has data sets as Parquet"
             )
     return list(splits[split]), revision
 

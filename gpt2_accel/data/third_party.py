@@ -2,14 +2,17 @@
 
 | trainer                | files                                | content                                                |
 |------------------------|--------------------------------------|--------------------------------------------------------|
-| nanoGPT                | `train.bin`, `val.bin`               | uint16 ids, no header                                  |
-| llm.c, modded-nanogpt  | `fineweb_train_000001.bin`           | 256 int32 (20240520, version 1, tokens), uint16 ids    |
+| nanoGPT                | `train.bin`, `val.bin`               | uint16 or uint32 ids                                   |
+| llm.c, modded-nanogpt  | `fineweb_train_000001.bin`           | 256 int32 (magic, version, tokens), then the ids:      |
+|                        |                                      | `HEADERS`                                              |
 | datatrove              | `00000_00000_doc_shuffled.ds` and    | uint16 or uint32 ids; `TOKENIZER|BYTES PER ID` and the |
 |                        | `….ds.metadata`                      | number of tokens, a line each                          |
 
-The first two hold ids of GPT-2's BPE, and say by their names which split they belong to. datatrove's are what its
-`DocumentTokenizer` or `DocumentTokenizerMerger` writes with any tokenizer. The last 5% of their tokens, at most
-`MOST_HELD_OUT`, are the validation split. None has checksums or a count of the text's bytes.
+The first two say by their names which split they belong to. Their uint16 ids are of GPT-2's BPE,
+their uint32 ids of the tokenizer in the folder's `tokenizer/`. datatrove's files are what its
+`DocumentTokenizer` or `DocumentTokenizerMerger` writes with any tokenizer. The last 5% of their
+tokens, at most `MOST_HELD_OUT`, are the validation split. None has checksums or a count of the
+text's bytes.
 """
 
 import functools
@@ -29,15 +32,18 @@ from gpt2_accel.tokenizer import (
     fingerprint,
     gpt2_tokenizer,
     load_tokenizer,
-    text_start,
+    text_ends,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin")
-LLMC = [20240520, 1]  # magic and version
 LLMC_HEADER = 256 * 4  # bytes
+U2 = np.dtype("<u2")
+U4 = np.dtype("<u4")
+HEADERS = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
+PROBED = 4096  # values at each end of a file that show how wide its ids are
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
 MOST_HELD_OUT = 10_000_000  # tokens
 GPT2_NAMES = "gpt2", "openai-community/gpt2"
@@ -61,9 +67,11 @@ def third_party_manifest(folder: Path) -> dict | None:
     splits: dict[str, dict] = defaultdict(
         lambda: {"tokens": 0, "documents": None, "bytes": None, "shards": []}
     )
+    dtypes = set()
     for name in names:
         if match := NAME.fullmatch(name):
-            shard = find_tokens(folder / name)
+            dtype, shard = find_tokens(folder / name)
+            dtypes.add(dtype)
             splits[match[1]]["shards"].append(shard)
             splits[match[1]]["tokens"] += shard["tokens"]
     if splits and "meta.pkl" in names:
@@ -71,12 +79,23 @@ def third_party_manifest(folder: Path) -> dict | None:
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    about = {"version": 1, "tokenizer": GPT2, "dtype": "uint16", "source": f"{folder} as it is"}
-    return {**about, "splits": dict(splits)} if splits else None
+    if not splits:
+        return None
+    tokenizer = GPT2
+    if U4 in dtypes:
+        own = folder / "tokenizer"
+        if U2 in dtypes or not own.is_dir():
+            raise ValueError(
+                f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
+                f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
+            )
+        tokenizer = named_tokenizer("tokenizer/", own)
+    about = {"version": 1, "tokenizer": tokenizer, "dtype": dtype.name, "splits": dict(splits)}
+    return {**about, "source": f"{folder} as it is"}
 
 
-def find_tokens(path: Path) -> dict:
-    """Returns the manifest's entry of nanoGPT's or llm.c's file."""
+def find_tokens(path: Path) -> tuple[np.dtype, dict]:
+    """Returns the dtype of the ids in nanoGPT's or llm.c's file, and its entry in the manifest."""
     with open(path, "rb") as file:
         start = file.read(12)
     if start.startswith(OWN_MAGIC):
@@ -86,10 +105,34 @@ def find_tokens(path: Path) -> dict:
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
     offset = LLMC_HEADER
-    if kind != LLMC:
+    dtype = HEADERS.get(tuple(kind))
+    if dtype is None:
+        if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
+            raise ValueError(
+                f"{path} has a header of llm.c with magic and version {kind}, but token files have "
+                f"one of {[*HEADERS]}: leave the file out, or write it again"
+            )
+        offset = 0
+        dtype = headerless_dtype(path)
         # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
-        tokens, offset = math.ceil(path.stat().st_size / 2), 0
-    return {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
+        tokens = math.ceil(path.stat().st_size / dtype.itemsize)
+    return dtype, {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
+
+
+def headerless_dtype(path: Path) -> np.dtype:
+    """Returns the dtype of the ids in a file without a header: uint32 if every second 16-bit value
+    at both ends is below 4, as the upper halves of ids are, else uint16.
+
+    Raises `ValueError` if the same holds for 32-bit values.
+    """
+    size = path.stat().st_size
+    for dtype in (U2, U4):
+        if not size or size % (2 * dtype.itemsize):
+            return dtype
+        values = np.memmap(path, dtype, "r")
+        if (np.append(values[:PROBED], values[-PROBED:])[1::2] >= 4).any():
+            return dtype
+    raise ValueError(f"{path} holds token ids of 64 bits: write them as uint16 or uint32")
 
 
 def datatrove_manifest(folder: Path, names: list[str]) -> dict:
@@ -143,7 +186,7 @@ def named_tokenizer(name: str, folder: Path) -> dict:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
     about = {"name": name, "vocab_size": len(tokenizer), "fingerprint": fingerprint(tokenizer)}
-    return {**about, "end_of_text": text_start(tokenizer)}
+    return {**about, "end_of_text": next(reversed(text_ends(tokenizer)), None)}
 
 
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":

@@ -8,17 +8,18 @@ three types:
 - schema: `context_options` with one `continuation`. The answer is the context after which its loss per token is lowest.
 - language_modeling: a `context` and a `continuation`, which greedy decoding has to give exactly.
 
-As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the examples before item i. What is
-scored is found in tokens: those after the common beginning of all choices, the common end of a schema's prompts, and those
-after the tokens of the prompt without its continuation. Where these do not begin the whole prompt's tokens, all tokens
-after the common beginning are scored, and the results count such items.
+As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the
+examples before item i. What is scored is found in tokens: those after the common beginning of all
+choices, the common end of a schema's prompts, and those after the tokens of the prompt without its
+continuation. Where these do not begin the whole prompt's tokens, all tokens after the common
+beginning are scored, and the results count such items.
 """
 
 import csv
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -108,8 +109,8 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 class Core:
     """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
 
-    Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones. Raises the errors of
-    `read_tasks`.
+    Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones.
+    Raises the errors of `read_tasks`.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Core:
         model: torch.nn.Module,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard errors; also the number of
-        `core/unaligned_items`, if there are any (see `questions`)."""
+        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard
+        errors; also the number of `core/unaligned_items`, if there are any (see `questions`)."""
         results, centred, variance = {}, [], 0.0
         counts: Counter[str] = Counter()
         for task in self.tasks:
@@ -163,17 +164,18 @@ class Core:
         core = {"core/core": sum(centred) / count, "core/core_stderr": math.sqrt(variance) / count}
         return core | results
 
-    def questions(self, task: Task, number: int, counts: Counter) -> list[Question]:
-        """Returns the questions of an item: one whose continuations are its choices, or one for each prompt.
+    def questions(self, task: Task, number: int, counts: Counter) -> Iterator[Question]:
+        """Yields the questions of an item: one whose continuations are its choices, or one for each
+        prompt.
 
-        Adds to `counts` the prompts that are "cut" to the model's positions, and an item as "unaligned" if its prompt
-        without the continuation has other tokens at its end.
+        Adds to `counts` the prompts that are "cut" to the model's positions, and an item as
+        "unaligned" if its prompt without the continuation has other tokens at its end.
         """
         texts = task.prompts(number)
         if task.type == "language_modeling":
             texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
         start = text_start(self.tokenizer)
-        ids = [[start] * (start is not None) + own for own in encode(self.tokenizer, texts)]
+        ids = [start + own for own in encode(self.tokenizer, texts)]
         if task.type == "schema":
             same = shared([own[::-1] for own in ids])
             contexts = [len(own) - same for own in ids]
@@ -181,17 +183,16 @@ class Core:
             contexts = [shared(ids)] * len(ids)
         else:
             before = ids.pop()
-            contexts = [shared([*ids, [*before, -1]])]  # all tokens of `before` may be shared
+            contexts = [shared([ids[0], [*before, -1]])]  # all tokens of `before` may be shared
             counts["unaligned"] += contexts[0] < len(before)
         if task.type == "multiple_choice" and max(map(len, ids)) <= self.n_positions:
-            return [Question(ids[0][: contexts[0]], [own[contexts[0] :] for own in ids])]
-        questions = []
+            yield Question(ids[0][: contexts[0]], [own[contexts[0] :] for own in ids])
+            return
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
             counts["cut"] += cut > 0
             context = max(1, context - cut)
-            questions.append(Question(own[cut:][:context], [own[cut:][context:]]))
-        return questions
+            yield Question(own[cut:][:context], [own[cut:][context:]])
 
 
 def shared(sequences: Sequence[list[int]]) -> int:

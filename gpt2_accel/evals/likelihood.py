@@ -26,7 +26,7 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.device import to_device
 from gpt2_accel.models import evaluating
 from gpt2_accel.progress import progress
-from gpt2_accel.tokenizer import encode
+from gpt2_accel.tokenizer import encode, text_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,8 @@ class Question(NamedTuple):
 def encode_question(
     tokenizer: "PreTrainedTokenizerBase", context: str, continuations: Sequence[str], place: str
 ) -> Question:
-    """Returns a question from texts. Context and continuation are tokenized together, as running text.
+    """Returns a question from texts. Context and continuation are tokenized together, as running
+    text, which does not begin a document (see `text_start`).
 
     Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. Raises `ValueError`, naming
     the question by `place`, if the context or a continuation is blank or has no tokens of its own; also the errors of
@@ -65,7 +66,7 @@ def encode_question(
     cut = [ids[len(start) :] for ids in whole]
     if not (start and all(cut) and all(text.strip() for text in continuations)):
         raise ValueError(f"{place} has an empty context or continuation: remove it")
-    return Question(start, cut)
+    return Question(text_start(tokenizer, begins=False) + start, cut)
 
 
 def build_rows(questions: Sequence[Question], n_positions: int) -> list[tuple[int, Question]]:

@@ -1,9 +1,10 @@
 """Perplexity of a model on a text, read in windows with a stride.
 
-`<|endoftext|>` precedes the text. The first window predicts `n_positions` tokens, each later one the next `stride` tokens
-after the longest context that fits. Every token is predicted once. With a stride of `n_positions`, the default here and
-in lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be full. A shorter stride
-gives tokens more context and costs more.
+The token that begins documents, `<|endoftext|>` or BOS, precedes the text. The first window
+predicts `n_positions` tokens, each later one the next `stride` tokens after the longest context
+that fits. Every token is predicted once. With a stride of `n_positions`, the default here and in
+lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be full.
+A shorter stride gives tokens more context and costs more.
 """
 
 from collections.abc import Sequence
@@ -41,8 +42,7 @@ class TextPerplexity(LikelihoodTask):
                 f"stride must be between 1 and n_positions ({n_positions}), got {stride}"
             )
         text = "\n".join(item.field("text", str).removesuffix("\n") for item in items)
-        begin = text_start(tokenizer)
-        ids = ([] if begin is None else [begin]) + encode(tokenizer, [text])[0]
+        ids = text_start(tokenizer) + encode(tokenizer, [text])[0]
         if len(ids) < 2:
             raise ValueError(
                 f"there is nothing to predict in the text {text[:40]!r}: give a longer text"

@@ -17,7 +17,14 @@ from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
-from gpt2_accel.tokenizer import check_vocabulary, encode, load_tokenizer, prompt_tokens, text_start
+from gpt2_accel.tokenizer import (
+    check_vocabulary,
+    encode,
+    load_tokenizer,
+    prompt_tokens,
+    text_ends,
+    text_start,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,7 +143,7 @@ def update_text(
 ) -> None:
     """Updates `text` and `ended` after a token is appended."""
     ids = completion.ids
-    if ids[-1] == tokenizer.eos_token_id:
+    if ids[-1] in text_ends(tokenizer):
         completion.ended, ids = "end_of_text", ids[:-1]
     elif len(ids) == sampling.max_new_tokens:
         completion.ended = "length"
@@ -165,16 +172,17 @@ def user_turn(text: str) -> list[dict[str, str]]:
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
-    """Returns the token ids of a prompt; an empty prompt becomes `<|endoftext|>`, which starts a text.
+    """Returns the token ids of a prompt; an empty prompt becomes the token that begins documents.
 
     Raises `ValueError` for an empty prompt without such a token, and the errors of `encode` and `prompt_tokens`.
     """
     if not isinstance(prompt, str):
         return prompt_tokens(tokenizer, prompt)
     ids = encode(tokenizer, [prompt])[0]
-    if not ids and (start := text_start(tokenizer)) is None:
+    ids = text_start(tokenizer, begins=not ids) + ids
+    if not ids:
         raise ValueError("this tokenizer has no token that starts a text: give a prompt")
-    return ids or [start]
+    return ids
 
 
 @torch.no_grad()

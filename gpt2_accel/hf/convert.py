@@ -29,6 +29,8 @@ from gpt2_accel.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     save_tokenizer,
+    text_ends,
+    text_start,
 )
 
 if TYPE_CHECKING:
@@ -153,16 +155,20 @@ def save_pretrained(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
+    ends = [] if tokenizer is None else text_ends(tokenizer)
     with atomic_files(directory) as folder:
         write_safetensors(folder / WEIGHTS, to_hf(model))
         hf_config(config, ids, model.dtype).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
-        GenerationConfig(
+        generation = GenerationConfig(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
             do_sample=True,
             top_k=min(50, config.vocab_size),
             **{"pad_token_id": ids["eos_token_id"], **ids},
-        ).save_pretrained(folder)
+        )
+        if len(ends) > 1:
+            generation.eos_token_id = ends
+        generation.save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
         card = model_card(
             name or str(directory), describe(config), training, config.architecture, chat=chat
@@ -186,8 +192,9 @@ def special_ids(
     if tokenizer is None:
         end = GPT2_VOCAB_SIZE - 1 if vocab_size == GPT2_VOCAB_SIZE else None
         return {"bos_token_id": end, "eos_token_id": end}
-    end, begin, padding = (getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad"))
-    ids = {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
+    begin, end = (next(iter(ids), None) for ids in (text_start(tokenizer), text_ends(tokenizer)))
+    padding = tokenizer.pad_token_id
+    ids = {"bos_token_id": begin, "eos_token_id": end}
     return ids if padding in (None, end) else {**ids, "pad_token_id": padding}
 
 

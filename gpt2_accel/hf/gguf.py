@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from gpt2_accel.hf.convert import check_finite, conversion, special_ids, to_hf
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.parts import rotary_frequencies
-from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode
+from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode, text_start
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -115,7 +115,7 @@ def add_tokenizer(
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
     for key, value in special_ids(tokenizer, vocab_size).items():
         getattr(writer, f"add_{key}")(value)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(bool(text_start(tokenizer, begins=False)))
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 

@@ -19,6 +19,7 @@ from gpt2_accel.data.shards import (
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
+    read_parts,
 )
 from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals import Evaluation
@@ -36,7 +37,7 @@ from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.run import Run
-from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tokenizer import document_marks, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +70,7 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
         plain = build_model(config, tokenizer, checkpoint)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask and not conversations:
-            plain.separator = document_separator(config.data_dir)
+            plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
             # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
@@ -176,15 +177,18 @@ def load_model(
     return model
 
 
-def document_separator(data_dir: str) -> int:
-    """Returns the token id that begins each document of the data. Raises `ValueError` if its tokenizer has none."""
-    separator = read_manifest(data_dir)["tokenizer"]["end_of_text"]
-    if separator is None:
+def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Returns the token id that separates the documents of the data. Raises `ValueError` if none
+    does, or an unknown token's, as in data of 0.4, or if the parts of a mixture have different
+    ones."""
+    found = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
+    begin, end = document_marks(tokenizer)
+    if len(found) > 1 or not found <= set(begin + end):
         raise ValueError(
-            f"document_mask needs a token that separates documents, but the tokenizer of {data_dir} has no "
-            "<|endoftext|>: leave it out, or prepare the text with a BPE or bytes"
+            f"document_mask needs a token that separates all documents, which those of {data_dir} do not have: leave it "
+            "out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
         )
-    return separator
+    return found.pop()
 
 
 def build_loaders(

@@ -4,6 +4,7 @@ Python's fork server has imported what recipes import, so a child starts in a fr
 process that started it has ended.
 """
 
+import io
 import multiprocessing
 import os
 import re
@@ -14,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -82,6 +85,10 @@ def ask(function: Callable[..., Any], *arguments: object) -> Any:
             return pool.submit(function, *arguments).result()
         except (ValueError, OSError, ImportError, SystemExit) as error:
             raise ValueError(first_line(error)) from error
+        except (BrokenProcessPool, EOFError) as error:
+            raise ValueError(
+                "the process that reads the recipe's settings was killed: start the study again"
+            ) from error
 
 
 def run_recipe(recipe: Path, source: bytes, arguments: Sequence[str]) -> None:
@@ -148,7 +155,7 @@ def settings_of(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the settings with which a recipe calls `train`, as the command line `arguments` change them, and the SHA-256
     of the modules beside it or of its project that it imports, by path. To be called in a child. The recipe prepares its
-    data, if it does, and trains nothing.
+    data, if it does, and trains nothing; what it prints is shown only if it never calls `train`.
 
     Raises `ValueError` if it never calls `train`, and `SystemExit` with the recipe's message if it refuses the settings.
     """
@@ -158,15 +165,17 @@ def settings_of(
         raise Captured(config.settings())
 
     gpt2_accel.train.train = capture
-    before = {*sys.modules}
+    before, printed = {*sys.modules}, io.StringIO()
     try:
-        run_recipe(recipe, source, arguments)
+        with redirect_stdout(printed):
+            run_recipe(recipe, source, arguments)
     except Captured as found:
         new = own_modules(sys.modules.keys() - before)
         return found.args[0], {str(path): digest(path) for path in new}
     except SystemExit as error:
         if isinstance(error.code, str):
             raise
+    print(printed.getvalue())
     raise ValueError(f"{recipe.name} ended without training: see its message above")
 
 

@@ -4,13 +4,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.report.figures import short_number
 from gpt2_accel.study.engine import Engine
-from gpt2_accel.study.intervals import Verdict, judge, reached
+from gpt2_accel.study.intervals import LEVEL, Verdict, fisher, holm, judge, reached
 from gpt2_accel.study.study_file import StudyFile
 from gpt2_accel.study.trials import WARMUP, Result, Trial, read_trial
 
@@ -35,19 +36,37 @@ class Comparison:
         results = self.results[variant, budget]
         return [math.nan if r is None else r.metric(self.study.metric) for r in results]
 
-    def verdict(self, variant: str, budget: float | None) -> Verdict:
-        """Returns the verdict on a variant, or that it is the baseline.
+    def diverged(self, variant: str, budget: float | None) -> tuple[int, int]:
+        """Returns how many runs diverged, and how many did not."""
+        values = self.values(variant, budget)
+        return values.count(math.inf), sum(map(math.isfinite, values))
 
-        If more or fewer of its runs diverged than of the baseline's, the verdict says that, not better or worse.
-        """
+    @cached_property
+    def divergence(self) -> dict[tuple[str, float | None], float]:
+        """The p-values of `fisher` by variant and budget against the baseline, corrected for their number."""
+        base = self.study.baseline
+        others = [(name, budget) for name, budget in self.results if name != base]
+        return holm({at: fisher(self.diverged(*at), self.diverged(base, at[1])) for at in others})
+
+    def verdict(self, variant: str, budget: float | None) -> Verdict:
+        """Returns the verdict on a variant, or that it is the baseline: whether it diverged more or less often, else by the
+        pairs in which no run diverged. Where the numbers of runs that diverged differ, and there are too few runs to test
+        this, it is these numbers."""
         if variant == self.study.baseline:
-            return Verdict(math.nan, math.nan, "baseline")
-        # Infinite if one of a pair diverged, NaN if both did, or if a run is missing.
+            return Verdict("baseline")
+        own, base = (self.diverged(name, budget) for name in (variant, self.study.baseline))
+        more = own[0] * base[1] - base[0] * own[1]  # the sign of the difference of the shares
+        if self.divergence[variant, budget] <= LEVEL:
+            return Verdict(f"diverged {'more' if more > 0 else 'less'} often")
+        runs, others = sum(own), sum(base)
+        all_against_none = fisher((runs, 0), (0, others))
+        if more and len(self.divergence) * all_against_none > LEVEL:
+            return Verdict(
+                f"{own[0]} of {runs} diverged, {base[0]} of {others} of the baseline: too few seeds for a test"
+            )
+        # Not finite if a run of a pair diverged or is missing.
         both = (self.values(name, budget) for name in (variant, self.study.baseline))
-        found = [a - b for a, b in zip(*both, strict=True)]
-        if more := found.count(math.inf) - found.count(-math.inf):
-            return Verdict(math.nan, math.nan, f"diverged {'more' if more > 0 else 'less'} often")
-        return judge([*filter(math.isfinite, found)])
+        return judge([*filter(math.isfinite, (a - b for a, b in zip(*both, strict=True)))])
 
     def token_share(self, variant: str) -> str | None:
         """Returns the share of the baseline's tokens, in the largest budget, with which a variant reaches the baseline's
@@ -132,7 +151,7 @@ def run_of(study: StudyFile, name: str, trial: Trial, seed: int, budget: float |
     if study.unit == "flops":
         batch *= trial.flops_per_token
     updates = max(1, round(budget / batch)) if budget else trial.config.max_steps
-    return trial.changed(label=f"{name}-seed{seed}", seed=seed).lasting(updates)
+    return trial.lasting(updates).changed(label=f"{name}-seed{seed}", seed=seed)
 
 
 def dry_run(study: StudyFile, engine: Engine) -> str:

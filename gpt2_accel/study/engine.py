@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.files import read_json_lines, remove, write_file
+from gpt2_accel.files import LOCK, read_json_lines, remove, write_file
 from gpt2_accel.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.study import children
@@ -35,6 +35,7 @@ from gpt2_accel.study.trials import (
     read_run,
     read_table,
     recipe_source,
+    recorded_code,
     write_table,
 )
 
@@ -82,6 +83,7 @@ class Engine:
         left, queue = [trial for trial in trials if not self.knows(trial)], SimpleQueue()
         for trial in left:
             (self.folder / "runs").mkdir(parents=True, exist_ok=True)
+            code_fingerprint(trial.recipe)  # into its cache: threads cannot parse at the same time
             queue.put(trial)
         with (
             StopRequest() as stop,
@@ -120,8 +122,7 @@ class Engine:
             found = read_run(trial, folder) or self._train(trial, folder, slot, stop)
         except ValueError as error:
             self.failed.add(trial.id)
-            text = f"run {trial.id} failed: {error} ({folder / LOG})"
-            print(text, file=sys.stderr, flush=True)
+            say(f"run {trial.id} failed: {error} ({folder / LOG})")
             return
         if found is None:
             return
@@ -135,7 +136,8 @@ class Engine:
 
     def _train(self, trial: Trial, folder: Path, slot: str, stop: StopRequest) -> Result | None:
         """Trains a trial and returns its result; None if it was stopped, or if another process still trains in its folder.
-        Raises `ValueError` with the reason if it failed."""
+        Raises `ValueError` with the reason if it failed, and the errors of `set_aside`."""
+        set_aside(folder, code_fingerprint(trial.recipe))
         process = self.child(trial, folder, slot)
         while process.is_alive() and stop.reason is None:
             process.join(PAUSE)
@@ -171,13 +173,30 @@ class Engine:
             process.join()
             lines = read_json_lines(folder / "metrics.jsonl")
             if process.exitcode or not lines:
-                raise ValueError(f"the speed was not measured: {last_line(folder / LOG)}")
+                reason = failure(folder, process.exitcode)
+                raise ValueError(f"the speed was not measured: {reason}")
         total, count = sum(trial.flops for trial in left), len(self.slots)
         speed = lines[-1]["train/tokens_per_second"] * sample.flops_per_token * count
         return (
             f"{len(left)} runs are not recorded: {total:.3g} FLOPs, {duration(total / speed)} with {count} at a time, by the "
             "measured speed of a run alone, without evaluations"
         )
+
+
+def say(text: str) -> None:
+    """Prints a line to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def set_aside(folder: Path, code: str) -> None:
+    """Renames the folder of a run that another code than `code` has trained in part, so that it starts anew. Raises
+    `Timeout` if a process still trains there."""
+    if not (folder / "config.yaml").exists() or recorded_code(folder) == code:
+        return
+    old = folder.with_name(folder.name + time.strftime(".old-%Y%m%d-%H%M%S"))
+    with FileLock(folder / LOCK, 0):
+        folder.rename(old)
+    say(f"the code of {folder} has changed: it starts anew, the old run is in {old.name}")
 
 
 def failure(folder: Path, code: int) -> str:

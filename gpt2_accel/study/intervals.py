@@ -1,14 +1,16 @@
-"""Student's t-intervals over paired runs, and the verdict on a difference."""
+"""Student's t-intervals over paired runs, exact tests of counts, and the verdict on a difference."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
+LEVEL = 0.05  # probability that a study of equal variants finds that one of them diverged more or less often
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
@@ -51,18 +53,36 @@ def reached(goals: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> str:
     return f"< {mean:.0%}" if (goals > lowest[0]).any() else plus_minus(mean, half, ".1%")
 
 
+@functools.cache
+def fisher(counts: tuple[int, int], others: tuple[int, int]) -> float:
+    """Returns the two-sided p-value of Fisher's exact test that two groups of runs diverge equally often. Each has the
+    number of runs that diverged, and of those that did not."""
+    from scipy.stats import fisher_exact
+
+    return float(fisher_exact([counts, others]).pvalue)
+
+
+def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
+    """Returns the p-values after Holm's correction for their number (1979), which may exceed 1."""
+    corrected, highest = {}, 0.0
+    for rank, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        highest = max(highest, (len(p_values) - rank) * p_values[key])
+        corrected[key] = highest
+    return corrected
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the paired differences of a variant's metric to the baseline's say; lower is better.
 
-    `mean` and `half` are the 95% interval. `word` is "better", "worse", "equal" if every pair is equal; "baseline", "no pair of
-    runs", "diverged more often" or "diverged less often", all with NaN for an interval; or "not distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
-    None if it is above `MOST_SEEDS` or there is one pair only.
+    `mean` and `half` are the 95% interval. `word` is "better", "worse", or "equal" if every pair is equal; or "not
+    distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
+    None if it is above `MOST_SEEDS` or there is one pair only; or what there is in place of an interval, which is NaN.
     """
 
-    mean: float
-    half: float
     word: str
+    mean: float = math.nan
+    half: float = math.nan
     more_seeds: int | None = None
 
     def __str__(self) -> str:
@@ -78,13 +98,13 @@ class Verdict:
 def judge(differences: Sequence[float]) -> Verdict:
     """Returns the verdict on the differences of pairs of runs with the same seed."""
     if not differences:
-        return Verdict(math.nan, math.nan, "no pair of runs")
+        return Verdict("no pair of runs")
     mean, half = interval(differences)
     if len(differences) > 1 and not any(differences):
-        return Verdict(0.0, 0.0, "equal")
+        return Verdict("equal", 0.0, 0.0)
     if abs(mean) > half:
-        return Verdict(mean, half, "better" if mean < 0 else "worse")
-    return Verdict(mean, half, "not distinguishable", more_seeds(differences))
+        return Verdict("better" if mean < 0 else "worse", mean, half)
+    return Verdict("not distinguishable", mean, half, more_seeds(differences))
 
 
 def more_seeds(differences: Sequence[float]) -> int | None:

@@ -38,6 +38,8 @@ class EngineOptions:
         from gpt2_accel.study.engine import Engine
 
         folder, each = Path(self.output_dir or folder), self.gpus_per_run
+        if self.table and not Path(self.table).exists():
+            print(f"{self.table} does not exist yet: it records no run")
         return Engine(
             folder,
             Path(self.table or folder / "runs.csv"),

@@ -1,5 +1,6 @@
 """The runs of a study: a trial is a recipe with its settings, a result what its run's folder recorded; `runs.csv` lists them."""
 
+import ast
 import csv
 import functools
 import hashlib
@@ -12,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import gpt2_accel
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
@@ -22,7 +22,7 @@ from gpt2_accel.files import digest, read_json_lines, write_file
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.study.children import ask, settings_of
+from gpt2_accel.study.children import PACKAGE, ask, settings_of
 
 WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 CODE = "code.txt"  # in a run's folder: the fingerprint of the code that trained it
@@ -54,14 +54,12 @@ class Trial:
         return trial
 
     def lasting(self, updates: int) -> "Trial":
-        """Returns the trial with this number of updates, and the warmup steps of its `WARMUP`, if it has one."""
-        changes: dict[str, Any] = {"max_steps": updates}
-        if (share := self.resolved.get(WARMUP)) is not None:
-            changes["warmup_steps"] = round(share * updates)
-        trial = self.changed(**changes)
-        for own in (trial.changes, trial.resolved):
-            own.pop(WARMUP, None)
-        return trial
+        """Returns the trial with this number of updates, the warmup steps of its `WARMUP`, if it has one, and the settings
+        that the recipe derives from them. Raises the errors of `read_trial`."""
+        changes = {**self.changes, "max_steps": updates}
+        if WARMUP in changes:
+            changes["warmup_steps"] = round(changes.pop(WARMUP) * updates)
+        return replace(read_trial(self.recipe, changes, self.precision), label=self.label)
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -117,19 +115,20 @@ def read_trial(
 ) -> Trial:
     """Returns the trial of a recipe's command line, with all settings that the recipe trains with. Raises `ValueError` for
     settings that the recipe refuses."""
-    words = Trial(recipe, changes, {}).arguments(Path("runs/study"))
-    resolved, files = ask(settings_of, recipe, recipe_source(recipe), words)
+    words = Trial(recipe, changes, {}).arguments(Path("runs/.settings"))  # a folder of no run
+    resolved, files = ask_settings(recipe, *words)
     if resolved["init_from"]:
         folder = Path(local_directory(model_directory(resolved["init_from"])))
         weights = [path for kind in ("safetensors", "bin") for path in folder.glob(f"*.{kind}")]
-        files |= {str(path): digest(path) for path in (folder / "config.json", *weights)}
-    return Trial(
-        recipe,
-        {n: resolved.get(n, v) for n, v in changes.items()},
-        resolved,
-        files,
-        precision or {},
-    )
+        files = files | {str(path): digest(path) for path in (folder / "config.json", *weights)}
+    typed = {name: resolved.get(name, value) for name, value in changes.items()}
+    return Trial(recipe, typed, resolved, files, precision or {})
+
+
+@functools.cache  # runs that differ in their seeds only have the same settings
+def ask_settings(recipe: Path, *words: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what `settings_of` returns in a child. Raises the errors of `ask`."""
+    return ask(settings_of, recipe, recipe_source(recipe), words)
 
 
 def as_words(name: str, value: Any) -> list[str]:
@@ -176,13 +175,31 @@ def recipe_source(recipe: Path) -> bytes:
 
 @functools.cache  # of what this process has imported: files may change later
 def code_fingerprint(recipe: Path) -> str:
-    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of what of this package a run's numbers depend on."""
-    package = Path(gpt2_accel.__file__).parent
-    sources = [
-        p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_TRAINED
-    ]
-    content = b"\0".join([recipe_source(recipe), *(path.read_bytes() for path in sorted(sources))])
-    return hashlib.sha256(content).hexdigest()[:12]
+    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the rooms of this package on which a run's numbers
+    depend, without comments and docstrings."""
+    code = hashlib.sha256(syntax(recipe_source(recipe)))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] not in NOT_TRAINED:
+            code.update(syntax(path.read_bytes()))
+    return code.hexdigest()[:12]
+
+
+def syntax(source: bytes) -> bytes:
+    """Returns the syntax tree of a Python file as text, without docstrings."""
+    return ast.dump(WithoutConstants().visit(ast.parse(source))).encode()
+
+
+class WithoutConstants(ast.NodeTransformer):
+    """Removes the statements that are a constant, as docstrings are."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+def recorded_code(folder: Path) -> str:
+    """Returns the fingerprint of the code that trained the run in `folder`, empty if it is unknown."""
+    path = folder / CODE
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def caveats(recipe: Path, results: Collection[Result]) -> list[str]:
@@ -215,24 +232,36 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
         float(tokens * trial.flops_per_token),
         math.inf if diverged else loss,
         None if diverged else line.get("val/bits_per_byte"),
-        code.read_text(encoding="utf-8") if (code := folder / CODE).exists() else "",
+        recorded_code(folder),
     )
 
 
 def read_table(path: Path) -> dict[str, Result]:
-    """Returns the rows of a CSV file by id; empty if there is no such file. Raises `ValueError` if it is no such table."""
+    """Returns the rows of a CSV file by id; empty if there is no such file.
+
+    Raises `ValueError` with the number of the first line that is cut, lacks a column, has one that cannot be read, or
+    contradicts another line."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kinds = {part.name: part.type for part in fields(Result)} | {"bits_per_byte": float}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    try:
-        rows = [
-            Result(**{name: kinds[name](value) for name, value in row.items() if value})
-            for row in csv.DictReader(text.splitlines())
-        ]
-    except (KeyError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no table of runs ({error!r}): restore it from a copy, or remove the damaged rows"
-        ) from error
-    return {row.id: row for row in rows}
+    names, found = None, {}
+    for number, line in enumerate(lines, 1):
+        try:
+            [cells] = csv.reader([line.decode()], strict=True)
+            if names is None:
+                names = {name: kinds[name] for name in cells}
+            elif cells:
+                pairs = zip(names.items(), cells, strict=True)
+                row = Result(**{name: kind(cell) for (name, kind), cell in pairs if cell})
+                if math.isnan(row.loss) or found.setdefault(row.id, row) != row:
+                    raise ValueError
+            if not line.endswith(b"\n"):
+                raise ValueError
+        except (csv.Error, KeyError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: this row of the table of runs is damaged: restore the file from a copy, or remove "
+                "the line"
+            ) from error
+    return found
 
 
 def write_table(path: Path, results: Iterable[Result]) -> None:

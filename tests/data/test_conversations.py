@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 from hashlib import sha256
 
@@ -17,6 +18,7 @@ from gpt2_accel.data.conversations import (
     NO_ANSWER,
     REFUSED,
     best_fit,
+    encode_row,
     held_out,
     left_out,
     prepare_conversations,
@@ -217,6 +219,18 @@ def test_a_line_in_latin_1_is_refused(chat_base, tmp_path):
     content = (tmp_path / "rows.jsonl").read_bytes()
     (tmp_path / "rows.jsonl").write_bytes(content.replace(b"So.", b"M\xfcller"))
     with pytest.raises(ValueError, match="rows.jsonl, line 21, is not valid JSON in UTF-8"):
+        prepared(chat_base, tmp_path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(chat_base, tmp_path, monkeypatch):
+    write_lines(tmp_path / "rows.jsonl", chat_rows(20))
+
+    def changing(*row):
+        os.utime(tmp_path / "rows.jsonl", (1, 1))
+        return encode_row(*row)
+
+    monkeypatch.setattr("gpt2_accel.data.conversations.encode_row", changing)
+    with pytest.raises(OSError, match="rows.jsonl has changed"):
         prepared(chat_base, tmp_path)
 
 

@@ -1,8 +1,12 @@
 """Preparation of text into shards: sources, kills, full disks and wrong inputs."""
 
+import bz2
+import csv
 import gzip
+import io
 import itertools
 import json
+import os
 import re
 import time
 
@@ -21,7 +25,8 @@ from gpt2_accel.data import documents
 from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
-from gpt2_accel.data.sources import corpus_files, find_files, hub_files, is_text
+from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, hub_files, is_text
+from gpt2_accel.files import lock_folder
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
 RECIPE = "recipes/prepare_data.py"
@@ -54,6 +59,12 @@ def json_lines(texts):
     return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
 
 
+def table(texts, separator):
+    rows = [("text", "n"), *zip(texts, range(len(texts)), strict=True)]
+    csv.writer(file := io.StringIO(), delimiter=separator).writerows(rows)
+    return file.getvalue()
+
+
 def write_parquet(path, texts, **options):
     table = pyarrow.table({"text": texts, "id": range(len(texts))})
     pyarrow.parquet.write_table(table, path, **options)
@@ -63,15 +74,21 @@ def write_parquet(path, texts, **options):
 def corpus(tmp_path):
     """A folder with 200 documents as text files, and the same again in each format of rows; and the documents."""
     texts = [make_text(10, seed) + "ä" * (seed % 3) for seed in range(200)]
+    texts[:2] = ["NA", '"quoted", and\n a\ttab\r\n']
     folder = tmp_path / "corpus"
     (folder / "sub").mkdir(parents=True)
     for i, text in enumerate(texts):
-        (folder / f"sub/{i:03d}.{('txt', 'md', 'py')[i % 3]}").write_text(text)
+        (folder / f"sub/{i:03d}.{('txt', 'md', 'py')[i % 3]}").write_bytes(text.encode())
     (folder / "a.jsonl").write_text(json_lines(texts))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts).encode()))
     with pyarrow.output_stream(str(folder / "c.jsonl.zst"), compression="zstd") as file:
         file.write(json_lines(texts).encode())
     write_parquet(folder / "d.parquet", texts, row_group_size=16)
+    (folder / "e.JSON").write_text(json.dumps([{"text": text} for text in texts]))
+    (folder / "f.json.GZ").write_bytes(gzip.compress(json_lines(texts).encode()))
+    (folder / "g.ndjson.bz2").write_bytes(bz2.compress(json_lines(texts).encode()))
+    (folder / "h.CSV").write_bytes(table(texts, ",").encode("utf-8-sig"))
+    (folder / "i.tsv.gz").write_bytes(gzip.compress(table(texts, "\t").encode()))
     return folder, texts
 
 
@@ -120,10 +137,10 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(corpus,
             assert entry[name] == sum(shard[name] for shard in entry["shards"])
     train, val = everything_in(tmp_path / "many")
     assert [train, val] == everything_in(tmp_path / "one")
-    assert sorted(train + val) == sorted(texts * 5) and 20 < len(val) < 90
+    assert sorted(train + val) == sorted(texts * 10) and 40 < len(val) < 180
     # Equal rows share a split, in every format.
     rows = [text for text in texts if held_out(text)]
-    assert all(val.count(text) in (4, 5) for text in rows) and len(val) <= 4 * len(rows) + 20
+    assert all(val.count(text) in (9, 10) for text in rows) and len(val) <= 9 * len(rows) + 20
 
 
 def test_a_folder_of_text_means_its_text(tmp_path, capsys):
@@ -134,11 +151,12 @@ def test_a_folder_of_text_means_its_text(tmp_path, capsys):
     (folder / "cat.png").write_bytes(bytes(range(256)))
     (folder / "old.txt").write_bytes("Äpfel und Öl".encode("latin1"))
     (folder / "linked").symlink_to(tmp_path)
+    (folder / "broken.txt").symlink_to("nowhere")
     (folder / "stray.txt").write_bytes(b"text of stray.txt. \xe9 " + b"plain text. " * 900)
     args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "d")
     run_recipe("prepare_data", *args)
     out, err = capsys.readouterr()
-    assert (f"{folder}: took 4 files; left out 2, not UTF-8 text, the first: cat.png") in err
+    assert (f"{folder}: took 4 files; left out 3, not UTF-8 text, the first: broken.txt") in err
     assert f"1 bytes that are not UTF-8, replaced by U+FFFD, the first in {folder}/stray.txt" in out
     run_recipe("prepare_data", *args)  # complete already
     lock = FileLock(tmp_path / ".d.lock")
@@ -190,7 +208,10 @@ WRONG = [
     *(("a.jsonl", FINE + line, f", line 2, .*{words}") for line, words in LINES.items()),
     ("gzip.jsonl.gz", FINE, "cannot be read .*incorrect header"),
     ("flipped.parquet", b"PAR1" + bytes(99) + b"PAR1", "cannot be read"),
-    ("latin1.txt", "Äpfel und Öl".encode("latin1"), "not UTF-8 text"),
+    *((name, "text\nÄpfel".encode("latin1"), "not UTF-8 text") for name in ("l.txt", "l.csv")),
+    ("short.csv", b"n,text\n1,a\n2\n", "line 3 has more or fewer values"),
+    ("long.tsv.gz", gzip.compress(b"text\na\tb\n"), "line 2 has more or fewer values"),
+    ("open.csv", b'n,text\n1,"a\n2,b\n', "unexpected end of data"),
 ]
 
 
@@ -200,6 +221,49 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_work(tmp_path, name, c
     with pytest.raises(ValueError, match=f"{name}.*{message}") as caught:
         sources_of(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "hello world"}\n' * 300,
+            "the split 'val': .* equal rows share a split",
+        ),
+        ("a.txt", "", "the split 'train': all documents are empty"),
+        ("a.csv", "text\n", "the split 'train': all documents are empty"),
+    ],
+)
+def test_a_corpus_without_text_for_a_split_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        made(sources_of(tmp_path), tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_folders_that_cannot_be_read_and_special_files_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "set/locked").mkdir(parents=True)
+    for name in ("a.jsonl", "locked/b.jsonl"):
+        (tmp_path / "set" / name).write_text(json_lines(["text"]))
+    scandir = os.scandir
+
+    def denied(path="."):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)  # root may read every folder
+    for find in (sources_of, lambda folder: hub_files(str(folder))):
+        with pytest.raises(PermissionError, match="set/locked"):
+            find(tmp_path / "set")
+    with pytest.raises(ValueError, match="/dev/null is a pipe or a device, not a regular file"):
+        sources_of("/dev/null")
+    with pytest.raises(ValueError, match=r"d\\udce9' is not UTF-8"):
+        prepare({"train": ["a"]}, byte_tokenizer(), tmp_path / "d\udce9", source="a program")
+    with pytest.raises(ValueError, match="is not UTF-8"), lock_folder(tmp_path / "d\udce9"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_a_wrong_column_of_parquet_is_named_with_its_file(tmp_path):
@@ -212,11 +276,12 @@ def test_a_wrong_column_of_parquet_is_named_with_its_file(tmp_path):
 # Held-out documents
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
 def test_few_documents_hold_out_their_last_parts(tmp_path, suffix):
     texts = [make_text(count, count) for count in (300, 100, 3000)]
     for i, text in enumerate(texts):
-        (tmp_path / f"{i}.{suffix}").write_text(json_lines([text]) if suffix == "jsonl" else text)
+        rows = {"jsonl": json_lines([text]), "json": json.dumps({"text": text}, indent=2)}
+        (tmp_path / f"{i}.{suffix}").write_text(rows.get(suffix, text))
     made(sources_of(tmp_path), tmp_path / "d")
     train, val = everything_in(tmp_path / "d")
     assert [first + last for first, last in zip(train, val, strict=True)] == texts
@@ -349,6 +414,44 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
     assert "the source, the tokenizer or the options have changed" in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="exists already, and not from the same files"):
         prepared("e")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "keep_time"),
+    [
+        ("3.jsonl", lambda content: content[: content.index(b"\n") + 1], False),
+        ("3.jsonl", lambda content: content.replace(b"a", b"b"), False),
+        ("0.txt", lambda content: content[:-1], True),
+    ],
+    ids=["truncated", "replaced", "shorter at the same time"],
+)
+def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
+    tmp_path, monkeypatch, name, change, keep_time
+):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    rows = json_lines(make_text(30, seed) for seed in range(40))
+    for other in ("1.jsonl", "2.jsonl", name):
+        (folder / other).write_text(rows)
+    path, times = folder / name, (10**9, 10**9)
+    os.utime(path, times)
+    encode = TextWriter.encode
+
+    def changing(writer, group):
+        if any(piece.place.startswith(str(path)) for piece in group):
+            path.write_bytes(change(rows.encode()))
+            if keep_time:
+                os.utime(path, times)
+        return encode(writer, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextWriter, "encode", changing)
+        patch.setattr("gpt2_accel.data.prepare.GROUP", 1)
+        patch.setattr(documents, "CHUNK", 500)
+        with pytest.raises(ChangedSource, match=f"{name} has changed .* starts anew"):
+            made(sources_of(folder), tmp_path / "d", shard_tokens=1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    made(sources_of(folder), tmp_path / "d")
 
 
 def test_a_folder_is_shown_and_verified(tmp_path, capsys):

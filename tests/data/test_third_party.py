@@ -15,9 +15,11 @@ from gpt2_accel.data.shards import (
     read_manifest,
     verify_data,
 )
-from gpt2_accel.tokenizer import fingerprint, save_tokenizer, train_bpe
+from gpt2_accel.tokenizer import char_tokenizer, fingerprint, save_tokenizer, train_bpe
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")
+WIDE = TOKENS.astype("<u4") + 20_000 * (TOKENS % 2)  # up to 70,255
+LLAMA_3 = {"magic": 20240801, "version": 7}
 
 
 def llmc(tokens, magic=20240520, version=1):
@@ -26,30 +28,76 @@ def llmc(tokens, magic=20240520, version=1):
     return header.tobytes() + tokens.tobytes()
 
 
+def headerless(ids):
+    return {"train.bin": ids[:4000].tobytes(), "val.bin": ids[4000:].tobytes()}
+
+
+def with_headers(ids, **header):
+    return {
+        "fineweb_train_000001.bin": llmc(ids[:2500], **header),
+        "fineweb_train_000002.bin": llmc(ids[2500:4000], **header),
+        "fineweb_val_000000.bin": llmc(ids[4000:], **header),
+    }
+
+
+# A file of uint16 ids that begins as one of uint32 ids does: "!" is 0.
+SHOUTS = np.array([*TOKENS[:4000], *[50256, 0] * 3000, *TOKENS[4000:]], "<u2")
+
+
 @pytest.mark.parametrize(
-    "files",
+    ("files", "ids"),
     [
-        {"train.bin": TOKENS[:4000].tobytes(), "val.bin": TOKENS[4000:].tobytes()},
-        {
-            "fineweb_train_000001.bin": llmc(TOKENS[:2500]),
-            "fineweb_train_000002.bin": llmc(TOKENS[2500:4000]),
-            "fineweb_val_000000.bin": llmc(TOKENS[4000:]),
-        },
+        (headerless(TOKENS), TOKENS),
+        (headerless(SHOUTS), SHOUTS),
+        (with_headers(TOKENS), TOKENS),
+        (headerless(WIDE), WIDE),
+        (with_headers(WIDE, **LLAMA_3), WIDE),
     ],
-    ids=["nanoGPT", "llm.c"],
+    ids=["nanoGPT", "shouts", "llm.c", "uint32", "Llama 3"],
 )
-def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files):
+def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files, ids, characters):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
+    if sum(map(len, files.values())) >= 4 * len(ids):
+        with pytest.raises(ValueError, match="holds uint32 .* tokenizer.json, into .*/tokenizer"):
+            read_manifest(tmp_path)
+        (tmp_path / "tokenizer").symlink_to(characters)
+        assert read_manifest(tmp_path)["tokenizer"]["vocab_size"] == 71_000
+    else:
+        assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
     train, val = (TokenStream(tmp_path, split) for split in ("train", "val"))
-    assert train.read(0, train.tokens).tolist() == TOKENS[:4000].tolist()
-    assert train.read(2490, 20).tolist() == TOKENS[2490:2510].tolist()
-    assert val.read(0, val.tokens).tolist() == TOKENS[4000:].tolist()
-    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+    assert train.read(0, train.tokens).tolist() == ids[:4000].tolist()
+    assert train.read(2490, 20).tolist() == ids[2490:2510].tolist()
+    assert val.read(0, val.tokens).tolist() == ids[4000:].tolist()
     assert verify_data(tmp_path) == len(files)
     before = data_fingerprint(tmp_path)
     (tmp_path / list(files)[-1]).unlink()
     assert data_fingerprint(tmp_path) != before
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory):
+    """The folder of a tokenizer of 71,000 characters."""
+    folder = tmp_path_factory.mktemp("characters")
+    save_tokenizer(char_tokenizer(map(chr, range(0x20000, 0x20000 + 71_000))), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("hellaswag_val.bin", llmc(TOKENS, magic=20240522), "hellaswag_val.bin .*20240522"),
+        ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin .*2"),
+        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin holds token ids of 64 bits"),
+        ("val.bin", WIDE.tobytes(), "folder of their own"),
+    ],
+)
+def test_other_token_files_are_refused_by_name(tmp_path, name, content, message):
+    (tmp_path / "other_train.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])

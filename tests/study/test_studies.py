@@ -3,8 +3,10 @@
 import csv
 import json
 import math
+import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -14,16 +16,20 @@ import psutil
 import pytest
 import yaml
 from conftest import LONG, long, run
+from filelock import FileLock, Timeout
 from launching import ROOT, Started, in_process, wait_for
 
+import gpt2_accel.train
 from gpt2_accel import device
 from gpt2_accel.cores import usable_cpus
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.files import read_json_lines
 from gpt2_accel.study import children
 from gpt2_accel.study.compare import Comparison, first_trials, points_of, run_of
-from gpt2_accel.study.engine import Engine, require_scipy
+from gpt2_accel.study.engine import LOG, Engine, require_scipy, set_aside
 from gpt2_accel.study.outcome import remarks
 from gpt2_accel.study.study_file import StudyFile, read_study
-from gpt2_accel.study.trials import Result, Trial, read_trial
+from gpt2_accel.study.trials import CODE, Result, Trial, read_table, read_trial
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
@@ -108,14 +114,11 @@ def test_a_recorded_study_trains_nothing(studied, data_dir, tmp_path):
     (copied / "runs.csv").write_text(table)
     done = compare(study_file(tmp_path, data_dir), copied)
     assert done.returncode == 0 and not (copied / "runs").exists(), done.stderr
-    assert "other code" not in done.stdout
+    assert "other code" not in done.stdout and "does not exist" not in done.stdout
     assert (copied / "runs.csv").read_text() == table
     (copied / "runs.csv").write_text(table.replace(rows(copied)[0]["code"], "0" * 12))
     done = compare(study_file(tmp_path, data_dir), copied)
     assert "4 of 4 runs were recorded by other code than this" in done.stdout
-    (copied / "runs.csv").write_text(table.replace("12,1536", "twelve,1536"))
-    done = compare(study_file(tmp_path, data_dir), copied)
-    assert done.returncode == 1 and "is no table of runs" in done.stderr
 
 
 def test_a_dry_run_says_what_is_left(studied, data_dir, tmp_path):
@@ -192,7 +195,130 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(data_dir, tmp_path
     assert "1 diverged, 1 missing" in done.stdout
     found = rows(tmp_path / "out")
     assert sorted(row["loss"] == "inf" for row in found) == [False, True]
-    assert re.search(r"^\| wild +\| diverged more often ", done.stdout, re.MULTILINE)
+    assert re.search(r"^\| wild +\| 1 of 1 diverged, 0 of 1 of the baseline: ", done.stdout, re.M)
+
+
+FIXED = """import sys
+sys.path.append({!r})
+from train_script import *
+
+TrainConfig.learning_rate_at = lambda self, *_: {}
+
+
+if __name__ == "__main__":
+    {}
+    cli.run(main)
+"""
+
+
+def test_a_half_trained_run_whose_code_has_changed_starts_anew(data_dir, tmp_path, monkeypatch):
+    """With comments only it goes on. At a rate of 0 the loss of a run that starts anew is always that of its first weights."""
+    out = tmp_path / "out"
+
+    def go_on(name, rate, comment):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = folder / "recipe.py"
+        script.write_text(FIXED.format(str(ROOT / "tests"), rate, comment))
+        settings = {"eval_every": 4, "save_every": 8, "keep_best": False}
+        parts = {"recipe": str(script), "variants": {"one": {}}, "settings": settings, "seeds": 1}
+        done = compare(study_file(folder, data_dir, **parts), out, "--keep_models", "true")
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def kill_half_way():
+        """Leaves what a kill after update 8 leaves."""
+        [run] = out.glob("runs/*[0-9a-f]")
+        for path in (out / "runs.csv", run / "status.json", run / "model.safetensors"):
+            path.unlink()
+        shutil.rmtree(run / "checkpoint-12")
+        for path in run.glob("latest"):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        return run
+
+    go_on("first", 0.01, "pass")
+    [first], table = rows(out), (out / "runs.csv").read_bytes()
+    run = kill_half_way()
+    assert go_on("comments", 0.01, "'A docstring.'  # and a comment\n    pass") == ""
+    assert "resumed from" in (run / LOG).read_text()
+    assert (out / "runs.csv").read_bytes() == table
+    kill_half_way()
+    assert "has changed: it starts anew, the old run is in one-seed1-" in go_on("new", 0.0, "pass")
+    [old] = out.glob("runs/*.old-*")
+    assert (old / "checkpoint-8").is_dir() and not (run / "checkpoint-8").is_symlink()
+    [second], lines = rows(out), read_json_lines(run / "metrics.jsonl")
+    losses = {line["val/loss"] for line in lines if "val/loss" in line}
+    assert losses == {float(second["loss"])} and float(second["loss"]) > float(first["loss"]) + 0.1
+    assert second["code"] != first["code"] == (old / CODE).read_text()
+    with FileLock(run / ".lock"), pytest.raises(Timeout):  # its process has not ended
+        set_aside(run, first["code"])
+    assert run.is_dir()
+
+
+def test_children_that_are_killed(data_dir, tmp_path):
+    with pytest.raises(ValueError, match="the process that reads the recipe's settings was killed"):
+        children.ask(os._exit, 1)
+    script, table = tmp_path / "recipe.py", tmp_path / "none.csv"
+    script.write_text(FIXED.format(str(ROOT / "tests"), "os.kill(os.getpid(), 9)", "pass"))
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=1)
+    done = compare(path, tmp_path / "out", "--table", table)
+    assert done.returncode == 1 and "failed: killed by SIGKILL" in done.stderr
+    assert done.stdout.count(str(table)) == 1  # that it does not exist
+
+
+HEAD = "id,settings,parameters,updates,tokens,flops,loss,bits_per_byte,code\n"
+ROW = 'a{},"{{""seed"": 1}}",1000,12,1536,2e6,10.648,4.5,0123456789ab\n'
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *(ROW.format(2)[:end] for end in (10, 42, 44, 50, -5, -1)),
+        "<<<<<<< HEAD\n",
+        ROW.format(2).replace("1000", "many"),
+        ROW.format(2).replace("10.648", ""),
+        ROW.format(2).replace("10.648", "nan"),
+        ROW.format(2).replace(",0123456789ab", ""),
+        ROW.format(2).replace("4.5", "4.5,1"),
+        ROW.format(2).replace('""seed', '"seed'),
+        ROW.format(2).replace("seed", "s\xe9ed"),
+        ROW.format(1).replace("10.648", "1.0"),
+    ],
+)
+@pytest.mark.parametrize("place", [2, 3])
+def test_a_damaged_row_of_the_table_is_refused_by_its_line(damaged, place, tmp_path):
+    table, good = tmp_path / "runs.csv", [ROW.format(1), ROW.format(3)]
+    table.write_text(HEAD + "".join(good))
+    assert [result.loss for result in read_table(table).values()] == [10.648] * 2
+    end = good[1:] if damaged.endswith("\n") else []
+    table.write_text(HEAD + "".join([good[0], "\n" * (place - 2), damaged, *end]), "latin-1")
+    with pytest.raises(ValueError, match=f"runs.csv, line {place + 1}: "):
+        read_table(table)
+
+
+def test_a_table_of_something_else_is_refused(tmp_path):
+    table = tmp_path / "notes.csv"
+    table.write_text("name,value\n")
+    with pytest.raises(ValueError, match="notes.csv, line 1: "):
+        read_table(table)
+
+
+def test_a_run_has_the_settings_that_its_recipe_takes_at_its_length(data_dir, monkeypatch, capsys):
+    """The quickstart's decay depends on the number of passes over a little text: 1.6 from four on, below 0.3."""
+    recipe, changes = ROOT / "recipes/quickstart.py", {"data_dir": str(data_dir)}
+    trial = read_trial(recipe, changes)
+    tokens = read_manifest(data_dir)["splits"]["train"]["tokens"]
+    short, long = (trial.lasting(passes * tokens // 2048) for passes in (3, 5))
+    assert (short.resolved["weight_decay"], long.resolved["weight_decay"]) == (0.3, 1.6)
+    given = read_trial(recipe, changes | {"weight_decay": 1.6})
+    assert given.lasting(short.config.max_steps).id != short.id
+    for name, value in {"argv": sys.argv, "path": [*sys.path]}.items():
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(gpt2_accel.train, "train", None)
+    words = long.arguments(Path("runs/.settings"))
+    found, _ = children.settings_of(recipe, recipe.read_bytes(), words)
+    assert found["weight_decay"] == 1.6 and capsys.readouterr().out == ""
 
 
 def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
@@ -319,22 +445,65 @@ def test_what_is_missing_is_said(monkeypatch):
         require_scipy()
 
 
+def outcome_of(study, losses):
+    """The outcome of a study by the losses of each variant and budget; None for a run that failed."""
+
+    def results(tokens, own):
+        return [loss and Result(f"{i}", "", 1, 1, tokens, 1.0, loss) for i, loss in enumerate(own)]
+
+    return Comparison(study, {at: results(at[1], own) for at, own in losses.items()})
+
+
+def diverging(counts, seeds, budgets):
+    """The outcome in which these numbers of each variant's runs diverged, first those of the baseline."""
+    study = StudyFile("recipe", dict.fromkeys(map(str, range(len(counts)))), seeds=seeds)
+    losses = [[math.inf] * count + [1.0] * (seeds - count) for count in counts]
+    own = zip(study.variants, losses, strict=True)
+    return outcome_of(study, {(name, at): of for name, of in own for at in range(budgets)})
+
+
+FEW = "3 of 3 diverged, 0 of 3 of the baseline: too few seeds for a test"
+
+
 @pytest.mark.parametrize(
-    "own, base, word",
+    "counts, seeds, budgets, word",
     [
-        ([math.inf, 1.0, 1.1], [2.0, 2.0, 2.1], "diverged more often"),
-        ([1.0, 1.0, 1.1], [2.0, math.inf, 2.1], "diverged less often"),
-        ([math.inf, 1.0, 1.1], [None, 2.0, 2.05], "better"),  # of the first pair one run is missing
-        ([math.inf, 1.0, 1.1, 1.0], [2.0, 2.0, 2.05, math.inf], "better"),
+        ([0, 3], 3, 1, FEW),  # p = 2 / 20
+        ([0, 4], 4, 1, "diverged more often"),  # p = 2 / 70
+        ([4, 0], 4, 1, "diverged less often"),
+        ([0, 4, 0], 4, 1, FEW.replace("3", "4")),  # 2 * 2 / 70
+        ([0, 5, *[0] * 5], 5, 1, "diverged more often"),  # 6 * 2 / 252
+        ([0, 5, *[0] * 6], 5, 1, FEW.replace("3", "5")),  # 7 * 2 / 252
+        ([0, 5, 0, 0, 0], 5, 2, FEW.replace("3", "5")),  # 8 * 2 / 252
+        ([0, 4, 5], 5, 1, "diverged more often"),  # Holm: 12 / 252 after 2 * 2 / 252
+        ([0, 4, 4], 5, 1, "not distinguishable"),  # 2 * 12 / 252; one pair did not diverge
+        ([3, 3], 3, 1, "no pair of runs"),
     ],
 )
-def test_a_verdict_counts_divergence_within_pairs(own, base, word):
-    def results(losses):
-        return [loss and Result(str(i), "", 1, 1, 1, 1.0, loss) for i, loss in enumerate(losses)]
+def test_a_variant_that_diverged_more_often(counts, seeds, budgets, word):
+    """The p-values of Fisher's exact test are by hand."""
+    assert diverging(counts, seeds, budgets).verdict("1", 0).word == word
 
-    study = StudyFile("recipe", {"base": {}, "own": {}})
-    outcome = Comparison(study, {("base", None): results(base), ("own", None): results(own)})
-    assert outcome.verdict("own", None).word == word
+
+@pytest.mark.parametrize("rate", [0.05, 0.1])
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("variants", [1, 2, 6])
+def test_null_studies_rarely_find_that_a_variant_diverged_more_often(rate, seeds, variants):
+    draw, found, studies = random.Random(0), 0, 300
+    for _ in range(studies):
+        counts = [sum(draw.random() < rate for _ in range(seeds)) for _ in range(variants + 1)]
+        outcome = diverging(counts, seeds, 1)
+        words = [outcome.verdict(str(place), 0).word for place in range(1, variants + 1)]
+        found += any(word.startswith("diverged") for word in words)
+    assert found <= 0.05 * studies
+
+
+def test_a_run_that_failed_is_in_no_count_and_in_no_pair():
+    own, base = [math.inf, 1.0, 1.1, 1.0, 1.0], [None, 2.0, 2.05, math.inf, 2.0]
+    losses = {("base", None): base, ("own", None): own}
+    outcome = outcome_of(StudyFile("recipe", {"base": {}, "own": {}}), losses)
+    assert outcome.diverged("base", None) == (1, 3) and outcome.diverged("own", None) == (1, 4)
+    assert outcome.verdict("own", None).word == "better"
 
 
 @pytest.mark.parametrize(
@@ -348,14 +517,11 @@ def test_a_verdict_counts_divergence_within_pairs(own, base, word):
     ],
 )
 def test_the_share_of_tokens_with_which_a_loss_is_reached(losses, expected):
-    def results(name, own):
-        for budget, loss in zip((100, 200, 400), own, strict=True):
-            both = [Result(f"{seed}", "", 1, 1, budget, 1.0, loss) for seed in (1, 2)]
-            yield (name, budget), both
-
-    variants, budget = {"own": {}, "base": {}}, {"tokens": [100, 200, 400]}
-    study = StudyFile("recipe", variants, baseline="base", budget=budget)
-    outcome = Comparison(study, dict([*results("base", (6.0, 5.5, 4.5)), *results("own", losses)]))
+    variants, budgets = {"own": losses, "base": (6.0, 5.5, 4.5)}, (100, 200, 400)
+    budget = {"tokens": [*budgets]}
+    study = StudyFile("recipe", dict.fromkeys(variants), baseline="base", budget=budget)
+    own = {(name, at): [of[i]] * 2 for name, of in variants.items() for i, at in enumerate(budgets)}
+    outcome = outcome_of(study, own)
     assert outcome.token_share("own").startswith(expected)
     assert outcome.token_share("base") is None
 
