@@ -147,15 +147,14 @@ def prepare_sources(
                     writer.append(piece, tokens, size, invalid)
                     bar.update(size)
         writer.close_shards()
-        counts = {split: entry["tokens"] for split, entry in record["splits"].items()}
-        if not all(counts.values()):
-            problem = f"{source} holds no text for the split {min(counts, key=counts.get)!r}"
+        empty = [split for split, entry in record["splits"].items() if not entry["tokens"]]
+        if empty:
             fix = "add other documents: equal rows share a split, a few words are not divided"
             if validation_tokens:
                 fix = "add documents, or lower --shard_tokens"
-            if not any(counts.values()):
+            if len(empty) == len(splits):
                 fix = "all documents are empty"
-            raise ValueError(f"{problem}: {fix}")
+            raise ValueError(f"{source} holds no text for the split {empty[0]!r}: {fix}")
         record["separation"] = describe_marks(tokenizer)
         return {"version": VERSION, "dtype": writer.dtype.name, **record}
 

@@ -140,13 +140,12 @@ def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[S
 def state_of(path: str) -> tuple[int, float | None]:
     """Returns an estimate of the text in a file, in bytes, and the time at which a local one was
     modified."""
-    with reading(path):
-        if os.path.exists(path):
-            info = os.stat(path)
-            info = {"size": info.st_size, "mtime": info.st_mtime}
-        else:
-            import fsspec
+    import fsspec
 
+    with reading(path):
+        if os.path.exists(path):  # also if its name has ::, which joins URLs
+            info = fsspec.filesystem("file").info(path)
+        else:
             file_system, name = fsspec.core.url_to_fs(path)
             info = file_system.info(name)
     return info["size"] * COMPRESSION.get(Path(path).suffix.lower(), 1), info.get("mtime")

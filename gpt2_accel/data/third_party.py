@@ -74,13 +74,13 @@ def third_party_manifest(folder: Path) -> dict | None:
             dtypes.add(dtype)
             splits[match[1]]["shards"].append(shard)
             splits[match[1]]["tokens"] += shard["tokens"]
-    if splits and "meta.pkl" in names:
+    if not splits:
+        return None
+    if "meta.pkl" in names:
         raise ValueError(
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    if not splits:
-        return None
     tokenizer = GPT2
     if U4 in dtypes:
         own = folder / "tokenizer"

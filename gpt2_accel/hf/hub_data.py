@@ -121,16 +121,15 @@ def describe(repo_id: str, revision: str | None, folder: Path) -> None:
             file.truncate(size)
 
     with atomic_directory(folder, replace=True) as scratch:
-        if MANIFEST in files:
-            snapshot_download(
-                repo_id,
-                repo_type="dataset",
-                revision=commit,
-                allow_patterns=[MANIFEST, "tokenizer/*"],
-                local_dir=scratch,
-            )
-            shutil.rmtree(scratch / ".cache")
-        else:
+        snapshot_download(
+            repo_id,
+            repo_type="dataset",
+            revision=commit,
+            allow_patterns=[MANIFEST, "tokenizer/*"],
+            local_dir=scratch,
+        )
+        shutil.rmtree(scratch / ".cache", ignore_errors=True)
+        if MANIFEST not in files:
             names = [name for name in files if NAME.fullmatch(name)]
             if not names:
                 raise ValueError(

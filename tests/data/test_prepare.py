@@ -231,8 +231,8 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_work(tmp_path, name, c
             '{"text": "hello world"}\n' * 300,
             "the split 'val': .* equal rows share a split",
         ),
-        ("a.txt", "", "the split 'train': all documents are empty"),
-        ("a.csv", "text\n", "the split 'train': all documents are empty"),
+        ("a.txt", "", ": all documents are empty"),
+        ("a.csv", "text\n", ": all documents are empty"),
     ],
 )
 def test_a_corpus_without_text_for_a_split_is_refused(tmp_path, name, content, message):

@@ -38,7 +38,7 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import texts
 from gpt2_accel.hf import hub_data
 from gpt2_accel.hf.hub_data import open_hub, push_data
-from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, save_tokenizer
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/words"
@@ -359,6 +359,18 @@ def test_damaged_pieces_in_the_cache_are_fetched_anew(shards, tmp_path):
         for _ in range(2):
             assert stream.read(0, 1000).tolist() == expected
         assert files.calls == 1
+
+
+def test_llama_3s_token_files_are_opened_with_the_tokenizer_beside_them(hub, tmp_path):
+    ids = np.random.default_rng(0).integers(0, 257, 500).astype("<u4")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240801, 7, len(ids)
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
+    files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokenizer").iterdir()}
+    files["x_train_000000.bin"] = header.tobytes() + ids.tobytes()
+    hub.repos["u/llama"] = {"private": False, "commits": [("1" * 40, files)]}
+    [(stream, _)] = loader.open_split("hub:u/llama", "train", open_hub("hub:u/llama"))
+    assert stream.read(0, 500).tolist() == ids.tolist()
 
 
 def test_what_is_no_prepared_data_is_refused(hub, shards, tmp_path):
