@@ -25,8 +25,6 @@ from launching import launch
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.generation.sampling import load
-from gpt2_accel.hf.convert import to_hf
-from gpt2_accel.hf.safetensors_files import write_safetensors
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -114,7 +112,7 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
 
     plain = from_pretrained(copied)
     plain.wte.weight.data[0] += 1
-    write_safetensors(copied / "model.safetensors", to_hf(plain))
+    save_pretrained(plain, copied)
     (name, other), (changed, entry) = record("text").items()
     assert (name, other) == (str(copied), again)
     assert changed.startswith(f"{copied} (step 250, weights {entry['weights'][:12]}, ")
@@ -181,7 +179,7 @@ def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monke
     run(tiny(other, max_steps=1))
     broken = from_pretrained(other)
     broken.wte.weight.data[3, 1] = float("nan")
-    write_safetensors(other / "model.safetensors", to_hf(broken))
+    save_pretrained(broken, other)
     mistake("--model", other, *text, message="transformer.wte.weight of .*other holds NaN")
     assert scored == []
 
