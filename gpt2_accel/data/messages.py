@@ -92,7 +92,7 @@ def raw_messages(row: dict, place: str) -> list:
         parts = fields["instruction"], fields.get("input") or fields.get("context") or ""
         asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
         found = as_messages(asked, "user") + as_messages(answer, "assistant")
-    elif not fields or any(row.get(name, "") is None for name in FORMS):
+    elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
     else:
         raise ValueError(

@@ -135,7 +135,8 @@ def test_rows_in_no_form_are_refused(row, problem):
         (answered(content=None), "without text"),
         ({"prompt": "Why?", "completion": " \n"}, "without text"),
         (None, "without messages"),
-        *(({"id": 5, name: None}, "without messages") for name in ("messages", "conversations")),
+        ({"id": 5, "messages": None}, "without messages"),
+        ({"id": "5", "conversations": ""}, "without messages"),  # of CSV
         ({"prompt": "Why?", "completion": None}, "without messages"),
         ({"instruction": "Why?", "response": None}, "without messages"),
     ],
