@@ -33,6 +33,7 @@ from gpt2_accel.tokenizer import (
     gpt2_tokenizer,
     load_tokenizer,
     text_ends,
+    text_start,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def third_party_manifest(folder: Path) -> dict | None:
                 f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
                 f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
             )
-        tokenizer = named_tokenizer("tokenizer/", own)
+        # llm.c puts BOS before each document, others EOS behind it.
+        tokenizer = named_tokenizer("tokenizer/", own, begins=shard["offset"] > 0)
     about = {"version": 1, "tokenizer": tokenizer, "dtype": dtype.name, "splits": dict(splits)}
     return {**about, "source": f"{folder} as it is"}
 
@@ -180,13 +182,15 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
 
 
 @functools.lru_cache(maxsize=4)
-def named_tokenizer(name: str, folder: Path) -> dict:
-    """Returns the manifest's entry of `find_tokenizer`, with the token that separates documents."""
+def named_tokenizer(name: str, folder: Path, begins: bool = False) -> dict:
+    """Returns the manifest's entry of `find_tokenizer`, with the token that follows each document, or
+    that `begins` it."""
     if name in GPT2_NAMES:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
     about = {"name": name, "vocab_size": len(tokenizer), "fingerprint": fingerprint(tokenizer)}
-    return {**about, "end_of_text": next(reversed(text_ends(tokenizer)), None)}
+    marks = text_start(tokenizer) if begins else text_ends(tokenizer)
+    return {**about, "end_of_text": next(reversed(marks), None)}
 
 
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 from conftest import make_text, run, tiny_config
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data.loader import open_split
 from gpt2_accel.data.mixture import write_mixture
@@ -119,6 +121,17 @@ def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data
     (tmp_path / "train_000000.bin").write_bytes((data_dir / "train_000000.bin").read_bytes())
     with pytest.raises(FileNotFoundError, match="manifest.json is missing"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("header", "separator"), [(True, 0), (False, 1)], ids=["llm.c", "others"])
+def test_llama_3s_documents_begin_with_bos_in_llmcs_files(header, separator, tmp_path):
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 5}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ids = np.array([0, 5, 5, 5], "<u4")
+    content = llmc(ids, **LLAMA_3) if header else ids.tobytes()
+    (tmp_path / "train.bin").write_bytes(content)
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == separator
 
 
 # datatrove
