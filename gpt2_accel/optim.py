@@ -7,6 +7,8 @@ The settings of a run import this module, so the functions that need torch impor
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +91,23 @@ def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: fl
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])
         group["lr"] = value if first == peak else value * (first / (peak or 1))
+
+
+def set_training(optimizer: "torch.optim.Optimizer", training: bool) -> None:
+    """Puts an optimizer that has modes, such as a schedule-free one, into training or evaluation mode."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+    if switch := getattr(optimizer, "train" if training else "eval", None):
+        switch()
+
+
+@contextmanager
+def evaluating_optimizer(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
+    """Runs the block with the optimizer in evaluation mode, in which the model holds the weights to use."""
+    set_training(optimizer, False)
+    try:
+        yield
+    finally:
+        set_training(optimizer, True)
 
 
 def build_optimizer(

@@ -1,33 +1,52 @@
 """The training loop: `train` builds a run, `run_updates` trains it, `finish` ends it.
 
-`runtime/setup.py` builds model, optimizer and data; `runtime/run.py` holds what the loop calls on `run`;
-`runtime/guard.py` decides which updates are skipped and when there is nothing left to learn.
+`run.py` has what a run is, `callbacks.py` what happens between updates, such as evaluations and checkpoints, and `setup.py`
+builds all parts.
 """
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.loader import TrainLoader, hash64
-from gpt2_accel.data.prefetch import PrefetchLoader
+from gpt2_accel.data.loader import Batch, hash64
 from gpt2_accel.estimate.dry_run import dry_run
-from gpt2_accel.finish import finish, is_complete
-from gpt2_accel.optim import set_learning_rate
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.optim import set_learning_rate, set_training
+from gpt2_accel.run import Objective, Run, finish, is_complete, lock_run_dir
 from gpt2_accel.runtime.accelerator import build_accelerator, close
-from gpt2_accel.runtime.run import Run, lock_run_dir
-from gpt2_accel.runtime.setup import setup
 from gpt2_accel.runtime.signals import lasting_output
+from gpt2_accel.setup import setup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def train(config: TrainConfig) -> bool:
+def next_token_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The default objective: the mean cross-entropy of the batch's targets in nats, a scalar."""
+    return model(batch.input_ids, batch.targets, documents=batch.documents)
+
+
+def train(
+    config: TrainConfig,
+    *,
+    model: "LanguageModel | Callable[[TrainConfig, PreTrainedTokenizerBase], LanguageModel] | None" = None,
+    objective: Objective = next_token_loss,
+    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> bool:
     """Trains a model with the settings of `config`, on the hardware and in the precision of the Accelerate config.
 
     Writes checkpoints, logs and the final model, an HF directory, into `config.output_dir`. All ranks call it.
+
+    What may be replaced: `model`, a module or a function of the settings and the data's tokenizer; `objective`, which gets
+    the prepared model, which it must call, and a micro-batch, and returns its loss, or its loss and figures to log (both
+    are means over the counted targets); `optimizer`, a function of the model, not yet prepared, and the settings;
+    `callbacks`, objects with methods of `callbacks.Callback`.
 
     Returns whether the run is complete. It is not if a signal or `max_hours` ends it with a checkpoint, and with
     `dry_run`, which trains nothing.
@@ -42,10 +61,10 @@ def train(config: TrainConfig) -> bool:
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)
         with lock_run_dir(config):
-            run = setup(config, accelerator)
+            run = setup(config, accelerator, model, objective, optimizer, callbacks)
             finished = is_complete(run)
             if not finished:
-                with run.opened():
+                with run.started():
                     run_updates(run)
                     finished = finish(run)
         close(accelerator)
@@ -57,55 +76,50 @@ def run_updates(run: Run) -> None:
     config, accelerator, schedule = run.config, run.accelerator, run.schedule  # of the data
     model, optimizer = run.model, run.optimizer
     model.train()
+    set_training(optimizer, True)
     while run.goes_on():
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
         first = schedule.first(run.step)  # sequence in the order of the data
         lr = config.learning_rate_at(first / schedule.sequences)
         set_learning_rate(optimizer, lr, config.learning_rate)
         torch.manual_seed(int(hash64(config.seed, run.step, accelerator.process_index)[0]))
-        loss = accumulate_gradients(
-            accelerator, model, run.loader, first, schedule.sequences, run.interrupted
-        )
-        if loss is None:  # a rank has to stop: the unfinished update is dropped
+        figures = accumulate_gradients(run, first, schedule.sequences)
+        if figures is None:  # a rank has to stop: the unfinished update is dropped
             break
         grad_norm = accelerator.clip_grad_norm_(
             model.parameters(), config.max_grad_norm or math.inf
         )
-        loss, grad_norm = run.reduce(loss, grad_norm)
-        problem = run.guard.check(loss, grad_norm, scaled=accelerator.scaler is not None)
+        figures = run.reduce(figures, grad_norm)  # the host waits for the device here
+        scaled = accelerator.scaler is not None  # fp16
+        problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
         if problem is None:
+            run.call("on_pre_optimizer_step")
             optimizer.step()
-        elif accelerator.scaler is not None:  # fp16
+        elif scaled:
             accelerator.scaler.update()
         optimizer.zero_grad()
-        run.step += 1
-        run.log_update({"loss": loss, "grad_norm": grad_norm, "learning_rate": lr}, problem)
-        run.evaluate()
-        run.sample()
-        run.end_step()  # writes the step's metrics, and starts its checkpoint if one is due
+        run.end_update({**figures, "learning_rate": lr}, problem)
 
 
-def accumulate_gradients(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    loader: TrainLoader | PrefetchLoader,
-    first: int,
-    sequences: int,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> torch.Tensor | None:
+def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torch.Tensor] | None:
     """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.
 
-    Returns this rank's part of the loss, a scalar, whose mean over the ranks is the mean over the update's counted
-    targets. Ranks reduce the gradients in the last backward only. `interrupted` is called between micro-batches and must
-    agree on all ranks; if True, returns None.
+    Returns this rank's part of the loss and of the objective's other figures, scalars, whose means over the ranks are the
+    means over all that the update counts. Ranks reduce the gradients in the last backward only. Between micro-batches the
+    ranks agree on whether one has to stop; then returns None.
     """
-    count = loader.micro_batches(sequences)
-    total = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(loader.update(first, sequences), start=1):
-        if number > 1 and interrupted():
+    model, accelerator = run.model, run.accelerator
+    count = run.loader.micro_batches(sequences)
+    totals = {"loss": torch.zeros((), device=accelerator.device)}
+    for number, batch in enumerate(run.loader.update(first, sequences), start=1):
+        if number > 1 and run.interrupted():
             return None
         with nullcontext() if number == count else accelerator.no_sync(model):
-            loss = model(batch.input_ids, batch.targets, documents=batch.documents) / batch.divisor
+            found = run.objective(model, batch)
+            loss, others = found if isinstance(found, tuple) else (found, {})
+            loss = loss / batch.divisor
             accelerator.backward(loss)
-        total += loss.detach()
-    return total
+        totals["loss"] += loss.detach()
+        for name, value in others.items():
+            totals[name] = totals.get(name, 0) + torch.as_tensor(value).detach() / batch.divisor
+    return totals

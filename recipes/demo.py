@@ -26,6 +26,9 @@ class Demo:
     share: bool = setting(False, "also give the page a public address, through Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
+    model_class: str | None = setting(
+        None, "code of a model that transformers does not have, FILE.py:CLASS"
+    )
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
@@ -42,7 +45,9 @@ def main() -> None:
         from gpt2_accel.generation import pages
     except ImportError as error:
         raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'") from error
-    model, tokenizer = load(config.model, config.dtype, verify=config.verify)
+    model, tokenizer = load(
+        config.model, config.dtype, verify=config.verify, model_class=config.model_class
+    )
     loaded = pages.LoadedModel(config.model, model, tokenizer)
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
     page = new_page(loaded, config.examples)

@@ -71,6 +71,9 @@ class Evaluate:
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of a local --model"
     )
+    model_class: str | None = setting(
+        None, "code of a model that transformers does not have, FILE.py:CLASS"
+    )
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
@@ -143,12 +146,15 @@ def evaluate(
     return results, notes
 
 
-def open_model(name: str | Path) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
+def open_model(
+    name: str | Path, model_class: str | None
+) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
     """Returns what `describe_weights` does, the model and its tokenizer. All ranks call it, and all fail if one does."""
     with all_or_none():
         directory = local_directory(name)
         entry = describe_weights(directory)
-        tokenizer, model = load_tokenizer(directory), from_pretrained(directory)
+        tokenizer = load_tokenizer(directory)
+        model = from_pretrained(directory, model_class=model_class)
         check_finite(model, directory)
         check_vocabulary(tokenizer, model.config.vocab_size, directory)
     return entry, model, tokenizer
@@ -194,7 +200,12 @@ def main() -> None:
     table = {}
     for name in BASELINES if config.baselines else (config.model,):
         accelerator.print(f"evaluating {name}", flush=True)
-        entry, *loaded = open_newest(name, open_model, config.verify, on_main_process)
+        entry, *loaded = open_newest(
+            name,
+            partial(open_model, model_class=config.model_class),
+            config.verify,
+            on_main_process,
+        )
         table[name], notes = evaluate(config, accelerator, *loaded, items, bundle)
         finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
         entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}

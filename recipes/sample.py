@@ -32,12 +32,17 @@ class Sample(Sampling):
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
     chat: bool = setting(False, "talk to a model that has a chat template")
     system: str = setting("", "system prompt of a chat")
+    model_class: str | None = setting(
+        None, "code of a model that transformers does not have, FILE.py:CLASS"
+    )
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
 
 def main() -> None:
     config = parse_config(Sample)
-    model, tokenizer = load(config.model, config.dtype, verify=config.verify)
+    model, tokenizer = load(
+        config.model, config.dtype, verify=config.verify, model_class=config.model_class
+    )
     if config.chat:
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused alone
         talk(model, tokenizer, config)

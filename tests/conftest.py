@@ -221,9 +221,9 @@ def before_update(monkeypatch):
     def install(action):
         honest = train_module.accumulate_gradients
 
-        def accumulate(accelerator, model, loader, first, sequences, interrupted):
+        def accumulate(run, first, sequences):
             action(first // sequences)
-            return honest(accelerator, model, loader, first, sequences, interrupted)
+            return honest(run, first, sequences)
 
         monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 

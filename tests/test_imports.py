@@ -20,15 +20,17 @@ ROOMS = """
     evals
     estimate
     runtime
+    run
     report
-    finish
+    callbacks
+    setup
     train
     study
     cli
     __main__
 """
 LEVELS = {room: n for n, line in enumerate(ROOMS.splitlines()) for room in line.split()}
-USE_ACCELERATE = {"finish", "train", "runtime", "checkpoint", "evals", "estimate"}
+USE_ACCELERATE = {"run", "setup", "callbacks", "runtime", "checkpoint", "evals", "estimate"}
 
 
 def imports(path: Path) -> set[str]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import tiktoken
+from gpt2_accel.runtime.setup import document_separator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -35,7 +36,6 @@ from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
 from gpt2_accel.hf.convert import special_ids
-from gpt2_accel.runtime.setup import document_separator
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_symbols,

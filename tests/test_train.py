@@ -49,7 +49,9 @@ def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
     )
     parts, model = open_split(data_dir, "train"), lambda *_, documents: torch.ones(())
     loader = TrainLoader(parts, sequence_length=32, micro_batch_size=2, seed=0)
-    assert train_module.accumulate_gradients(accelerator, model, loader, 0, 8) == 1
+    run = SimpleNamespace(accelerator=accelerator, model=model, loader=loader)
+    run.objective, run.interrupted = train_module.next_token_loss, lambda: False
+    assert train_module.accumulate_gradients(run, 0, 8) == {"loss": 1}
     assert backwards == [False, False, False, True]
 
 

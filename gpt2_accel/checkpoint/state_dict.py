@@ -5,16 +5,19 @@ numbers its parameters. In a checkpoint they are unsharded, in host memory, unde
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
+from gpt2_accel.checkpoint.find import STATE
 from gpt2_accel.device import is_shard, synchronize
-from gpt2_accel.hf.convert import build
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import LanguageModel, filled
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
@@ -25,14 +28,16 @@ def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
     return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
 
 
-def full_model(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel | None:
-    """Copies the prepared model to host memory on the main process; returns None on the others.
+def full_model(
+    accelerator: Accelerator, model: torch.nn.Module, empty: LanguageModel
+) -> LanguageModel | None:
+    """Copies the prepared model to host memory on the main process; returns None on the others. `empty` is its `skeleton`.
 
     All ranks must call it if the model is sharded: the shards are gathered, one tensor at a time.
     """
     plain = unwrap(accelerator, model)
     tensors = gather_to_host(accelerator, plain.state_dict())
-    return build(plain.config, tensors) if accelerator.is_main_process else None
+    return filled(empty, tensors) if accelerator.is_main_process else None
 
 
 def gather_to_host(
@@ -58,6 +63,75 @@ def gather_to_host(
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, gathered if it is sharded; all ranks must then call it."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded."""
+    if not is_shard(tensor):
+        return full.to(tensor.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = tensor.device_mesh
+    return distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
+
+
+class CallbackState:
+    """The state of the callbacks that have one, for a checkpoint, by class name; a second of a class is `NAME#2`."""
+
+    FILE = f"{STATE}/callbacks.safetensors"
+
+    def __init__(self, callbacks: Sequence[Any]):
+        self.callbacks: dict[str, Any] = {}
+        counts: Counter[str] = Counter()
+        for callback in callbacks:
+            if hasattr(callback, "state_dict"):
+                name = type(callback).__name__
+                counts[name] += 1
+                number = f"#{counts[name]}" if counts[name] > 1 else ""
+                self.callbacks[name + number] = callback
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors as `<callback>/<name>`, on their devices, sharded as they are."""
+        return {
+            f"{key}/{name}": value
+            for key, callback in self.callbacks.items()
+            for name, value in callback.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Returns the other values of each callback."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, callback in self.callbacks.items():
+            state = callback.state_dict().items()
+            found[key] = {k: value for k, value in state if not isinstance(value, torch.Tensor)}
+        return found
+
+    def load(self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool) -> list[str]:
+        """Hands the callbacks what `checkpoint`, with the state `saved`, has of them. Returns a note for each that starts anew.
+
+        Raises `ValueError` for the state of a callback that is absent, unless `ignore_missing`."""
+        values = saved.get("callbacks", {})
+        if (absent := values.keys() - self.callbacks.keys()) and not ignore_missing:
+            raise ValueError(
+                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not have: add it, or give "
+                "--ignore_changes"
+            )
+        file = checkpoint / self.FILE
+        tensors = load_file(file) if file.is_file() else {}
+        notes = []
+        for key, callback in self.callbacks.items():
+            if key not in values:
+                notes.append(f"the callback {key} has no state in {checkpoint}: it starts anew")
+                continue
+            prefix = f"{key}/"
+            own = {
+                k.removeprefix(prefix): t.clone()
+                for k, t in tensors.items()
+                if k.startswith(prefix)
+            }
+            callback.load_state_dict({**own, **values[key]})
+        return notes
 
 
 class OptimizerState:
@@ -134,11 +208,8 @@ class OptimizerState:
         for key, value in {**tensors, **values.get("state", {})}.items():
             name, _, kind = key.partition("/")
             parameter = self.parameters[name]
-            if isinstance(value, torch.Tensor) and value.ndim and is_shard(parameter):
-                from torch.distributed.tensor import distribute_tensor
-
-                mesh = parameter.device_mesh
-                value = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements)
+            if isinstance(value, torch.Tensor) and value.ndim:
+                value = shard_like(value, parameter)
             states[name][kind] = value
         groups = self.optimizer.state_dict()["param_groups"]
         for group, changed in zip(groups, values.get("groups", []), strict=False):

@@ -3,6 +3,7 @@
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
         training_state/optimizer.safetensors                   its tensors, by parameter name
+        training_state/callbacks.safetensors                   the tensors of callbacks, if they have some
         training_state/state.json                              step, optimizer, scaler, guard, data, position, …
         training_state/manifest.json                           size and SHA-256 of every file above
 
@@ -13,7 +14,7 @@ host memory, then written in the background: into a temporary folder, with check
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,15 +29,12 @@ from gpt2_accel.checkpoint.find import (
     point_to,
     step_of,
 )
-from gpt2_accel.checkpoint.state_dict import OptimizerState, full_model, gather_to_host
+from gpt2_accel.checkpoint.state_dict import OptimizerState
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
-from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class CheckpointWriter:
@@ -46,7 +44,7 @@ class CheckpointWriter:
     `keep_best` the one with the lowest validation loss. While the run trains it keeps one more: the updates after the
     newest may show that its weights are destroyed. The links `latest` and `best` point to the newest and the best.
 
-    `saved` is called with each new checkpoint, also in the background. A checkpoint that the disk
+    `written` is the newest checkpoint, until the run has reported it. A checkpoint that the disk
     does not take is reported through `print_line` and leaves the older ones unchanged. Any other
     error in the background is a bug: `bug` holds it, and `join` raises it.
     """
@@ -54,36 +52,29 @@ class CheckpointWriter:
     def __init__(
         self,
         config: TrainConfig,
-        tokenizer: "PreTrainedTokenizerBase",
-        saved: Callable[[Path], None],
+        files: ModelFiles,
         print_line: Callable[[str], None],
     ):
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.files, self.print_line = config, files, print_line
         self.run_dir = Path(config.output_dir)
-        self.saved, self.print_line = saved, print_line
+        self.written: Path | None = None
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self.bug: Exception | None = None
 
     def save(
         self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: OptimizerState,
-        state: dict,
+        model: LanguageModel,
+        tensors: dict[str, dict[str, torch.Tensor]],
+        state: dict[str, Any],
         training: Training,
     ) -> None:
-        """Copies the prepared `model` and the `optimizer`'s tensors to host memory and starts to write them.
-
-        Waits for the previous write first. All ranks call it. `state` is that of `Run.state_dict`.
-        """
+        """Starts to write a checkpoint, after the previous write. `model` and `tensors`, those of each file in
+        `training_state/`, are copies in host memory; `state` is that of `Run.state_dict`."""
         self.join()
-        plain = full_model(accelerator, model)
-        optimizer_state = gather_to_host(accelerator, optimizer.tensors())
-        if accelerator.is_main_process:
-            snapshot = (plain, optimizer_state, state, training)
-            self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
-            self._thread.start()
+        snapshot = (model, tensors, state, training)
+        self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -108,23 +99,24 @@ class CheckpointWriter:
     def _write(
         self,
         model: LanguageModel,
-        optimizer: dict[str, torch.Tensor],
-        state: dict,
+        tensors: dict[str, dict[str, torch.Tensor]],
+        state: dict[str, Any],
         training: Training,
     ) -> None:
         path = self.run_dir / f"checkpoint-{state['step']}"
         try:
             self.rotate(state["step"] - 1)  # by now their updates have followed
             with atomic_directory(path, replace=True) as folder:
-                save_pretrained(model, folder, self.tokenizer, training=training, name=str(path))
+                self.files.save(model, folder, training, str(path))
                 (folder / STATE).mkdir()
-                save_file(optimizer, folder / STATE / "optimizer.safetensors")
+                for name, own in tensors.items():
+                    save_file(own, folder / STATE / f"{name}.safetensors")
                 write_json(folder / STATE / "state.json", state)
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in files]
                 write_manifest(folder, MANIFEST, names)
             self.link(state["step"])
-            self.saved(path)
+            self.written = path
             self._error = None
         except OSError as error:  # the next write may succeed
             if str(error) != str(self._error):  # at its end a run tries the last one again

@@ -1,7 +1,9 @@
 """Memory per device of a training run (weights, gradients, optimizer state, activations), and the largest micro-batch that fits."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.loader import Batch
 from gpt2_accel.device import (
     DTYPES,
     free_memory,
@@ -101,11 +104,15 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
 
 
 def fitting_batch_size(
-    config: TrainConfig, accelerator: Accelerator, model: torch.nn.Module, packed: bool = False
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    objective: Callable[[torch.nn.Module, Batch], Any],
+    packed: bool = False,
 ) -> int:
     """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
 
-    The memory is estimated. On a GPU the size is then tried: forward and backward with random tokens, with gradients,
+    The memory is estimated. On a GPU the size is then tried: the objective and its backward with random tokens, with gradients,
     memory reserved for the optimizer state, and a `MARGIN`; if it does not fit, the next smaller one is. On a CPU, or with a
     sharded model, running out of memory cannot be caught, and the estimate decides. Parameters and random states do not
     change. `packed` says that batches have `documents`.
@@ -128,7 +135,9 @@ def fitting_batch_size(
     best = fitting[-1] if fitting else 0
     if reports_out_of_memory(device) and not accelerator.is_fsdp2:
         tried = reversed(fitting or sizes[:1])
-        best = next((n for n in tried if trial_fits(accelerator, model, n, length, packed)), 0)
+        best = next(
+            (n for n in tried if trial_fits(accelerator, model, objective, (n, length), packed)), 0
+        )
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
         raise ValueError(
@@ -140,9 +149,13 @@ def fitting_batch_size(
 
 
 def trial_fits(
-    accelerator: Accelerator, model: torch.nn.Module, size: int, length: int, packed: bool
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    objective: Callable[[torch.nn.Module, Batch], Any],
+    shape: tuple[int, int],
+    packed: bool,
 ) -> bool:
-    """Whether forward and backward of (size, length) tokens fit into memory."""
+    """Whether the objective and its backward fit into memory, for a batch of this shape."""
     device = accelerator.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
@@ -151,9 +164,12 @@ def trial_fits(
         reserve.append(torch.empty(margin, dtype=torch.uint8, device=device))
         for parameter in parameters:  # from the second micro-batch on they are there
             parameter.grad = torch.zeros_like(parameter)
-        tokens = torch.randint(0, 100, (size, length), device=device)
+        tokens = torch.randint(0, 100, shape, device=device)
+        batch = Batch(tokens, tokens, documents=tokens * 0 if packed else None)
         with accelerator.no_sync(model):
-            model(tokens, tokens, documents=tokens * 0 if packed else None).backward()
+            found = objective(model, batch)
+            loss = found[0] if isinstance(found, tuple) else found
+            loss.backward()
         del reserve
         return True
     except torch.OutOfMemoryError:

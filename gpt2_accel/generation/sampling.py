@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,17 +40,22 @@ NOT_FINITE = (
 
 
 def load(
-    name: str, dtype: str = "float32", *, verify: bool = True
+    name: str, dtype: str = "float32", *, verify: bool = True, model_class: str | None = None
 ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
-    a name in `DTYPES`. Raises `ValueError` for another, and the errors of `open_newest`, which takes `verify`,
+    a name in `DTYPES`, `model_class` as in `from_pretrained`. Raises `ValueError` for another dtype, and the errors
+    of `open_newest`, which takes `verify`,
     `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    model, tokenizer = open_newest(name, lambda d: (from_pretrained(d), load_tokenizer(d)), verify)
+
+    def open_model(directory: str | Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+        return from_pretrained(directory, model_class=model_class), load_tokenizer(directory)
+
+    model, tokenizer = open_newest(name, open_model, verify)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     return model.to(best_device(), DTYPES[dtype]).eval(), tokenizer
 

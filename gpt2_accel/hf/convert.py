@@ -6,14 +6,16 @@ config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is 
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.files import atomic_files, parse_json, sentence
+from gpt2_accel.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.hf import Conversion, hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 HEAD = "lm_head.weight"
+CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
 
 
 def conversion(architecture: str) -> Conversion:
@@ -141,8 +144,12 @@ def save_pretrained(
     *,
     training: Training | None = None,
     name: str | None = None,
+    custom: str = "",
 ) -> None:
     """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
+
+    A model that `transformers` does not have is written under its own names; `custom` says why, for the card. Of a model on
+    the meta device all but the weights is written.
 
     `training` is what the card says of how the model was made, `name` what it calls the model, by default the
     directory. The files have the dtype of the weights. Each file is replaced whole, so a directory that is in use never
@@ -157,8 +164,10 @@ def save_pretrained(
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
     with atomic_files(directory) as folder:
-        write_safetensors(folder / WEIGHTS, to_hf(model))
-        hf_config(config, ids, model.dtype).save_pretrained(folder)
+        if model.device.type != "meta":
+            write_safetensors(folder / WEIGHTS, model.state_dict() if custom else to_hf(model))
+        if not custom:
+            hf_config(config, ids, model.dtype).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
         generation = GenerationConfig(
             max_new_tokens=max(1, min(256, config.n_positions // 2)),
@@ -171,7 +180,12 @@ def save_pretrained(
         generation.save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
         card = model_card(
-            name or str(directory), describe(config), training, config.architecture, chat=chat
+            name or str(directory),
+            describe(config),
+            training,
+            CUSTOM if custom else config.architecture,
+            chat=chat,
+            custom=custom and f"{custom}. Its class is `{class_name(type(model))}`",
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
@@ -179,6 +193,9 @@ def save_pretrained(
             tokenizer.model_max_length = config.n_positions
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+        if custom:  # after the tokenizer, which AutoTokenizer would load with a warning
+            own = {"class": class_name(type(model)), "config": asdict(config)}
+            write_json(folder / "config.json", {"model_type": CUSTOM, **own, **ids})
         Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the files replaced now
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # shards of what was there before, and their index
@@ -224,18 +241,81 @@ def describe(config: ModelConfig) -> str:
     )
 
 
-def from_pretrained(name: str | Path, dropout: float = 0.0) -> LanguageModel:
+def from_pretrained(
+    name: str | Path, dropout: float = 0.0, model_class: str | None = None
+) -> LanguageModel:
     """Loads an HF model of one of `config.ARCHITECTURES`, in fp32 on CPU, in training mode.
 
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
-    value in the file is ignored.
+    value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if the model is none that
     `models/` has, or is damaged; the message names the file or tensor. Files are never run as code.
     """
     directory = local_directory(name)
+    if model_class is not None:
+        kind = load_class(model_class)
+        model = kind(kind.config_class(**read_custom(directory, kind)))
+        load_weights(model, directory)
+        return model
     config, tensors = read_config(directory, dropout), read_tensors(weight_files(directory))
     return build(config, from_hf(tensors, config, str(directory)))
+
+
+def load_weights(model: LanguageModel, directory: Path) -> None:
+    """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not those of such a model."""
+    tensors = read_tensors(weight_files(directory))
+    if is_custom(directory):
+        read_custom(directory, type(model))
+        state = dict(tensors)
+    else:
+        state = from_hf(tensors, model.config, str(directory))
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{directory} does not fit {class_name(type(model))}: {error}") from error
+
+
+def class_name(kind: type) -> str:
+    """Returns the name of a class as `MODULE:CLASS`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def load_class(name: str) -> type[LanguageModel]:
+    """Imports the class of a model that the user names, `FILE.py:CLASS` or `MODULE:CLASS`.
+
+    Raises `ValueError` if there is no such class, or if it is not a `LanguageModel`.
+    """
+    place, _, kind = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = spec_from_file_location(Path(place).stem, place)
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(place)
+        found = getattr(module, kind)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise ValueError(f"{name} is not a class: give FILE.py:CLASS ({error})") from error
+    if not (isinstance(found, type) and issubclass(found, LanguageModel)):
+        raise ValueError(f"{name} is not a subclass of gpt2_accel.models.LanguageModel")
+    return found
+
+
+def is_custom(directory: Path) -> bool:
+    """Whether a directory holds a model that `transformers` does not have."""
+    path = directory / "config.json"
+    return path.is_file() and parse_json(path.read_text("utf-8")).get("model_type") == CUSTOM
+
+
+def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
+    """Returns the fields of the config of a model that `transformers` does not have. Raises `ValueError` if the directory
+    holds one of another class than `kind`. What the file names is not imported."""
+    values = parse_json((directory / "config.json").read_text("utf-8"))
+    saved = values.get("class", f"a {values.get('model_type')} of transformers")
+    if saved.rpartition(":")[2] != kind.__qualname__:
+        raise ValueError(f"{directory} holds {saved}, not {class_name(kind)}: give its class")
+    return values["config"]
 
 
 def local_directory(name: str | Path) -> Path:
@@ -269,6 +349,11 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
     from transformers import CONFIG_MAPPING
 
     model_type = values.get("model_type")
+    if model_type == CUSTOM:
+        raise ValueError(
+            f"it is a model of the class {values.get('class')}, which transformers does not have: name its code by "
+            "--model_class FILE.py:CLASS"
+        )
     if model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise ValueError(f"it is of the type {model_type!r}; only {names} can load")

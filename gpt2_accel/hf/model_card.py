@@ -19,7 +19,13 @@ TEMPLATE = """\
 # {{ title }}
 
 {{ description }}
+{% if custom %}
+`transformers` cannot open this model: {{ custom }}.
 
+```sh
+gpt2-accel sample --model {{ name }} --model_class FILE.py:CLASS
+```
+{% else %}
 ```python
 from transformers import pipeline
 
@@ -37,7 +43,8 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 `/v1/completions`; there is no chat template
 {%- endif %}. For llama.cpp and Ollama
 `gpt2-accel export` writes a GGUF file.
-{% if training %}
+{% endif %}
+{%- if training %}
 ## Training
 
 - Data: {{ data }}
@@ -84,11 +91,12 @@ def model_card(
     model_type: str = "gpt2",
     *,
     chat: bool = False,
+    custom: str = "",
 ) -> str:
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that of its
-    config. With `chat` its tokenizer has a chat template. Absolute paths in the training data and the settings are shortened
+    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot open it. Absolute paths in the training data and the settings are shortened
     to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -109,6 +117,7 @@ def model_card(
         name=name,
         description=description,
         chat=chat,
+        custom=custom,
         training=training,
         data=without_folders(training.data) if training else None,
         settings=without_folders(yaml.safe_dump(dict(settings), sort_keys=False)),

@@ -6,8 +6,9 @@ Training, checkpoints, evaluation and the estimates use nothing else. Only its m
 Shape letters: B batch, T sequence, C width.
 """
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import ClassVar
@@ -92,7 +93,7 @@ def layers_heads_width(settings: object) -> tuple[int, int, int]:
 
 
 class LanguageModel(nn.Module):
-    """A language model. A subclass has the modules, `hidden` and `head_weight`.
+    """A language model. A subclass has the modules, `config_class`, `hidden` and `head_weight`.
 
     The token embedding and the head have `config.padded_vocab_size` rows. The padding rows are zero, get no gradient,
     and are excluded from the loss, from the logits that `forward` returns, and from saved files.
@@ -103,6 +104,7 @@ class LanguageModel(nn.Module):
     such as q, k and v, has their number as `stacked`; Muon updates each separately.
     """
 
+    config_class: ClassVar[type[ModelConfig]]
     separator: int | None = None
     checkpoint_activations = False
     residual: ClassVar[
@@ -228,6 +230,20 @@ class LanguageModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.head_weight.dtype
+
+
+def skeleton(model: LanguageModel) -> LanguageModel:
+    """Returns a copy of a model whose parameters have shapes and no memory (on the meta device)."""
+    parameters = model.parameters()
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in parameters}
+    return copy.deepcopy(model, memo)
+
+
+def filled(empty: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> LanguageModel:
+    """Returns a copy of a `skeleton` that uses the tensors of a state dict without copying them."""
+    model = copy.deepcopy(empty)
+    model.load_state_dict(tensors, assign=True)
+    return model
 
 
 @contextmanager

@@ -182,6 +182,7 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """A GPT-2 language model. The head is tied to the token embedding `wte`."""
 
+    config_class = GPTConfig
     residual = ("c_proj",)
 
     def __init__(self, config: GPTConfig):

@@ -198,6 +198,7 @@ class Block(nn.Module):
 class Llama(LanguageModel):
     """A Llama language model. A subclass may have another `attention`."""
 
+    config_class = LlamaConfig
     attention = Attention
     residual = ("o_proj", "down_proj")
 

@@ -64,4 +64,5 @@ class Attention(llama.Attention):
 class Qwen3(llama.Llama):
     """A Qwen3 language model."""
 
+    config_class = Qwen3Config
     attention = Attention

@@ -4,8 +4,6 @@ import ctypes
 import os
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch._functorch.config as functorch
@@ -142,20 +140,6 @@ def prepare(
     autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
     model.forward = autocast(model.forward)
     return prepared, optimizer
-
-
-def profiler(
-    steps: int, run_dir: Path, accelerator: Accelerator
-) -> AbstractContextManager[torch.profiler.profile | None]:
-    """Returns a context that traces `steps` updates after the first five into `trace-<rank>.json`, for
-    https://ui.perfetto.dev. Yields an object whose `step()` is to be called after each update; None if `steps` is 0."""
-    if not steps:
-        return nullcontext()
-    path = run_dir / f"trace-{accelerator.process_index}.json"
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=4, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
-    )
 
 
 def close(accelerator: Accelerator) -> None:

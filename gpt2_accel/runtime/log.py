@@ -33,8 +33,7 @@ class RunLog(AbstractContextManager):
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
     `full_speed` is that of an MFU of 1, in tokens per second, None if unknown.
 
-    `seconds` is the training time, including that before a resume. `results` has the newest evaluations. Each of `outputs`
-    is called with the metrics of an update, with its `step` and `tokens`; of these `skipped` and `samples` are no numbers.
+    `seconds` is the training time, including that before a resume. `results` has the newest evaluations.
     """
 
     def __init__(
@@ -48,23 +47,26 @@ class RunLog(AbstractContextManager):
         self.step, self._first, self._tokens_at = step, step, tokens_at
         self.seconds, self._full_speed = 0.0, full_speed
         self.results: dict[str, float] = {}
-        self.outputs: list[Callable[[dict], None]] = []
         self._files: list[JsonLines] = []
+        self._run_dir, self._updates = run_dir, updates
+        self._line: dict[str, object] = {}
+
+    def __enter__(self) -> "RunLog":
         # An average over all updates: recent ones alone may lie around an evaluation.
         shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
-        self._bar = Progress("training", updates, initial=step, shown=run_dir is not None, **shape)
-        if run_dir is not None:
+        shown = self._run_dir is not None
+        self._bar = Progress("training", self._updates, initial=self.step, shown=shown, **shape)
+        if self._run_dir is not None:
             names = ("metrics.jsonl", "samples.jsonl")
-            self._files = [JsonLines(run_dir / name, step) for name in names]
-            self.outputs = [self._files[0].write]
+            self._files = [JsonLines(self._run_dir / name, self.step) for name in names]
             for line in self._files[0].entries:  # before a resume
                 self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
                 for name, value in line.items():
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
-        self._line: dict[str, object] = {}
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
         self.resume()
+        return self
 
     def __exit__(self, *_) -> None:
         self._bar.close()  # it stays on the terminal
@@ -120,6 +122,10 @@ class RunLog(AbstractContextManager):
         if results:
             self.print_line(in_words(results))
 
+    def add(self, metrics: dict[str, float]) -> None:
+        """Adds metrics to this update's line."""
+        self._line |= metrics
+
     def sample(self, prompt: str, text: str) -> None:
         """Logs and prints a sample; only the main process calls it."""
         self._files[1].write({"step": self.step, "prompt": prompt, "text": text})
@@ -131,12 +137,15 @@ class RunLog(AbstractContextManager):
             tqdm.write(f"step {self.step}: {text}")
             sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
 
-    def write(self) -> None:
-        """Hands the metrics of this update to `outputs`, if any were logged."""
-        if self._line:
-            for output in self.outputs:
-                output({"step": self.step, "tokens": self.tokens, **self._line})
-        self._line = {}
+    def write(self) -> dict[str, object]:
+        """Writes the metrics of this update, if any were logged; returns the line, with its `step` and `tokens`. Of these
+        `skipped` and `samples` are not numbers."""
+        if not self._line:
+            return {}
+        line, self._line = {"step": self.step, "tokens": self.tokens, **self._line}, {}
+        if self._files:
+            self._files[0].write(line)
+        return line
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:

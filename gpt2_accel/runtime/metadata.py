@@ -12,7 +12,7 @@ from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
 
 if TYPE_CHECKING:
-    from gpt2_accel.runtime.run import Run
+    from gpt2_accel.run import Run
 
 
 def describe_run(run: "Run") -> dict:
@@ -32,7 +32,7 @@ def describe_run(run: "Run") -> dict:
     count = loader.micro_batches(run.schedule.sequences)
     sharded = ", sharded by FSDP2" if accelerator.is_fsdp2 else ""
     return {
-        "run_id": run.run_id,
+        "run_id": run.state.run_id,
         "parameters": shape.parameter_count,
         "tokenizer": manifest["tokenizer"]["fingerprint"],
         "flops_per_token": flops_per_token(shape, length),
@@ -46,7 +46,7 @@ def describe_run(run: "Run") -> dict:
         "data": f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
         "hardware": f"{accelerator.num_processes} x {device_name(accelerator.device)}{sharded}, "
         f"{precision_name(accelerator.mixed_precision)}",
-        "changes": run.history,
+        "changes": run.state.changes,
         "git_commit": git_commit() if main else None,
         "versions": installed_versions() if main else {},
     }

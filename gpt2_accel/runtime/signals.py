@@ -34,13 +34,14 @@ exit_code = 0  # of this process, by the signal that has stopped its run
 class StopRequest:
     """Records that a run has to stop; a context manager around its loop.
 
-    `reason` is None, the first signal of `SIGNALS`, or `max_hours` once that many hours have passed. A second Ctrl-C
+    `reason` is None, the first signal of `SIGNALS`, `max_hours` once that many hours have passed, or a request's. A second Ctrl-C
     raises `KeyboardInterrupt`. SIGHUP, which the end of a terminal sends, stays ignored under `nohup`.
     """
 
     def __init__(self, max_hours: float | None = None):
         self._ends = math.inf if max_hours is None else time.monotonic() + max_hours * 3600
         self._signal: str | None = None
+        self._requested: str | None = None
         self._received = math.inf  # time of the first signal, -infinity after a second
         self._handlers: dict[int, object] = {}
 
@@ -48,7 +49,16 @@ class StopRequest:
     def reason(self) -> str | None:
         if self._signal is None and time.monotonic() >= self._ends:
             return "max_hours"
-        return self._signal
+        return self._signal or self._requested
+
+    @property
+    def requeue(self) -> bool:
+        """Whether the run wants to be started again: not after Ctrl-C, nor after a callback's request."""
+        return self._requested is None and self._signal != "SIGINT"
+
+    def request(self, reason: str) -> None:
+        """Ends the run because of `reason`, unless something else does."""
+        self._requested = self._requested or reason
 
     @property
     def exit_code(self) -> int:

@@ -11,6 +11,7 @@ from conftest import make_text, run, status, tiny_config
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.hf import comparison
 from gpt2_accel.runtime.log import RunLog
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -95,12 +96,15 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("module", ["checkpoint.writer", "finish"])
-def test_a_bug_is_not_an_error_of_the_disk(module, tiny, monkeypatch, capsys):
-    def planted(*_, **__):
-        raise ModuleNotFoundError("no module gpt2_accel.hf.mine")
+@pytest.mark.parametrize("place", ["rehearsal", "checkpoint-", "model"])
+def test_a_bug_is_not_an_error_of_the_disk(place, tiny, monkeypatch, capsys):
+    def planted(model, directory, *rest, **options):
+        if place in f"{directory} {'model' * (Path(directory) == Path(tiny().output_dir))}":
+            raise ModuleNotFoundError("no module gpt2_accel.hf.mine")
+        return honest(model, directory, *rest, **options)
 
-    monkeypatch.setattr(f"gpt2_accel.{module}.save_pretrained", planted)
+    honest = comparison.save_pretrained
+    monkeypatch.setattr(comparison, "save_pretrained", planted)
     with pytest.raises(ModuleNotFoundError, match="mine") as raised:
         run(tiny(max_steps=2))
     assert raised.traceback[-1].name == "planted"

@@ -9,9 +9,9 @@ from gpt2_accel.config import TrainConfig, parse_config
 honest = train_module.accumulate_gradients
 
 
-def accumulate(accelerator, model, loader, first, sequences, interrupted):
-    loss = honest(accelerator, model, loader, first, sequences, interrupted)
-    return loss * torch.nan if first // sequences >= 6 else loss
+def accumulate(run, first, sequences):
+    figures = honest(run, first, sequences)
+    return {"loss": figures["loss"] * torch.nan} if first // sequences >= 6 else figures
 
 
 train_module.accumulate_gradients = accumulate

@@ -24,7 +24,7 @@ from interrupted import (
 )
 from launching import ROOT, launch, python, wait_for
 
-import gpt2_accel.train as train_module
+from gpt2_accel.callbacks import Evaluations
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory
 from gpt2_accel.data.shards import HEADER
 from gpt2_accel.files import lock_folder
@@ -132,7 +132,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     expected = run(tiny("whole", **settings))
-    evaluate = train_module.Run.evaluate
+    honest = Evaluations.on_step_end
 
     def signal_at(place):
         if place == step:
@@ -140,7 +140,9 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
 
     if within:
         monkeypatch.setattr(
-            train_module.Run, "evaluate", lambda run: signal_at(run.step) or evaluate(run)
+            Evaluations,
+            "on_step_end",
+            lambda self, run, skipped: signal_at(run.step) or honest(self, run, skipped),
         )
     else:
         before_update(lambda before: signal_at(before + 1))

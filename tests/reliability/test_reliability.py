@@ -33,7 +33,7 @@ from interrupted import (
 )
 from launching import ROOT, python
 
-import gpt2_accel.finish as finish_module
+import gpt2_accel.run as run_module
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
@@ -161,12 +161,13 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
     disk, left = small_disk(4), 0
 
     def fill(_):
-        honest(_)
+        reported = honest(_)
         free = shutil.disk_usage(disk).free
         (disk / "filler").write_bytes(bytes(free - left))
+        return reported
 
-    honest = finish_module.wait_for_checkpoint
-    monkeypatch.setattr(finish_module, "wait_for_checkpoint", fill)
+    honest = run_module.wait_for_checkpoint
+    monkeypatch.setattr(run_module, "wait_for_checkpoint", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
     failed = 0
     while (
@@ -232,13 +233,13 @@ def poison(monkeypatch, bad):
     """Makes the loss and the gradients of the updates in `bad` NaN."""
     honest = train_module.accumulate_gradients
 
-    def accumulate(accelerator, model, loader, first, sequences, interrupted):
-        loss = honest(accelerator, model, loader, first, sequences, interrupted)
+    def accumulate(run, first, sequences):
+        figures = honest(run, first, sequences)
         if first // sequences in bad:
-            for parameter in model.parameters():
+            for parameter in run.model.parameters():
                 parameter.grad.mul_(math.nan)
-            loss = loss * math.nan
-        return loss
+            figures["loss"] *= math.nan
+        return figures
 
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 

@@ -63,7 +63,7 @@ def test_the_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/seconds": 100.0}\n')
-    run = RunLog(tmp_path, 0, 7, lambda step: 100 * step, 500.0)
+    run = RunLog(tmp_path, 0, 7, lambda step: 100 * step, 500.0).__enter__()
     for step, seconds in enumerate([30, 2, 2, 2, 2, 2, 2], start=1):
         now[0] += seconds  # the first update compiles
         run.advance(step)

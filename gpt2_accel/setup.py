@@ -1,18 +1,30 @@
 """Builds the model, optimizer, data and evaluations of a run, and checks that they fit together."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 
 from gpt2_accel import kernels
+from gpt2_accel.callbacks import (
+    Checkpoints,
+    Evaluations,
+    Figures,
+    LossPlot,
+    Profiler,
+    Pushes,
+    Samples,
+    Trackers,
+    check_callback,
+)
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
 from gpt2_accel.config import AUTO, PATHS, TrainConfig
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     check_tokenizer,
@@ -27,29 +39,51 @@ from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import hub_items, read_items
 from gpt2_accel.evals.validation import validation_loss
-from gpt2_accel.generation.sampling import encode_prompt, user_turn
+from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
-from gpt2_accel.hf.convert import check_finite, from_pretrained, local_directory
+from gpt2_accel.hf.convert import (
+    check_finite,
+    from_pretrained,
+    is_custom,
+    load_weights,
+    local_directory,
+)
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
-from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded, configured_shape
+from gpt2_accel.models import (
+    LanguageModel,
+    ModelConfig,
+    check_loaded,
+    configured_shape,
+    skeleton,
+)
 from gpt2_accel.optim import build_optimizer
+from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-from gpt2_accel.runtime.run import Run
 from gpt2_accel.tokenizer import document_marks, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], LanguageModel]
 CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
 
 
-def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
-    """Builds a run; its state is loaded from the checkpoint if it resumes.
+def setup(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: "LanguageModel | NewModel | None",
+    objective: Objective,
+    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
+    callbacks: Sequence[Any],
+) -> Run:
+    """Builds a run; its state is loaded from the checkpoint if it resumes. The arguments are those of `train`.
 
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work together.
     """
+    for callback in callbacks:
+        check_callback(callback)
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
@@ -67,24 +101,20 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
         ]
         for prompt in prompts if config.sample_every else []:
             encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
-        plain = build_model(config, tokenizer, checkpoint)
+        plain = build_model(config, tokenizer, checkpoint, model)
         plain.checkpoint_activations = config.checkpoint_activations
         if config.document_mask and not conversations:
             plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
             # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
-    optimizer = build_optimizer(
-        plain,
-        config.optimizer,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(0.9, config.beta2),
-    )
-    model, optimizer = prepare(accelerator, plain, optimizer)
+    empty = skeleton(plain)
+    prepared, own_optimizer = prepare(accelerator, plain, (optimizer or configured)(plain, config))
+    if accelerator.num_processes > 1:
+        objective = through_prepared(objective, prepared)
     size = config.micro_batch_size
     if size == AUTO:
-        size = fitting_batch_size(config, accelerator, model, packed=conversations)
+        size = fitting_batch_size(config, accelerator, prepared, objective, packed=conversations)
     size, note = config.fit_micro_batch(size, accelerator.num_processes)
     if note:
         accelerator.print(note)
@@ -94,14 +124,65 @@ def setup(config: TrainConfig, accelerator: Accelerator) -> Run:
     return Run(
         config,
         accelerator,
-        model,
-        optimizer,
+        prepared,
+        own_optimizer,
+        objective,
         tokenizer,
-        prompts,
+        empty,
         loader,
-        evaluations,
+        val_loader,
+        [*callbacks, *own_callbacks(config, accelerator, evaluations, prompts)],
         checkpoint,
     )
+
+
+def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
+    """Builds the optimizer that the settings describe."""
+    return build_optimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(0.9, config.beta2),
+    )
+
+
+def own_callbacks(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    evaluations: list[tuple[int, Evaluation]],
+    prompts: list[Prompt],
+) -> list[Any]:
+    """Returns the callbacks that follow the user's, in the order of their calls."""
+    found: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
+    if config.profile:
+        name = f"trace-{accelerator.process_index}.json"
+        found.append(Profiler(config.profile, Path(config.output_dir, name)))
+    if config.report_to:
+        found.append(Trackers(config.report_to))
+    if config.push_to_hub:
+        found += [LossPlot(), Pushes()]
+    return [*found, Checkpoints()]
+
+
+def through_prepared(objective: Objective, prepared: torch.nn.Module) -> Objective:
+    """Returns the objective with a check that it calls the prepared model: the hooks of DDP and FSDP are on that."""
+    called: list[bool] = []
+    prepared.register_forward_pre_hook(lambda *_: called.append(True))
+
+    def checked(
+        model: torch.nn.Module, batch: Batch
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        called.clear()
+        found = objective(model, batch)
+        if not called:
+            raise ValueError(
+                "the objective does not call the model that it gets: a module inside it computes without the other "
+                "processes; call model(batch.input_ids)"
+            )
+        return found
+
+    return checked
 
 
 def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
@@ -122,19 +203,25 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
 
 def build_model(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", checkpoint: Path | None
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    checkpoint: Path | None,
+    given: "LanguageModel | NewModel | None",
 ) -> LanguageModel:
-    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`.
+    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
+    their weights.
 
     `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
+    if given is not None and not isinstance(given, LanguageModel):
+        given = given(config, tokenizer)
     if source is None:
-        model = configured_shape(config, len(tokenizer)).build()
+        model = given or configured_shape(config, len(tokenizer)).build()
     else:
         # `find_checkpoint` has checked a checkpoint to resume.
         directory = verified_directory(source, checkpoint is None, "use another checkpoint")
-        model = load_model(config, tokenizer, Path(local_directory(directory)))
+        model = load_model(config, tokenizer, Path(local_directory(directory)), given)
     length, n_positions = config.tokens_per_sequence, model.config.n_positions
     if length > n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
@@ -145,13 +232,22 @@ def build_model(
 
 
 def load_model(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", source: Path
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    source: Path,
+    given: LanguageModel | None,
 ) -> LanguageModel:
-    """Loads the model of a directory. If the data holds conversations, it gets rows for the tokens that the data's
+    """Loads the model of a directory, or its weights into the `given` model. If the data holds conversations, it gets rows for the tokens that the data's
     `tokenizer` has in addition.
 
     Raises `ValueError` if it does not fit the tokenizer or the settings."""
-    model = from_pretrained(source, config.dropout)
+    if given is None and is_custom(source):  # of changed code, which only the user has
+        given = configured_shape(config, len(tokenizer)).build()
+    if given is not None:
+        model = given
+        load_weights(model, source)
+    else:
+        model = from_pretrained(source, config.dropout)
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         own = load_tokenizer(source)
@@ -165,6 +261,8 @@ def load_model(
             f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was tokenized with one of "
             f"{len(tokenizer)}: prepare the text with the model's tokenizer, in another --data_dir"
         )
+    if given is not None:
+        return model
     if config.init_from is not None:
         check_loaded(config, model.config)
     elif not config.ignore_changes and model.config != (

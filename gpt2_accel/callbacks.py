@@ -1,0 +1,242 @@
+"""Callbacks: what happens around the updates of a run. Those that every run has are here; `setup.py` puts them after the user's.
+
+A callback is any object with some of the methods of `Callback`. All ranks call them, in the order of the list.
+"""
+
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate.tracking import GeneralTracker
+
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.state_dict import full_model, unwrap
+from gpt2_accel.evals import Evaluation
+from gpt2_accel.files import first_line, sentence
+from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
+from gpt2_accel.hf.hub import PICTURE, Uploads
+from gpt2_accel.optim import evaluating_optimizer
+from gpt2_accel.report.figures import draw_loss
+from gpt2_accel.run import Run
+from gpt2_accel.runtime.guard import Diverged
+from gpt2_accel.runtime.processes import all_or_none, main_process_first
+from gpt2_accel.runtime.trackers import start_tracker
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+
+class Callback(Protocol):
+    """The methods that a callback may have; the names are those of the `TrainerCallback` of `transformers`.
+
+    It may be a context manager too, around the loop. An exception ends the run.
+    """
+
+    def on_train_begin(self, run: Run) -> None:
+        """Before the first update, after `load_state_dict`."""
+
+    def on_pre_optimizer_step(self, run: Run) -> None:
+        """Before the optimizer's step; the gradients are complete, unscaled and clipped."""
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        """After an update, `run.step`; `skipped` says that it did not reach the weights."""
+
+    def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_log(self, run: Run, logs: dict[str, Any]) -> None:
+        """After a line of `metrics.jsonl`."""
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """After a checkpoint has its name, at the next update; for the last before `on_train_end`."""
+
+    def on_train_end(self, run: Run, finished: bool) -> None:
+        """After the last checkpoint and, if the run is `finished`, the final model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: tensors, which may be sharded, and values that JSON has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Gets what `state_dict` returned, with unsharded tensors on the CPU."""
+
+
+def check_callback(callback: "Callback | TrainerCallback") -> None:
+    """Raises `ValueError` for a callback of transformers' `Trainer`, whose methods take other arguments."""
+    if any(kind.__name__ == "TrainerCallback" for kind in type(callback).__mro__):
+        raise ValueError(
+            f"{type(callback).__name__} is a TrainerCallback of transformers: its methods get args, state and control; write a "
+            "class whose methods take the run, see docs/change.md"
+        )
+
+
+class Figures:
+    """Logs the figures of an update every `log_every` updates."""
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        if not skipped and (run.step == 1 or run.due(run.config.log_every)):
+            run.log.training(run.figures)
+
+
+class Evaluations:
+    """Runs the evaluations that are due, pairs of an interval in updates and an evaluation, until one is interrupted.
+
+    The validation loss decides on early stopping and on the best checkpoint. Raises `Diverged` if it is not finite.
+    """
+
+    def __init__(self, evaluations: list[tuple[int, Evaluation]]):
+        self.evaluations = evaluations
+
+    def on_train_begin(self, run: Run) -> None:
+        """Evaluates a checkpoint that was written before an evaluation was due, and saves it with the result."""
+        if run.checkpoint and run.state.val_loss is None and run.due(run.config.eval_every):
+            self.on_step_end(run, skipped=False)
+            run.log.write()
+            run.save(again=True)
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        for every, evaluation in self.evaluations:
+            if not run.due(every):
+                continue
+            if not run.stopping:
+                self.count(run, run.evaluate(evaluation))
+            run.unevaluated = run.unevaluated or run.stopping
+
+    def count(self, run: Run, results: dict[str, float]) -> None:
+        """Notes the validation loss of an evaluation, if it has one."""
+        loss = results.get("val/loss")
+        if loss is None:
+            return
+        if not abs(loss) < float("inf"):
+            raise Diverged(
+                f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
+                "--learning_rate, or start again with it"
+            )
+        run.state.val_loss = loss
+        run.early_stopping.count(loss)
+
+
+class Samples:
+    """Generates a sample from each prompt every `sample_every` updates: on the main process only, uncompiled.
+
+    A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
+    """
+
+    def __init__(self, prompts: list[Prompt]):
+        self.prompts = prompts
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        config, accelerator = run.config, run.accelerator
+        if run.stopping or not run.due(config.sample_every):
+            return
+        with evaluating_optimizer(run.optimizer):
+            if accelerator.is_fsdp2:
+                plain = full_model(accelerator, run.model, run.empty)
+            else:
+                plain = unwrap(accelerator, run.model)
+            with main_process_first():  # may exceed the time limit of a collective
+                if accelerator.is_main_process:
+                    plain = plain.to(accelerator.device)
+                    sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+                    samples = complete(plain, run.tokenizer, self.prompts, sampling)
+                    for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                        run.log.sample(prompt, whole_text(run.tokenizer, sample))
+
+
+class Profiler(AbstractContextManager):
+    """Traces `profile` updates after the first five into `trace-<rank>.json`, for https://ui.perfetto.dev."""
+
+    def __init__(self, updates: int, path: Path):
+        self.profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=4, warmup=1, active=updates, repeat=1),
+            on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+        )
+
+    def __enter__(self) -> "Profiler":
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profile.__exit__(*error)
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        self.profile.step()
+
+
+class Trackers(AbstractContextManager):
+    """Sends each line of `metrics.jsonl` to experiment trackers, on the main process.
+
+    Raises `OSError` if one cannot be started. One that fails later is reported and dropped, and the run continues.
+    """
+
+    def __init__(self, names: list[str]):
+        self.names = names
+        self.trackers: list[GeneralTracker] = []
+
+    def __exit__(self, *_: Any) -> None:
+        for tracker in self.trackers:
+            with suppress(Exception):  # a tracker's failure must not fail the run
+                tracker.finish()
+
+    def on_train_begin(self, run: Run) -> None:
+        with all_or_none():
+            for name in dict.fromkeys(self.names) if run.accelerator.is_main_process else ():
+                self.trackers.append(start_tracker(name, run.config, run.metadata, run.step))
+
+    def on_log(self, run: Run, logs: dict[str, Any]) -> None:
+        values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        step = values.pop("step")
+        for tracker in list(self.trackers):
+            # Without `commit` wandb holds a step back until the next one, and a kill would lose it.
+            options = {"commit": True} if tracker.name == "wandb" else {}
+            try:
+                tracker.log(values, step=step, **options)
+            except Exception as error:  # each library has its own types
+                self.trackers.remove(tracker)
+                reason = first_line(error)
+                run.log.print_line(f"{tracker.name} failed and gets no further steps: {reason}")
+
+
+class LossPlot:
+    """Draws the loss of a finished run for its model card, on the main process."""
+
+    def on_train_end(self, run: Run, finished: bool) -> None:
+        if finished and run.accelerator.is_main_process:
+            try:
+                draw_loss(run.run_dir, run.run_dir / PICTURE)
+            except (OSError, ValueError) as error:
+                run.log.print_line(f"the loss is not plotted: {sentence(error)}")
+
+
+class Pushes(AbstractContextManager):
+    """Pushes checkpoints and the final model to the Hub, from the main process and in the background."""
+
+    def __init__(self) -> None:
+        self.uploads: Uploads | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        if self.uploads is not None:
+            self.uploads.__exit__(*error)
+
+    def on_train_begin(self, run: Run) -> None:
+        if run.accelerator.is_main_process:
+            uploads = Uploads(run.config, run.log.print_line, lambda: run.stop.seconds_left)
+            self.uploads = uploads.__enter__()
+
+    def on_save(self, run: Run, path: Path) -> None:
+        if self.uploads is not None:
+            self.uploads.push(path)
+
+    def on_train_end(self, run: Run, finished: bool) -> None:
+        if self.uploads is not None and finished:
+            self.uploads.push(run.run_dir, list_checkpoints(run.run_dir)[-1])
+
+
+class Checkpoints:
+    """Writes this step's metrics, and then its checkpoint if one is due: it is the last of the callbacks."""
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        if line := run.log.write():
+            run.call("on_log", logs=line)
+        if run.save_due():
+            run.save()

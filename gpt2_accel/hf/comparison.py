@@ -1,0 +1,109 @@
+"""Compares the trained module with what `transformers` computes from its directory, and saves it in the form that fits.
+
+A model that differs, or whose tensors `transformers` does not have, is saved under the `model_type` of `convert.CUSTOM`, which
+`transformers` refuses in place of loading another model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt2_accel.config import ARCHITECTURES
+from gpt2_accel.hf.convert import HEAD, hf_config, save_pretrained, special_ids, to_hf
+from gpt2_accel.hf.model_card import Training
+from gpt2_accel.models import LanguageModel, evaluating
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS = 64  # that both models read, at most
+LIMIT = 1e-4  # of the logits' standard deviation; rounding in fp32 is about 3e-6
+
+
+@dataclass
+class ModelFiles:
+    """Writes the directories of a run's model, and decides on their form.
+
+    `custom` is why `transformers` cannot open the model, empty if it can. `compared` says that its logits were compared.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    print_line: Callable[[str], None]
+    custom: str = ""
+    compared: bool = False
+
+    def save(
+        self,
+        model: LanguageModel,
+        directory: Path,
+        training: Training | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Writes the directory of a model in host memory, in fp32. Compares the logits the first time, and before if the
+        tensors already tell.
+
+        Raises the errors of `save_pretrained`."""
+        if not (self.custom or self.compared):
+            self.custom = unknown_tensors(model)
+        save_pretrained(
+            model, directory, self.tokenizer, training=training, name=name, custom=self.custom
+        )
+        if self.compared or model.device.type == "meta":
+            return
+        self.compared = True
+        if not self.custom and (found := difference(model, directory)) > LIMIT:
+            self.custom = f"its logits differ by {found:.2g} of their standard deviation"
+            save_pretrained(
+                model, directory, self.tokenizer, training=training, name=name, custom=self.custom
+            )
+        if self.custom:
+            self.print_line(
+                f"transformers cannot open this model ({self.custom}): it is saved in a form of its own, see its README.md"
+            )
+
+
+def unknown_tensors(model: LanguageModel) -> str:
+    """Returns why `transformers` has no model with these tensors; empty if the names and shapes are those of its model.
+
+    Takes no memory for weights."""
+    config = model.config
+    if config.architecture not in ARCHITECTURES:
+        return f"it does not have the architecture {config.architecture}"
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(hf_config(config, special_ids(None, 0)))
+    expected = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in to_hf(model).items()}
+    if HEAD not in found:  # tied
+        found[HEAD] = expected[HEAD]
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            return f"it has another {name}" if name in expected else f"it does not have {name}"
+    return ""
+
+
+@torch.no_grad()
+def difference(model: LanguageModel, directory: Path) -> float:
+    """Returns the largest difference between the logits of a model, in fp32 on the CPU, and those that `transformers`
+    computes from its directory, in units of their standard deviation."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, min(TOKENS, config.n_positions)
+    input_ids = torch.randint(config.vocab_size, shape, generator=generator)
+    with evaluating(model):
+        logits = model(input_ids)
+    return ((logits - theirs(input_ids).logits).abs().max() / logits.std()).item()

@@ -1,0 +1,548 @@
+"""A training run: what it is, what a checkpoint keeps of it, what the loop and the callbacks call, and its end.
+
+`setup.py` builds it. All methods are called by all ranks, unless they say otherwise.
+"""
+
+import gc
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+
+from gpt2_accel.checkpoint.find import read_state, read_status
+from gpt2_accel.checkpoint.state_dict import (
+    CallbackState,
+    OptimizerState,
+    full_model,
+    full_tensor,
+    gather_to_host,
+    unwrap,
+)
+from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state, write_manifest
+from gpt2_accel.config import TrainConfig, load_saved
+from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
+from gpt2_accel.data.prefetch import PrefetchLoader
+from gpt2_accel.data.shards import UnreadableData, data_fingerprint
+from gpt2_accel.device import device_name, peak_flops
+from gpt2_accel.evals import Evaluation
+from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.files import (
+    check_renames,
+    lock_folder,
+    parse_json,
+    remove,
+    scratch_directory,
+    sentence,
+    sync,
+    write_json,
+)
+from gpt2_accel.hf.comparison import ModelFiles
+from gpt2_accel.hf.convert import check_finite
+from gpt2_accel.hf.hub import MODEL_MANIFEST
+from gpt2_accel.hf.safetensors_files import WEIGHTS
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.optim import evaluating_optimizer
+from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
+from gpt2_accel.runtime.log import RunLog, Status
+from gpt2_accel.runtime.metadata import (
+    changed_settings,
+    describe_run,
+    describe_training,
+    end_summary,
+    start_summary,
+)
+from gpt2_accel.runtime.processes import all_or_none, any_rank, on_main_process
+from gpt2_accel.runtime.signals import StopRequest
+from gpt2_accel.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
+
+Objective = Callable[
+    [torch.nn.Module, Batch], torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
+]
+"""(prepared model, micro-batch) -> its loss, a mean over what the batch counts, or that and figures to log, means likewise."""
+
+
+@dataclass
+class RunState:
+    """What a checkpoint keeps of a run beside its tensors. `val_loss` is that of this step, None if it was not evaluated;
+    `changes` are the settings that resumes have changed."""
+
+    step: int = 0  # updates done
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # in the trackers
+    val_loss: float | None = None
+    changes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """A training run, whose folder is locked.
+
+    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective`; the data's tokenizer; `empty`, the
+    model without memory (`models.skeleton`); the loaders of this rank's share of the data, `val_loader` None if nothing is
+    evaluated; the callbacks, in the order of their calls; and the checkpoint to resume, None for a new run.
+
+    `schedule` has the sequences of each update, `updates` is their number, other than `max_steps` after a resume with
+    another batch size. `resumes_here` says that the checkpoint is in the run's own folder. `stopping` says that a rank has to
+    stop, and is equal on all ranks; `unevaluated`, that an evaluation was due then. `figures` are those of the last update, `problem` is why the last bad one was skipped.
+
+    Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    tokenizer: "PreTrainedTokenizerBase"
+    empty: LanguageModel
+    train_loader: TrainLoader
+    val_loader: EvalLoader | None
+    callbacks: Sequence[Any]
+    checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        config, accelerator = self.config, self.accelerator
+        self.run_dir = Path(config.output_dir)
+        self.state = RunState()
+        self.schedule = config.batch_schedule(accelerator.num_processes)
+        self.guard = AnomalyGuard()
+        self.early_stopping = EarlyStopping(config.patience)
+        self.optimizer_state = OptimizerState(unwrap(accelerator, self.model), self.optimizer)
+        self.callback_state = CallbackState(self.callbacks)
+        # What determines the order of the data.
+        self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
+        self._data = data_fingerprint(config.data_dir)
+        self._saved_step: int | None = None
+        self._wants_save = self._reported = False
+        self.resumes_here = self.stopping = self.unevaluated = False
+        self.figures: dict[str, float] = {}
+        self.problem = ""
+        self.changes: list[str] = []  # of this resume
+        if self.checkpoint is not None:
+            self.resume(self.checkpoint)
+        self.state.run_id = on_main_process(lambda: self.state.run_id)
+        self.updates = self.schedule.updates(config.max_steps)
+        self.metadata = describe_run(self)
+        self.stop = StopRequest(config.max_hours)
+        self.interrupted = any_rank(accelerator, self._must_stop)
+        peak = peak_flops(device_name(accelerator.device))
+        self.log = RunLog(
+            self.run_dir if accelerator.is_main_process else None,
+            self.step,
+            self.updates,
+            lambda step: self.schedule.first(step) * config.tokens_per_sequence,
+            peak and peak * accelerator.num_processes / self.metadata["flops_per_token"],
+        )
+        self.status = Status(self.run_dir, lambda: self.step, self.stop)
+        self.files = ModelFiles(self.tokenizer, self.log.print_line)
+        self.writer = CheckpointWriter(config, self.files, self.log.print_line)
+        steps = range(self.step, self.updates)
+        self.loader = PrefetchLoader(self.train_loader, self.schedule, steps, accelerator.device)
+
+    @property
+    def step(self) -> int:
+        """The number of updates done."""
+        return self.state.step
+
+    def resume(self, checkpoint: Path) -> None:
+        """Restores the state from a checkpoint, whose weights the model has. The schedule continues from its position.
+
+        Raises `ValueError` if the data or a setting that determines its order has changed, or if the checkpoint has the state
+        of a callback that the run does not have, unless `ignore_changes` is set."""
+        config, accelerator = self.config, self.accelerator
+        with all_or_none():
+            saved = read_state(checkpoint)
+            position = saved["position"]
+            before = position | {"data": saved["data"]}
+            for name, value in (self._order | {"data": self._data}).items():
+                if before[name] != value and not config.ignore_changes:
+                    raise ValueError(
+                        f"{checkpoint} was trained with the {name} {before[name]}, not {value}, which changes the "
+                        "order of the data: resume with the original value, or with --ignore_changes"
+                    )
+            seen = position["sequences"] * position["sequence_length"]
+            guard = saved["guard"]
+            self.early_stopping = EarlyStopping(config.patience, guard["waited"], guard["best"])
+            # Checkpoints of release 0.4 have no settings.
+            settings = saved.get("settings") or load_saved(checkpoint.parent / "config.yaml")
+            changes = changed_settings(config, settings, saved["step"], seen)
+            self.changes = list(changes.values())
+            history = saved.get("changes", []) + self.changes
+            self.state = RunState(saved["step"], val_loss=saved["val_loss"], changes=history)
+            self.schedule = config.batch_schedule(
+                accelerator.num_processes, self.step, seen // config.tokens_per_sequence
+            )
+        load_training_state(checkpoint, saved, accelerator, self.optimizer_state)
+        with all_or_none():
+            notes = self.callback_state.load(checkpoint, saved, config.ignore_changes)
+        accelerator.print(f"resumed from {checkpoint}", *notes, sep="\n")
+        self.resumes_here = checkpoint.resolve().parent == self.run_dir.resolve()
+        branches = not self.resumes_here and (checkpoint.parent / "run.json").exists()
+        if not branches:  # a branch of another run is a run of its own
+            self.state.run_id = saved["run_id"] or self.state.run_id
+        if self.resumes_here:
+            self._saved_step = self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state beside the tensors, for a checkpoint.
+
+        `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of
+        the data. A resume compares its settings with `settings`."""
+        scaler, stopping = self.accelerator.scaler, self.early_stopping
+        return {
+            **asdict(self.state),
+            "position": {"sequences": self.schedule.first(self.step), **self._order},
+            "guard": {"best": stopping.best, "waited": stopping.waited},
+            "data": self._data,
+            "settings": self.config.settings(),
+            "optimizer": self.optimizer_state.name,
+            "optimizer_values": self.optimizer_state.values(),
+            "callbacks": self.callback_state.values(),
+            "scaler": scaler.state_dict() if scaler else None,
+        }
+
+    # What surrounds the loop
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Runs the block, the loop, with signals, status, log, and the callbacks that are context managers.
+
+        Writes `config.yaml` and `run.json` and prints a summary. If the data can no longer be read, saves a checkpoint.
+        """
+        with ExitStack() as stack:
+            with all_or_none():
+                stack.enter_context(self.stop)
+                if self.accelerator.is_main_process:
+                    stack.enter_context(self.status)
+                    self.config.save(self.run_dir / "config.yaml")
+                    write_json(self.run_dir / "run.json", self.metadata)
+                    print(start_summary(self), *self.changes, sep="\n", flush=True)
+                    self.writer.link(self.step)  # a kill may have prevented it
+                stack.enter_context(self.log)
+            for callback in self.callbacks:
+                if isinstance(callback, AbstractContextManager):
+                    stack.enter_context(callback)
+            stack.enter_context(self.writer)
+            stack.enter_context(self.loader)
+            gc.disable()  # a rank that collects within an update keeps the others waiting
+            stack.callback(gc.enable)
+            self.call("on_train_begin")
+            self.rehearse_save()
+            self.log.resume()
+            try:
+                yield
+            except UnreadableData:  # raised on all ranks
+                self.log.write()
+                self.save()
+                raise
+
+    def call(self, event: str, **what: Any) -> None:
+        """Calls the method `event` of the callbacks that have it, in their order."""
+        for callback in self.callbacks:
+            if method := getattr(callback, event, None):
+                method(self, **what)
+
+    def rehearse_save(self) -> None:
+        """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved ends
+        the run before its first update."""
+
+        def rehearse() -> None:
+            with scratch_directory(self.run_dir / "checkpoint-rehearsal") as folder:
+                self.files.save(self.empty, folder, describe_training(self))
+                load_tokenizer(folder)
+                state = self.state_dict()
+                write_json(folder / "state.json", state)
+                saved = parse_json((folder / "state.json").read_text(encoding="utf-8"))
+                for name, value in state.items():
+                    if saved[name] != value:
+                        raise ValueError(f"the {name} of the run cannot be saved as JSON: {value}")
+
+        self.callback_state.tensors()  # raises for what is not a tensor
+        on_main_process(rehearse)
+
+    # What the loop calls
+
+    def goes_on(self) -> bool:
+        """Whether there is another update to do."""
+        ended = self.stopping or self.diverged or self.early_stopping.ended
+        return self.step < self.updates and not ended
+
+    @property
+    def diverged(self) -> bool:
+        """Whether too many updates in a row were skipped."""
+        return self.guard.bad_in_a_row >= MAX_BAD_STEPS
+
+    def reduce(self, figures: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
+        """Returns the means of the figures over all ranks, with `grad_norm`, and notes whether a rank has to stop or asks for
+        a checkpoint.
+
+        The host waits here until the device has done the update. Raises the errors of
+        `check_problems`: tokens that a rank could not read are in no update.
+        """
+        flags = (self._must_stop(), self._wants_save, self.writer.written is not None)
+        values = [*figures.values(), *map(float, flags)]
+        own = [torch.as_tensor(value, device=self.accelerator.device) for value in values]
+        means = self.accelerator.reduce(torch.stack([value.float() for value in own]), "mean")
+        *found, stop, save, written, norm = torch.cat(
+            (means, full_tensor(grad_norm)[None])
+        ).tolist()
+        self.stopping, self._wants_save, self._reported = stop > 0, save > 0, written > 0
+        if self.stopping:
+            self.check_problems()
+        return {**dict(zip(figures, found, strict=True)), "grad_norm": norm}
+
+    def end_update(self, figures: dict[str, float], problem: str | None) -> None:
+        """Counts an update and calls the callbacks. `problem` is why it was skipped, None if it was not."""
+        self.state.step += 1
+        self.state.val_loss = None
+        self.figures = figures
+        self.problem = problem or self.problem
+        self.log.advance(self.step)
+        if problem is not None:
+            first = self.schedule.first(self.step - 1)
+            self.log.skipped(problem, self.train_loader.samples(first, self.schedule.sequences))
+        if self._reported:
+            self.report_save()
+        self.call("on_step_end", skipped=problem is not None)
+        if self.due(self.config.log_every):
+            gc.collect(1)  # on all ranks at once, the young objects
+        self.log.resume()
+
+    # What callbacks call
+
+    def due(self, every: int) -> bool:
+        """Whether an action of every `every` updates, and of the last, is due at this step. 0 means never."""
+        return every > 0 and (self.step % every == 0 or self.step == self.updates)
+
+    def request_stop(self, reason: str) -> None:
+        """Ends the run with a checkpoint after the next update. One rank is enough."""
+        self.stop.request(reason)
+
+    def request_save(self) -> None:
+        """Saves a checkpoint after the next update. One rank is enough."""
+        self._wants_save = True
+
+    def save_due(self) -> bool:
+        """Whether a checkpoint is due at this step.
+
+        A skipped update has none: if the run diverges, the newest one precedes the bad updates.
+        """
+        wanted, self._wants_save = self._wants_save, False
+        due = (wanted or self.due(self.config.save_every)) and self.guard.bad_in_a_row == 0
+        return not self.diverged and (due or not self.goes_on())
+
+    def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
+        """Runs and logs an evaluation of what the module holds now; returns its results, none if it was interrupted."""
+        with evaluating_optimizer(self.optimizer):
+            results = evaluation(self.accelerator, self.model, self.interrupted)
+        self.stopping = self.stopping or not results
+        self.log.evaluation(results)
+        self.call("on_evaluate", metrics=results)
+        return results
+
+    def validate(self, prefix: str = "val/") -> dict[str, float]:
+        """Evaluates the validation loss of what the module holds now, as `PREFIX/loss`. It counts neither for `best/` nor for
+        early stopping. Raises `ValueError` if the run evaluates nothing."""
+        if self.val_loader is None:
+            raise ValueError("the run has no validation data: give --eval_every")
+        name = prefix.rstrip("/")
+        return self.evaluate(partial(validation_loss, loader=self.val_loader, prefix=name))
+
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        """Adds metrics, by their whole names such as `ema/distance`, to this step's line of `metrics.jsonl`."""
+        self.log.add(metrics)
+
+    def save_model(self, directory: str | Path) -> None:
+        """Writes what the module holds now as a model directory."""
+        with evaluating_optimizer(self.optimizer):
+            plain = full_model(self.accelerator, self.model, self.empty)
+        training = describe_training(self)
+        on_main_process(lambda: self.files.save(plain, Path(directory), training))
+
+    # Checkpoints
+
+    def save(self, *, again: bool = False) -> None:
+        """Waits for the previous checkpoint and starts to write the one of this step, unless it is written; with `again`
+        in any case. Raises `OSError` if the run's folder is gone."""
+        failed = on_main_process(self._end_write)
+        if self.step == self._saved_step and not (failed or again):
+            return
+        metrics = self.run_dir / "metrics.jsonl"
+        if self.accelerator.is_main_process and metrics.exists():
+            sync(metrics)  # a resumed run does not repeat this step
+        with evaluating_optimizer(self.optimizer):
+            plain = full_model(self.accelerator, self.model, self.empty)
+            state, training = self.state_dict(), describe_training(self)
+            tensors = {
+                "optimizer": gather_to_host(self.accelerator, self.optimizer_state.tensors())
+            }
+            if callbacks := gather_to_host(self.accelerator, self.callback_state.tensors()):
+                tensors["callbacks"] = callbacks
+        if plain is not None:
+            self.writer.save(plain, tensors, state, training)
+        self._saved_step = self.step
+
+    def report_save(self) -> None:
+        """Calls `on_save` of the callbacks for the checkpoint that is written."""
+        self._reported, self.writer.written = False, None
+        self.call("on_save", path=self.run_dir / f"checkpoint-{self._saved_step}")
+
+    def _end_write(self) -> bool:
+        """Waits for the previous checkpoint. Returns whether it could not be written.
+
+        Raises `OSError` if the run's folder was removed or moved."""
+        self.status.write()
+        if self.status.lost:
+            raise OSError(
+                f"{self.config.output_dir} was removed or moved during the run, or another process trains there now: "
+                "put it back and start the same command again, or choose another --output_dir"
+            )
+        return self.writer.join() is not None
+
+    def _must_stop(self) -> bool:
+        """Whether this rank has to stop: after a signal, or because of a problem."""
+        problem = self.train_loader.problem or self.writer.bug
+        return self.status.lost or any((self.stop.reason, problem))
+
+    def check_problems(self) -> None:
+        """Raises on all ranks `UnreadableData` if one could not read its training data, and the
+        error of a bug while a checkpoint was written."""
+        with all_or_none():
+            if problem := self.writer.bug or self.train_loader.problem:
+                raise problem
+
+
+# The end of a run
+
+
+def finish(run: Run) -> bool:
+    """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
+
+    Raises `Diverged` if the run has diverged, and the errors of `Run.check_problems`.
+    """
+    config = run.config
+    bad = run.guard.bad_in_a_row
+    if run.diverged:
+        run.state.step -= bad  # the bad updates did not change the weights
+    else:
+        run.check_problems()
+    run.save()
+    if on_main_process(lambda: wait_for_checkpoint(run)):
+        run.report_save()
+    if run.diverged:
+        raise Diverged(
+            f"{bad} updates in a row were skipped, the last because {run.problem}: resume from checkpoint-"
+            f"{run.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
+            f"{config.output_dir}/metrics.jsonl"
+        )
+    run.log.print_line(end_summary(run))
+    if run.early_stopping.ended:
+        run.log.print_line(
+            f"early stopping: no lower validation loss in {config.patience} evaluations"
+        )
+    elif run.step < run.updates or (run.unevaluated):
+        reason = run.stop.reason or "a signal to another process"
+        if run.accelerator.is_main_process:
+            run.status.end("stopped", reason, requeue=run.stop.requeue)
+        signals.exit_code = run.stop.exit_code
+        run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
+        run.call("on_train_end", finished=False)
+        return False
+    export_model(run)
+    run.call("on_train_end", finished=True)
+    return True
+
+
+def wait_for_checkpoint(run: Run) -> bool:
+    """Waits until the last checkpoint is on disk. Returns whether it is not yet reported to the callbacks. Raises `OSError`
+    if it could not be written."""
+    if error := run.writer.join():
+        message = f"the last checkpoint could not be written: {sentence(error)}"
+        raise OSError(message) from error
+    return run.writer.written is not None
+
+
+def export_model(run: Run) -> None:
+    """Writes the final model into the run's folder and marks the run as finished.
+
+    Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
+    """
+    config = run.config
+    with evaluating_optimizer(run.optimizer):
+        plain = full_model(run.accelerator, run.model, run.empty)
+    if plain is None:  # not the main process
+        return
+    check_finite(plain, f"the model after update {run.step}")
+    training = describe_training(run)
+    try:
+        run.files.compared = False
+        run.files.save(plain, run.run_dir, training)
+        write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
+    except OSError as error:
+        raise OSError(
+            f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
+            "space or make it writable, then continue from the last checkpoint with --resume_from latest"
+        ) from error
+    # Before the status: a complete run that is started again removes nothing.
+    run.writer.rotate(run.step)
+    run.status.end("finished")
+
+
+def is_complete(run: Run) -> bool:
+    """Whether the run is finished at this step and its final model is written. Prints that no update
+    is left to do.
+
+    Raises `ValueError` if settings were given that the complete run does not have."""
+    run_dir = run.run_dir
+    status, has_model = on_main_process(
+        lambda: (read_status(run_dir), any(run_dir.glob("model*.safetensors")))
+    )
+    found = status.get("state"), status.get("step")
+    if run.goes_on() or not (run.resumes_here and has_model and found == ("finished", run.step)):
+        return False
+    text = (
+        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
+        "--epochs or --patience to go on"
+    )
+    changes = on_main_process(
+        lambda: changed_settings(run.config, load_saved(run_dir / "config.yaml"), run.step)
+    )
+    unused = [change for name, change in changes.items() if name in run.config.given]
+    if unused:
+        raise ValueError(
+            f"{text}, or choose another --output_dir: {', '.join(unused)} was not used"
+        )
+    run.accelerator.print(text)
+    return True
+
+
+@contextmanager
+def lock_run_dir(config: TrainConfig) -> Iterator[None]:
+    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
+    that a kill left.
+
+    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
+    Raises the errors of `lock_folder` on all ranks.
+    """
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
+            stack.enter_context(lock_folder(config.output_dir, wait=wait))
+            check_renames(Path(config.output_dir))
+            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
+                remove(partial)
+
+        on_main_process(lock)
+        yield
