@@ -124,7 +124,7 @@ class Run:
         self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
         self._data = data_fingerprint(config.data_dir)
         self._saved_step: int | None = None
-        self._wants_save = self._reported = False
+        self._asks_save = self._save_asked = self._unreported = False
         self.resumes_here = self.stopping = self.unevaluated = False
         self.figures: dict[str, float] = {}
         self.problem = ""
@@ -290,14 +290,15 @@ class Run:
         The host waits here until the device has done the update. Raises the errors of
         `check_problems`: tokens that a rank could not read are in no update.
         """
-        flags = (self._must_stop(), self._wants_save, self.writer.written is not None)
+        flags = (self._must_stop(), self._asks_save, self.writer.written is not None)
         values = [*figures.values(), *map(float, flags)]
         own = [torch.as_tensor(value, device=self.accelerator.device) for value in values]
         means = self.accelerator.reduce(torch.stack([value.float() for value in own]), "mean")
         *found, stop, save, written, norm = torch.cat(
             (means, full_tensor(grad_norm)[None])
         ).tolist()
-        self.stopping, self._wants_save, self._reported = stop > 0, save > 0, written > 0
+        self.stopping, self._save_asked, self._unreported = stop > 0, save > 0, written > 0
+        self._asks_save = False
         if self.stopping:
             self.check_problems()
         return {**dict(zip(figures, found, strict=True)), "grad_norm": norm}
@@ -312,7 +313,7 @@ class Run:
         if problem is not None:
             first = self.schedule.first(self.step - 1)
             self.log.skipped(problem, self.train_loader.samples(first, self.schedule.sequences))
-        if self._reported:
+        if self._unreported:
             self.report_save()
         self.call("on_step_end", skipped=problem is not None)
         if self.due(self.config.log_every):
@@ -331,15 +332,15 @@ class Run:
 
     def request_save(self) -> None:
         """Saves a checkpoint after the next update. One rank is enough."""
-        self._wants_save = True
+        self._asks_save = True
 
     def save_due(self) -> bool:
         """Whether a checkpoint is due at this step.
 
         A skipped update has none: if the run diverges, the newest one precedes the bad updates.
         """
-        wanted, self._wants_save = self._wants_save, False
-        due = (wanted or self.due(self.config.save_every)) and self.guard.bad_in_a_row == 0
+        due = self._save_asked or self.due(self.config.save_every)
+        due = due and self.guard.bad_in_a_row == 0
         return not self.diverged and (due or not self.goes_on())
 
     def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
@@ -395,7 +396,7 @@ class Run:
 
     def report_save(self) -> None:
         """Calls `on_save` of the callbacks for the checkpoint that is written."""
-        self._reported, self.writer.written = False, None
+        self._unreported, self.writer.written = False, None
         self.call("on_save", path=self.run_dir / f"checkpoint-{self._saved_step}")
 
     def _end_write(self) -> bool:

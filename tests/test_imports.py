@@ -34,9 +34,11 @@ USE_ACCELERATE = {"run", "setup", "callbacks", "runtime", "checkpoint", "evals",
 
 
 def imports(path: Path) -> set[str]:
-    """Returns the dotted names that a module imports, also inside functions."""
+    """Returns the dotted names that a module imports, also inside functions, but not those for annotations only."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE" in ast.dump(n.test))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
