@@ -1,0 +1,75 @@
+"""A change: an exponential moving average of the weights, evaluated beside them and saved as a model in `ema/`.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/ema.py --data_dir data/python_stdlib \
+        --config recipes/changes/small.yaml --output_dir runs/ema
+
+The average of update t is decay · average + (1 - decay) · weights. Training does not see it: the losses are those of a run
+without it. It is in each checkpoint, so a resume continues it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gpt2_accel import cli
+from gpt2_accel.checkpoint.state_dict import shard_like, unwrap
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.run import Run
+from gpt2_accel.train import train
+
+
+class EMA:
+    def __init__(self, decay: float = 0.99):
+        self.decay = decay
+        self.average: dict[str, torch.Tensor] = {}
+        self.saved: dict[str, Any] = {}
+
+    def on_train_begin(self, run: Run) -> None:
+        self.weights = dict(unwrap(run.accelerator, run.model).named_parameters())
+        for name, weight in self.weights.items():
+            start = self.saved.get(name)
+            known = start is not None
+            self.average[name] = shard_like(start, weight) if known else weight.detach().clone()
+
+    @torch.no_grad()
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        if not skipped:
+            for name, weight in self.weights.items():
+                self.average[name].lerp_(weight, 1 - self.decay)
+        if run.due(run.config.eval_every) and not run.stopping:
+            with self.in_use():
+                run.validate("ema/")
+
+    def on_train_end(self, run: Run, finished: bool) -> None:
+        if finished:
+            with self.in_use():
+                run.save_model(run.run_dir / "ema")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Puts the average into the model inside the block."""
+        kept = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.copy(self.average)
+        yield
+        self.copy(kept)
+
+    @torch.no_grad()
+    def copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+
+def main() -> None:
+    train(parse_config(TrainConfig), callbacks=[EMA()])
+
+
+if __name__ == "__main__":
+    cli.run(main)

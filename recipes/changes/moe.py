@@ -1,0 +1,69 @@
+"""A change: a mixture of experts in place of each MLP, one expert per token (Switch, Fedus et al., 2021, arXiv:2101.03961).
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/moe.py --data_dir data/python_stdlib \
+        --config recipes/changes/small.yaml --output_dir runs/moe
+    python recipes/sample.py --model runs/moe --model_class recipes/changes/moe.py:MoE
+
+The balance is E · Σ share of the tokens · mean probability over the experts, for each sequence, so that it does not depend on
+how an update is divided. Each expert computes all tokens: simple, and no expert is ever without a gradient.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gpt2_accel import GPT, GPTConfig, cli
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.data.loader import Batch
+from gpt2_accel.models import configured_shape
+from gpt2_accel.models.gpt2 import MLP
+from gpt2_accel.train import train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Experts(nn.Module):
+    def __init__(self, config: GPTConfig, number: int = 4):
+        super().__init__()
+        self.router = nn.Linear(config.n_embd, number, bias=False)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, C)."""
+        probability = self.router(x).softmax(dim=-1)  # (B, T, experts)
+        chosen = nn.functional.one_hot(probability.argmax(dim=-1), probability.shape[-1])
+        shares = chosen.float().mean(dim=1) * probability.mean(dim=1)  # of each sequence
+        self.balance = len(self.experts) * shares.sum(dim=-1).mean()
+        gates = (probability * chosen).unsqueeze(-2).unbind(dim=-1)  # of each expert, (B, T, 1)
+        return sum(gate * expert(x) for gate, expert in zip(gates, self.experts, strict=True))
+
+
+class MoE(GPT):
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        for block in self.h:
+            block.mlp = Experts(config)
+        self.init_weights()
+
+
+def new_model(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> MoE:
+    return MoE(configured_shape(config, len(tokenizer)))
+
+
+def objective(
+    model: nn.Module, batch: Batch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(batch.input_ids, batch.targets, documents=batch.documents)
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    balance = torch.stack([layer.balance for layer in layers]).mean()
+    return loss + 0.01 * balance, {"balance": balance}
+
+
+def main() -> None:
+    train(parse_config(TrainConfig), model=new_model, objective=objective)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,53 @@
+"""A change: another optimizer, Lion (Chen et al., 2023, arXiv:2302.06675), with a tenth of the rate for the embeddings.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/optimizer.py --data_dir data/python_stdlib \
+        --config recipes/changes/small.yaml --learning_rate 3e-4 --output_dir runs/lion
+
+The rates of the groups keep their ratio along the schedule. Its momentum, the count of its updates and the last sizes of each
+gradient are in the checkpoints.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpt2_accel import cli
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.train import train
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float, weight_decay: float, beta1: float = 0.9):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "updates": 0})
+        self.beta1 = beta1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["updates"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                direction = momentum.lerp(weight.grad, 1 - self.beta1).sign()
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(direction * group["lr"])
+                momentum.lerp_(weight.grad, 0.01)
+                sizes = [*state.get("sizes", []), float(weight.grad.abs().max())]
+                state["sizes"] = sizes[-3:]
+
+
+def lion(model: LanguageModel, config: TrainConfig) -> Lion:
+    embeddings = [model.head_weight]
+    others = [weight for weight in model.parameters() if weight is not model.head_weight]
+    groups = [{"params": embeddings, "lr": config.learning_rate / 10}, {"params": others}]
+    return Lion(groups, config.learning_rate, config.weight_decay)
+
+
+def main() -> None:
+    train(parse_config(TrainConfig), optimizer=lion)
+
+
+if __name__ == "__main__":
+    cli.run(main)
