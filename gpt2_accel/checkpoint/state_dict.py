@@ -66,8 +66,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded."""
-    if not is_shard(tensor):
+    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded. A tensor
+    that is sharded already is returned unchanged."""
+    if is_shard(full) or not is_shard(tensor):
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
 

@@ -29,9 +29,8 @@ class EMA:
     def on_train_begin(self, run: Run) -> None:
         self.weights = dict(unwrap(run.accelerator, run.model).named_parameters())
         for name, weight in self.weights.items():
-            start = self.saved.get(name)
-            known = start is not None
-            self.average[name] = shard_like(start, weight) if known else weight.detach().clone()
+            start = self.saved.get(name, weight.detach().clone())
+            self.average[name] = shard_like(start, weight)
 
     @torch.no_grad()
     def on_step_end(self, run: Run, skipped: bool) -> None:

@@ -52,9 +52,7 @@ def new_model(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> MoE:
     return MoE(configured_shape(config, len(tokenizer)))
 
 
-def objective(
-    model: nn.Module, batch: Batch
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def objective(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = model(batch.input_ids, batch.targets, documents=batch.documents)
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     balance = torch.stack([layer.balance for layer in layers]).mean()

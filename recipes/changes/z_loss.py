@@ -15,9 +15,7 @@ from gpt2_accel.data.loader import Batch
 from gpt2_accel.train import train
 
 
-def objective(
-    model: torch.nn.Module, batch: Batch
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, z = model(batch.input_ids, batch.targets, documents=batch.documents, z_loss=1e-4)
     return loss, {"z_loss": z}
 

@@ -1,0 +1,35 @@
+"""Runs a script of recipes/changes, named by `CHANGE`, in processes over gloo; with `FSDP` sharded by FSDP2.
+
+`ROUTER` plants a router of the mixture of experts whose expert 0 gets no tokens on rank 1, and whose expert 1 gets none.
+"""
+
+import os
+import sys
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from conftest import load_recipe
+
+from gpt2_accel import cli
+
+change = load_recipe(f"changes/{os.environ['CHANGE']}")
+if "ROUTER" in os.environ:
+    honest = change.Experts.forward
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.router.weight[0] *= 0 if os.environ.get("RANK") != "1" else -1
+            self.router.weight[1] -= 1e3 * x.mean(dim=(0, 1)).sign()
+        return honest(self, x)
+
+
+def main() -> None:
+    if "FSDP" in os.environ:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    change.main()
+
+
+sys.argv[0] = "changes_script.py"
+cli.run(main)

@@ -1,0 +1,197 @@
+"""The scripts of recipes/changes: each does what it says, resumes exactly, and edits no file of the package."""
+
+import ast
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import as_flags, load_recipe, losses, metrics, reset_accelerate, tiny_config
+from launching import ROOT, launch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.train import train
+
+SCRIPTS = sorted((ROOT / "recipes/changes").glob("*.py"))
+
+
+@pytest.fixture
+def change(data_dir, tmp_path):
+    """A function that trains eight updates with a change's own arguments; returns the lines of metrics.jsonl."""
+
+    def run(name, folder, seams, **changes):
+        reset_accelerate()
+        settings = {"eval_every": 4, "eval_tokens": 256, "save_every": 1, "keep_last": 9, **changes}
+        config = tiny_config(data_dir, tmp_path / folder, **settings)
+        module = load_recipe(f"changes/{name}")
+        train(config, **seams(module, config))
+        return metrics(tmp_path / folder)
+
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_change_has_at_most_40_lines(script):
+    tree = ast.parse(script.read_text())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [n.body[0] for n in ast.walk(tree) if isinstance(n, kinds) and ast.get_docstring(n)]
+    skipped = {i for n in texts for i in range(n.lineno, n.end_lineno + 1)}
+    imported = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    skipped |= {i for n in imported for i in range(n.lineno, n.end_lineno + 1)}
+    lines = enumerate(script.read_text().splitlines(), start=1)
+    assert len([1 for i, line in lines if line.strip() and i not in skipped]) <= 40
+
+
+def with_ema(module, config):
+    return {"callbacks": [module.EMA()]}
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_ema(change, tmp_path):
+    plain = change("ema", "plain", lambda *_: {})
+    lines = change("ema", "run", with_ema)
+    assert losses(lines) == losses(plain)
+    assert [x["val/loss"] for x in lines if "val/loss" in x] == [
+        x["val/loss"] for x in plain if "val/loss" in x
+    ]
+    # From checkpoint 1 on, whose average is in its state.
+    state = load_file(tmp_path / "run/checkpoint-1/training_state/callbacks.safetensors")
+    saved = weights(tmp_path / "run/checkpoint-1")
+    average = {
+        name: state[f"EMA/{name.removeprefix('transformer.')}"] for name in saved if "wpe" in name
+    }
+    for step in range(2, 9):
+        now = weights(tmp_path / f"run/checkpoint-{step}")
+        average = {name: 0.99 * average[name] + 0.01 * now[name] for name in average}
+    found = weights(tmp_path / "run/ema")
+    for name, tensor in average.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
+    # It opens in transformers, gives the logged loss, and a resume continues it to the bit.
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run/ema")
+    change("ema", "resumed", with_ema, resume_from=str(tmp_path / "run/checkpoint-5"))
+    again = weights(tmp_path / "resumed/ema")
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+def test_z_loss(change):
+    lines = change("z_loss", "run", lambda module, _: {"objective": module.objective})
+    plain = change("z_loss", "plain", lambda *_: {})
+    first, own = plain[0]["train/loss"], lines[0]
+    assert own["train/loss"] - 1e-4 * own["train/z_loss"] == pytest.approx(first, abs=1e-5)
+    assert own["train/z_loss"] == pytest.approx(first**2, rel=0.05)  # near-uniform: log V
+
+
+def mixture(module, _):
+    return {"model": module.new_model, "objective": module.objective}
+
+
+def test_a_mixture_of_experts(change, tmp_path):
+    lines = change("moe", "run", mixture, max_steps=20, keep_last=20)
+    assert lines[0]["train/balance"] == pytest.approx(1, abs=0.3)
+    change("moe", "resumed", mixture, max_steps=20, resume_from=str(tmp_path / "run/checkpoint-9"))
+    whole, resumed = (weights(tmp_path / folder) for folder in ("run", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    with pytest.raises(ValueError, match="gpt2_accel_custom"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    code = f"{ROOT}/recipes/changes/moe.py:MoE"
+    model, tokenizer = load(str(tmp_path / "run"), model_class=code)
+    assert len(complete(model, tokenizer, ["the "], Sampling(5))[0].ids) == 5
+
+
+@pytest.mark.parametrize("router", [{}, {"ROUTER": "planted"}])
+def test_experts_on_two_processes(router, data_dir, tmp_path):
+    """Losses of one process; and an expert without tokens, on one rank or everywhere, hangs or fails nothing."""
+
+    def train_on(processes, **env):
+        folder = tmp_path / str(processes)
+        config = tiny_config(
+            data_dir, folder, max_steps=20, learning_rate=1e-3, micro_batch_size=4 // processes
+        )
+        done = launch(
+            "tests/changes_script.py", *as_flags(config), processes=processes, CHANGE="moe", **env
+        )
+        assert done.returncode == 0, done.stderr
+        return losses(metrics(folder))
+
+    two = train_on(2, **router)
+    assert len(two) == 20
+    if not router:
+        assert two == pytest.approx(train_on(1), abs=1e-5)
+
+
+def test_ema_and_another_optimizer_with_fsdp2(data_dir, tmp_path):
+    """The average is that of one process, and a resume continues both to the bit."""
+    settings = {"max_steps": 6, "save_every": 3, "eval_every": 3, "eval_tokens": 256}
+    for name in ("ema", "optimizer"):
+        plain = tiny_config(data_dir, tmp_path / f"{name}/one", **settings)
+        done = launch("tests/changes_script.py", *as_flags(plain), CHANGE=name)
+        assert done.returncode == 0, done.stderr
+        for folder, more in (
+            ("two", {}),
+            ("more", {"resume_from": str(tmp_path / name / "two/checkpoint-3")}),
+        ):
+            config = tiny_config(
+                data_dir, tmp_path / name / folder, **settings, **more, micro_batch_size=2
+            )
+            flags = ("--mixed_precision", "no", "--dynamo_backend", "no", "tests/changes_script.py")
+            done = launch(
+                *flags, *as_flags(config), processes=2, config="8xa100_fsdp2", CHANGE=name, FSDP="1"
+            )
+            assert done.returncode == 0, done.stderr
+        model = "ema" if name == "ema" else ""
+        one, two, more = (weights(tmp_path / name / f / model) for f in ("one", "two", "more"))
+        assert all(torch.equal(two[key], more[key]) for key in two)
+        if name == "ema":
+            for key in one:
+                torch.testing.assert_close(one[key], two[key], atol=1e-5, rtol=0)
+
+
+def test_distillation(change, tmp_path, data_dir):
+    torch.manual_seed(5)
+    save_pretrained(GPT(GPTConfig(257, 32, 1, 2, 16)), tmp_path / "teacher")
+    teacher = from_pretrained(tmp_path / "teacher").eval()
+    seen = []
+
+    def seams(module, config):
+        objective = module.Distillation(str(tmp_path / "teacher"))
+
+        def noted(model, batch):
+            seen.append((copy.deepcopy(model), batch))
+            return objective(model, batch)
+
+        return {"objective": noted}
+
+    lines = change("distillation", "run", seams, max_steps=2)
+    model, batch = seen[0]
+    with torch.no_grad():
+        own, theirs = (m(batch.input_ids).log_softmax(-1).flatten(0, 1) for m in (model, teacher))
+    divergence = (theirs.exp() * (theirs - own)).sum(-1).mean().item()
+    nats = F.nll_loss(own, batch.targets.flatten()).item()
+    assert lines[0]["train/divergence"] == pytest.approx(divergence, abs=1e-5)
+    assert lines[0]["train/loss"] == pytest.approx((nats + divergence) / 2, abs=1e-5)
+    held = load_file(tmp_path / "run/checkpoint-2/training_state/optimizer.safetensors")
+    assert {key.partition("/")[0] for key in held} == {n for n, _ in model.named_parameters()}
+    save_pretrained(GPT(GPTConfig(300, 32, 1, 2, 16)), tmp_path / "other")
+    with pytest.raises(ValueError, match="the teacher has 300 tokens, the student 257"):
+        change(
+            "distillation",
+            "wrong",
+            lambda module, _: {"objective": module.Distillation(str(tmp_path / "other"))},
+        )
+
+
+def test_another_optimizer_resumes_to_the_bit(change, tmp_path):
+    def seams(module, _):
+        return {"optimizer": module.lion}
+
+    whole = change("optimizer", "run", seams)
+    resumed = change("optimizer", "more", seams, resume_from=str(tmp_path / "run/checkpoint-3"))
+    assert losses(resumed) == losses(whole)[3:]
+    one, two = (weights(tmp_path / folder) for folder in ("run", "more"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
