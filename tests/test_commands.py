@@ -17,7 +17,7 @@ from conftest import chat_rows, load_recipe, make_text, write_lines
 from launching import ROOT, forked, free_port, launched
 
 from gpt2_accel.cli.command import run as run_program
-from gpt2_accel.config import parse_config
+from gpt2_accel.config import TrainConfig, parse_config
 
 ASSIGNMENT = re.compile(r"\w+=")
 MODEL = "--n_layer 1 --n_head 2 --n_embd 16 --max_steps 2"
@@ -53,6 +53,8 @@ LOCAL = {
         f"{SMALL} --input my_texts/0.txt --output_dir runs/shakespeare"
     ),
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py": SMALL,
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/ema.py --data_dir "
+    "data/python_stdlib --config recipes/changes/small.yaml --output_dir runs/ema": SMALL,
     "python recipes/pretrain_124m.py --dry_run accelerate_configs/8xa100.yaml A100": "",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain_124m.py --data_dir "
     "data/mine --output_dir runs/try --n_layer 2 --n_head 2 --n_embd 128 --n_positions 128 "
@@ -126,6 +128,9 @@ NOT_RUN = {
     "make quickstart": "installs, and trains for two minutes",
     "make chat": "trains for five minutes; tests/recipes/test_talking.py runs its parts",
     "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",
+    "python recipes/sample.py --model runs/moe --model_class recipes/changes/moe.py:MoE": (
+        "tests/recipes/test_changes.py does"
+    ),
     "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
     "accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir "
@@ -286,7 +291,7 @@ def test_the_dry_run_prints_what_the_hardware_page_quotes(tmp_path):
 
 def header_commands() -> list[str]:
     """Returns the commands in the headers of the recipes."""
-    headers = (path.read_text().split('"""')[1] for path in (ROOT / "recipes").glob("*.py"))
+    headers = (path.read_text().split('"""')[1] for path in (ROOT / "recipes").rglob("*.py"))
     lines = (re.sub(r"\\+\n", " ", header).splitlines() for header in headers)
     command = re.compile(r"    (python recipes/|accelerate launch)")
     return commands_in([line for found in lines for line in found if command.match(line)])
@@ -303,7 +308,7 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
         script, args = parsed.training_script, parsed.training_script_args
     else:
         script, args = words[1], words[2:]
-    recipe = load_recipe(Path(script).stem)
+    recipe = load_recipe(Path(script).relative_to("recipes").with_suffix("").as_posix())
     if hasattr(recipe, "parse_options"):
         monkeypatch.setattr(sys, "argv", [script, *args])
         assert recipe.parse_options()
@@ -313,4 +318,4 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
         for _, kind in inspect.getmembers(recipe, is_dataclass)
         if inspect.isclass(kind) and kind.__module__ == recipe.__name__
     ]
-    assert parse_config(kinds[0], args)
+    assert parse_config([*kinds, TrainConfig][0], args)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import tiktoken
-from gpt2_accel.runtime.setup import document_separator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -36,6 +35,7 @@ from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
 from gpt2_accel.hf.convert import special_ids
+from gpt2_accel.setup import document_separator
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_symbols,

@@ -40,6 +40,7 @@ A folder of other trainers' token files (`third_party.py`) has no manifest: it i
 `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -187,6 +188,13 @@ def read_manifest(data_dir: str | Path) -> dict:
             f"{path} is missing: prepare the data first, as in "
             f"{recipe_command('prepare_data', 'text', 'FILE_OR_FOLDER', '--data_dir', data_dir)}"
         )
+    state = path.stat()
+    return parsed_manifest(path, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=32)  # a run asks for it at a dozen places; callers do not change it
+def parsed_manifest(path: Path, *state: int) -> dict:
+    """Returns the content of a `manifest.json`, which has this `state`. Raises `ValueError` if it is damaged."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_text(encoding="utf-8"))
         if is_valid(manifest):

@@ -198,7 +198,8 @@ def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> st
     verify_data(data_dir)
     if "format" in manifest:
         files = (shard["file"] for shard in listed_shards(manifest))
-        manifest["sums"] = {file: write_sums(data_dir / file) for file in files}
+        sums = {file: write_sums(data_dir / file) for file in files}
+        manifest = {**manifest, "sums": sums}
         write_json(data_dir / MANIFEST, manifest)
     if not (data_dir / "README.md").exists():
         write_file(data_dir / "README.md", card(manifest, repo_id))

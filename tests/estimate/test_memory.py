@@ -11,6 +11,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes, fitting_batch_size
 from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.train import next_token_loss
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
 
@@ -40,7 +41,7 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     counter = CompileCounter()
     model = torch.compile(plain, backend=counter, dynamic=False)
     config = TrainConfig(sequence_length=8, n_positions=8, total_batch_size=60 * 8)
-    assert fitting_batch_size(config, Accelerator(cpu=True), model) == 20
+    assert fitting_batch_size(config, Accelerator(cpu=True), model, next_token_loss) == 20
     assert all(there), "a trial had no gradients, which the second micro-batch of an update has"
     compiled = counter.frame_count
     tokens = torch.zeros(20, 8, dtype=torch.int64)

@@ -63,7 +63,7 @@ def whole(data_dir, tmp_path_factory):
     run(tiny_config(folder / "chars", folder / "chars_model", max_steps=1))
     shutil.copytree(folder / "run" / "checkpoint-1", folder / "checkpoint")
     (folder / "model").mkdir()
-    own = {"run.json", "status.json"}
+    own = {"run.json", "status.json", "model.manifest.json"}
     for path in folder.joinpath("run").iterdir():
         if path.suffix in (".json", ".safetensors") and path.name not in own:
             shutil.copy(path, folder / "model")
