@@ -139,12 +139,12 @@ def inductor_problem(device: torch.device) -> str | None:
 def peak_flops(name: str) -> float | None:
     """Returns the published peak of one device in FLOP/s, or None if it is unknown.
 
-    `name` is what `device_name` returns. A laptop's GPU, a "D" version and a part of a GPU (MIG) are slower than their
-    namesakes.
+    `name` is what `device_name` returns. A laptop's GPU, a "D" or NVL version and a part of a GPU
+    (MIG) are slower than their namesakes; the NVL versions in `GPUS` have figures of their own.
     """
-    if re.search(r"\b(Laptop|MIG|NVL|D)\b", name):
+    if re.search(r"\b(Laptop|MIG|D)\b", name):
         return None
-    found = (gpu.peak_flops for words, gpu in GPUS.items() if re.search(rf"\b{words}\b", name))
+    found = (g.peak_flops for words, g in GPUS.items() if re.search(rf"\b{words}\b(?! NVL)", name))
     return next(found, None)
 
 

@@ -19,6 +19,11 @@ OTHER_NAMES = {
     "out_dir": "output_dir",
     "dataset": "data_dir",
     "fp16": "dtype",
+    "num_train_epochs": "epochs",
+    "wandb_log": "report_to",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "max_seq_length": "sequence_length",
 }
 # What other programs have as options, and the launch config sets here.
 LAUNCH = {

@@ -174,9 +174,7 @@ class Run:
             seen = position["sequences"] * position["sequence_length"]
             guard = saved["guard"]
             self.early_stopping = EarlyStopping(config.patience, guard["waited"], guard["best"])
-            # Checkpoints of release 0.4 have no settings.
-            settings = saved.get("settings") or load_saved(checkpoint.parent / "config.yaml")
-            changes = changed_settings(config, settings, saved["step"], seen)
+            changes = changed_settings(config, saved["settings"], saved["step"], seen)
             self.changes = list(changes.values())
             history = saved.get("changes", []) + self.changes
             self.state = RunState(saved["step"], val_loss=saved["val_loss"], changes=history)

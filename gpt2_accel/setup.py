@@ -265,13 +265,19 @@ def load_model(
         return model
     if config.init_from is not None:
         check_loaded(config, model.config)
-    elif not config.ignore_changes and model.config != (
-        shape := configured_shape(config, len(tokenizer))
-    ):
-        raise ValueError(
-            f"{source} holds {model.config}, but the settings say {shape}: resume with the former, or choose another "
-            "--output_dir for a new model"
-        )
+    elif not config.ignore_changes:
+        shape = configured_shape(config, len(tokenizer))
+        differing = []
+        for name in ("architecture", *vars(shape)):
+            wanted = getattr(shape, name)
+            found = getattr(model.config, name, wanted)
+            if found != wanted:
+                differing.append(f"{name} {found} instead of {wanted}")
+        if differing:
+            raise ValueError(
+                f"{source} has {', '.join(differing)}: resume with the original values, or choose "
+                "another --output_dir for a new model"
+            )
     return model
 
 

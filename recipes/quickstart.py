@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, load_yaml, parse_config, setting
+from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
@@ -59,7 +59,7 @@ class Quickstart(TrainConfig):
     warmup_steps: int = 10
     weight_decay: float | None = setting(
         None,
-        "decay of matrices and embeddings; default that of the run in output_dir, else 0.3, or 1.6 if the text has "
+        "decay of matrices and embeddings; default that of the run that continues, else 0.3, or 1.6 if the text has "
         f"less than {LITTLE} tokens per parameter and is read {OFTEN} times or more",
     )
     beta2: float = 0.99
@@ -104,17 +104,22 @@ def prepare_corpus(config: Quickstart) -> None:
 
 
 def decay_for(config: Quickstart) -> float:
-    """Returns the weight decay: that of the run that continues, or a stronger one for a little text that is read often."""
+    """Returns the weight decay: that of the run that continues, or a stronger one for a little text
+    that is read often."""
+    from gpt2_accel.checkpoint.find import find_checkpoint, read_state
     from gpt2_accel.models import configured_shape
-    from gpt2_accel.runtime.processes import processes
+    from gpt2_accel.runtime.processes import on_main_process, processes
 
-    before = Path(config.output_dir, "config.yaml")
-    if config.resume_from and before.is_file():
-        return load_yaml(str(before), "--output_dir")["weight_decay"]
+    def saved_settings() -> dict:
+        checkpoint = find_checkpoint(config.resume_from, config.output_dir, lambda _: None)
+        return read_state(checkpoint)["settings"] if checkpoint else {}
+
+    settings = on_main_process(saved_settings)
+    if "weight_decay" in settings:
+        return settings["weight_decay"]
     manifest = read_manifest(config.data_dir)
     tokens = manifest["splits"]["train"]["tokens"]
-    config.set_length(tokens)
-    passes = config.max_steps * config.total_batch_size / tokens
+    passes = config.epochs or config.max_steps * config.total_batch_size / tokens
     parameters = configured_shape(config, manifest["tokenizer"]["vocab_size"]).parameter_count
     if tokens >= LITTLE * parameters or passes < OFTEN or config.init_from:
         return 0.3

@@ -50,6 +50,15 @@ def test_files_and_headings_that_a_page_names_are_there(page):
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
+def test_the_files_to_change_have_what_contributing_names():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = re.findall(r"^\d\. `([\w/]+\.py)`(.*?)(?=^\d|^#)", text, re.MULTILINE | re.DOTALL)
+    for file, step in steps:
+        for name in re.findall(r"`([A-Z]{5,}|\w*_\w+)`", step) if "NAME" not in file else []:
+            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (file, name)
+    assert len(steps) >= 10
+
+
 @pytest.mark.parametrize(
     ("page", "defaults"),
     [

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpt2_accel.config import load_saved
 from gpt2_accel.files import digest, parse_json, remove, scratch_path
 from gpt2_accel.hf import hub
 
@@ -243,10 +244,14 @@ def file_entry(path: Path) -> dict:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's `state.json`. Raises `ValueError` if it is damaged."""
+    """Reads a checkpoint's `state.json`; the settings of one of release 0.4 are those of its run.
+
+    Raises `ValueError` if it is damaged."""
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
         state = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= {"step", "optimizer", "data", "position"}:
+            if "settings" not in state:
+                state["settings"] = load_saved(checkpoint.parent / "config.yaml")
             return state
     raise ValueError(f"{path} is damaged or of release 0.1: resume from another checkpoint")

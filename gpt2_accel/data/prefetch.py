@@ -47,8 +47,10 @@ class PrefetchLoader(Prefetch):
     ):
         self.micro_batches = loader.micro_batches
         first, size = schedule.first, schedule.sequences
+        self._firsts = map(first, steps)
         super().__init__((b for step in steps for b in loader.update(first(step), size)), device)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Returns what `TrainLoader.update` yields."""
+        assert first == next(self._firsts), first
         return itertools.islice(self, self.micro_batches(sequences))

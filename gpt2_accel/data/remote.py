@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.shards import UnreadableData, byte_range
-from gpt2_accel.files import first_line, write_file
+from gpt2_accel.files import write_file
 
 PIECE = 2**18  # bytes; a block of 64 windows of 1,024 tokens, 2 bytes each, is half of it
 AT_ONCE = 16  # requests
@@ -58,16 +58,16 @@ class RemoteShards:
         atexit.register(self._pool.terminate)
 
     def read(self, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
-        """Returns the tokens [start, start + count) of a shard, (count,) of `dtype`; fetches the pieces that are missing.
+        """Returns the tokens [start, start + count) of a shard, (count,) of `dtype`; fetches the pieces
+        that are missing.
 
-        Raises `UnreadableData` if a piece cannot be fetched.
+        Raises `UnreadableData` if a piece is not the one that was pushed, and the errors of `fetch`.
         """
         first, end, size = byte_range(dtype, shard, start, count)
-        data = b""
-        for number in pieces(first, end):
-            part = slice(max(0, first - number * PIECE), end - number * PIECE)
-            data += self._piece(shard["file"], number, size)[part]
-        return np.frombuffer(data, dtype)
+        numbers = pieces(first, end)
+        data = b"".join(self._piece(shard["file"], number, size) for number in numbers)
+        skipped = numbers.start * PIECE
+        return np.frombuffer(data[first - skipped : end - skipped], dtype)
 
     def fetch_ahead(self, dtype: np.dtype, shard: dict, start: int, count: int) -> None:
         """Begins to fetch the pieces that hold the tokens [start, start + count) of a shard."""
@@ -87,18 +87,15 @@ class RemoteShards:
             if content[-DIGEST:] == digest(content[:-DIGEST]):
                 return content[:-DIGEST]
         start = number * PIECE
-        try:
-            data = self.fetch(file, start, min(size, start + PIECE), size)
-            own = digest(data)
-            place = DIGEST * (number + 1)
-            if file in self.sums and not self._sums(file, size).startswith(own, place):
-                raise OSError(f"its bytes from {start:,} on do not match {file}{SUMS}")
-            write_file(path, data + own)
-        except Exception as error:  # the HTTP client's errors differ between its versions
-            problem = first_line(error)
+        data = self.fetch(file, start, min(size, start + PIECE), size)
+        own = digest(data)
+        place = DIGEST * (number + 1)
+        if file in self.sums and not self._sums(file, size).startswith(own, place):
             raise UnreadableData(
-                f"{file} cannot be fetched ({problem}): start the same command again later"
-            ) from error
+                f"{file} does not match {file}{SUMS} from byte {start:,} on: start the same command "
+                "again, or push the data again"
+            )
+        write_file(path, data + own)
         if next(self._count) % LOOK == 0:
             self._evict()
         return data
@@ -109,7 +106,10 @@ class RemoteShards:
         length = DIGEST * (1 + len(pieces(0, size)))
         content = self.fetch(name, 0, length, length)
         if hashlib.sha256(content).hexdigest() != self.sums[file]:
-            raise OSError(f"{name} does not match the manifest")
+            raise UnreadableData(
+                f"{name} does not match the manifest: start the same command again, or push the data "
+                "again"
+            )
         return content
 
     def _evict(self) -> None:

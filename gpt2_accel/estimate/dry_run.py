@@ -4,9 +4,11 @@ import math
 import os
 from pathlib import Path
 
+from accelerate.utils import parse_flag_from_env
+
 from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import GPUS, logits_at_once, precision_name
+from gpt2_accel.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.files import readable_size
@@ -22,8 +24,10 @@ DEVICES = ("A100", "H100", "H200")  # if no GPU is named
 def dry_run(config: TrainConfig) -> str:
     """Returns the memory and FLOPs estimate of a run as text.
 
-    The words of `config.dry_run` are a launch config, a file or a shipped one's name, by default the launch of this process, and a key of `GPUS`. Only the
-    manifest of the data is read, if there is one.
+    The words of `config.dry_run` are a launch config (a file or a shipped one's name, by default the
+    launch of this process) and a key of `GPUS`. Without a GPU's name the memory is that of the
+    first of `DEVICES`, or of a CPU if the launch uses one. Only the manifest of the data is read, if
+    there is one.
 
     Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch cannot be divided among
     the processes.
@@ -50,7 +54,9 @@ def dry_run(config: TrainConfig) -> str:
         for name in ([gpu] if gpu else DEVICES)
     )
     available = GPUS[gpu].memory if gpu else math.inf
-    logits = logits_at_once(available, precision) if gpu else None
+    logits = None
+    if gpu or not launch.use_cpu:
+        logits = logits_at_once(GPUS[gpu or DEVICES[0]].memory, precision)
     memory = memory_by_part(config, shape, launch, size, logits)
     parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
     needed = sum(memory.values())
@@ -93,7 +99,10 @@ def this_launch() -> Launch:
     """Returns the launch of this process, from the environment variables of Accelerate's launcher."""
     get = os.environ.get
     processes, precision = get("WORLD_SIZE", "1"), get("ACCELERATE_MIXED_PRECISION", "no")
-    return Launch(int(processes), precision, get("FSDP_VERSION") == "2")
+    launched = "WORLD_SIZE" in os.environ
+    on_cpu = not launched and launch_device().type == "cpu"
+    use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", on_cpu)
+    return Launch(int(processes), precision, get("FSDP_VERSION") == "2", use_cpu)
 
 
 def read_launch(path: str) -> Launch:
@@ -105,7 +114,8 @@ def read_launch(path: str) -> Launch:
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
     precision = values.get("mixed_precision") or "no"  # YAML reads no as False
-    return Launch(processes, precision, sharding.get("fsdp_version") == 2)
+    is_fsdp2 = sharding.get("fsdp_version") == 2
+    return Launch(processes, precision, is_fsdp2, values.get("use_cpu", False))
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:

@@ -35,6 +35,7 @@ class Launch:
     num_processes: int = 1
     mixed_precision: str = "no"
     is_fsdp2: bool = False
+    use_cpu: bool = False
 
 
 def memory_by_part(

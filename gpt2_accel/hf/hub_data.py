@@ -16,6 +16,7 @@ from gpt2_accel.data.remote import AT_ONCE, SUMS, RemoteShards, write_sums
 from gpt2_accel.data.shards import (
     HUB,
     MANIFEST,
+    UnreadableData,
     folder_of,
     listed_shards,
     read_manifest,
@@ -64,8 +65,8 @@ def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | Non
 def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int, size: int) -> bytes:
     """Returns the bytes [start, end) of a file of `size` bytes of a data set on the Hub.
 
-    Raises the errors of the Hub's client, and `OSError` for an answer that is neither these bytes
-    nor the whole file.
+    Raises `UnreadableData` if it cannot be fetched, or the answer is neither these bytes nor the
+    whole file.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
@@ -74,23 +75,28 @@ def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int, size
     headers = build_hf_headers()
     # A compressed answer would be a range of the compressed file.
     headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    response = http_backoff(
-        "GET",
-        url,
-        headers=headers,
-        timeout=TIMEOUT,
-        max_retries=12,  # four minutes of waits, which begin with a second
-        max_wait_time=30.0,
-    )
-    hf_raise_for_status(response)
-    data = response.content
-    if response.status_code == 200 and len(data) == size:
-        return data[start:end]
-    expected = 206, f"bytes {start}-{end - 1}/{size}", end - start
-    found = response.status_code, response.headers.get("Content-Range"), len(data)
-    if found != expected:
-        raise OSError(f"status, range and length of the answer are {found}, not {expected}")
-    return data
+    try:
+        response = http_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=TIMEOUT,
+            max_retries=12,  # four minutes of waits, which begin with a second
+            max_wait_time=30.0,
+        )
+        hf_raise_for_status(response)
+        data = response.content
+        if response.status_code == 200 and len(data) == size:
+            return data[start:end]
+        expected = 206, f"bytes {start}-{end - 1}/{size}", end - start
+        found = response.status_code, response.headers.get("Content-Range"), len(data)
+        if found != expected:
+            raise OSError(f"status, range and length of the answer are {found}, not {expected}")
+        return data
+    except Exception as error:  # the HTTP client's errors differ between its versions
+        raise UnreadableData(
+            f"{file} cannot be fetched ({first_line(error)}): start the same command again later"
+        ) from error
 
 
 def repository(repo_id: str, revision: str | None) -> tuple[str, dict[str, int]]:
@@ -110,34 +116,25 @@ def repository(repo_id: str, revision: str | None) -> tuple[str, dict[str, int]]
 def describe(repo_id: str, revision: str | None, folder: Path) -> None:
     """Writes what `open_hub` keeps of a repository. Of token files without a manifest that is their headers: the files
     have their size, but no other content."""
-    from huggingface_hub import snapshot_download
-
     commit, files = repository(repo_id, revision)
+    whole = [name for name in files if name.startswith((MANIFEST, "tokenizer/"))]
+    headers = [] if MANIFEST in files else [name for name in files if NAME.fullmatch(name)]
+    if MANIFEST not in files and not headers:
+        raise ValueError(
+            f"{repo_id} holds no prepared data, neither a manifest.json nor token files such as train_000001.bin: "
+            "prepare its text by prepare_data.py hf"
+        )
 
-    def write_header(name: str) -> None:
+    def keep(name: str) -> None:
         size = files[name]
-        with open(scratch / name, "wb") as file:
-            file.write(fetch_bytes(repo_id, commit, name, 0, min(HEADER, size), size))
-            file.truncate(size)
+        end = min(HEADER, size) if name in headers else size
+        (scratch / name).parent.mkdir(exist_ok=True)
+        write_file(scratch / name, fetch_bytes(repo_id, commit, name, 0, end, size))
+        os.truncate(scratch / name, size)
 
     with atomic_directory(folder, replace=True) as scratch:
-        snapshot_download(
-            repo_id,
-            repo_type="dataset",
-            revision=commit,
-            allow_patterns=[MANIFEST, "tokenizer/*"],
-            local_dir=scratch,
-        )
-        shutil.rmtree(scratch / ".cache", ignore_errors=True)
-        if MANIFEST not in files:
-            names = [name for name in files if NAME.fullmatch(name)]
-            if not names:
-                raise ValueError(
-                    f"{repo_id} holds no prepared data, neither a manifest.json nor token files such as train_000001.bin: "
-                    "prepare its text by prepare_data.py hf"
-                )
-            with ThreadPool(AT_ONCE) as pool:
-                pool.map(write_header, names)
+        with ThreadPool(AT_ONCE) as pool:
+            pool.map(keep, whole + headers)
         (scratch / COMMIT).write_text(commit)
         read_manifest(scratch)
 

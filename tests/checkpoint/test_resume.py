@@ -45,12 +45,18 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
 
 
 @pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])
-def test_resume_refuses_another_seed_or_sequence_length(tiny, name, value):
+def test_resume_refuses_another_seed_sequence_length_or_shape(tiny, name, value):
     run(tiny("run", max_steps=2))
     changed = {name: value, "resume_from": "latest"}
     with pytest.raises(ValueError, match=f"trained with the {name} .* --ignore_changes"):
         run(tiny("run", **changed))
     run(tiny("run", **changed, ignore_changes=True))
+    for shape, words in (
+        ({"n_layer": 3, "n_embd": 64}, "n_layer 2 instead of 3, n_embd 32 instead of 64: resume"),
+        ({"architecture": "llama"}, "architecture gpt2 instead of llama: resume"),
+    ):
+        with pytest.raises(ValueError, match=f"checkpoint-8 has {words}"):
+            run(tiny("run", resume_from="latest", **shape))
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(

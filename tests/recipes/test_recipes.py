@@ -6,12 +6,16 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
-from conftest import make_text, metrics, run_recipe
+from conftest import load_recipe, make_text, metrics, run_recipe
 from launching import launch, python
 from transformers import AutoModelForCausalLM, pipeline
+
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.data.shards import read_manifest
 
 
 def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypatch, capsys):
@@ -52,6 +56,13 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     settings = yaml.safe_load(Path(f"{output}2/config.yaml").read_text())
     assert settings["weight_decay"] == 0.3  # a run keeps its own
     assert settings["epochs"] == 9 and "max_steps" not in settings
+    recipe = load_recipe("quickstart")
+    config = recipe.Quickstart(vocab_size=300, n_embd=64, output_dir="none")
+    branch = replace(config, resume_from=str(list_checkpoints(f"{output}2")[-1]))
+    assert recipe.decay_for(branch) == 0.3  # that of the run that it names
+    tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
+    size = next(n for n in range(1000, 2000) if 0 < 4 * tokens % n < n / 2)
+    assert recipe.decay_for(replace(config, total_batch_size=size, epochs=4.0)) == 1.6
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
     assert generated["generated_text"].startswith("def ")
     capsys.readouterr()

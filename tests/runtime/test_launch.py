@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -278,7 +279,7 @@ def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
 # Memory, time and traces of a run
 
 
-def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, data_dir, tmp_path, capsys):
+def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys, monkeypatch):
     flags = ("--dry_run", "A100", "--data_dir", tmp_path / "none")
     here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
     launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
@@ -302,6 +303,19 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, data_dir, tmp_pat
     shape = GPTConfig(257, 32, 1, 2, 64)
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
     assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
+    large = {"n_positions": 1024, "micro_batch_size": 16, "total_batch_size": 2**19}
+
+    def memory(*words):
+        train(replace(config, dry_run=[*words], data_dir="none", **large))
+        return re.search(
+            r"memory +(.+?) per.*activations ([^;]+)", capsys.readouterr().out
+        ).groups()
+
+    # Without a GPU's name the memory is that of an A100, whose loss computes all logits at once.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert memory("here") == memory("cpu_bf16") != memory("A100")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert memory("here") == memory("8xa100") == memory("8xa100", "A100") == memory("A100")
     for word, message in (
         ("a100", "--dry_run takes a launch config and one of B200, .*got 'a100'"),
         ("no.yaml", "--dry_run no.yaml: there is no such file"),
