@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
+from gpt2_accel.files import sentence
 from gpt2_accel.generation.sampling import load
 
 MAX_WAITING = 32  # visitors
@@ -36,8 +37,33 @@ class Demo:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}")
 
 
+def check_address(host: str, port: int | None) -> None:
+    """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used there or, as Gradio
+    needs, on localhost."""
+    try:
+        bind(host, 0)
+    except OSError as error:
+        raise ValueError(
+            f"{host} is not an address of this machine ({sentence(error)}): give --host one that is, or 0.0.0.0 for all"
+        ) from error
+    try:
+        for name in (host, "127.0.0.1"):
+            bind(name, port or 0)
+    except OSError as error:
+        raise ValueError(
+            f"port {port} cannot be used ({sentence(error)}): give another --port, or none for the first that is free"
+        ) from error
+
+
+def bind(host: str, port: int) -> None:
+    """Binds a socket, which is closed at once. Raises `OSError` if that is not possible."""
+    family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
+    socket.create_server((host.strip("[]"), port), family=family).close()
+
+
 def main() -> None:
     config = parse_config(Demo)
+    check_address(config.host, config.port)
     try:
         import gradio as gr
         from starlette.middleware import Middleware

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK, FAINT = "#202124", "#d5d7db"
-WIDE, NARROW = (
-    5.0,
-    3.5,
-)  # inches: both legible on a phone; a desktop has two narrow ones side by side
+WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
 LEAST_SPAN = 0.04  # of a vertical axis, as a share of its values: less is noise
 
 
@@ -36,7 +33,7 @@ def require_matplotlib() -> None:
         raise ValueError("pictures need matplotlib: pip install 'matplotlib>=3.9'")
 
 
-def new_figure(title: str, width: float = WIDE, height: float = 3.2) -> tuple["Figure", "Axes"]:
+def new_figure(title: str, width: float = 5.0, height: float = 3.2) -> tuple["Figure", "Axes"]:
     """Creates a figure, sized in inches, and its axes in the report's style."""
     from matplotlib.figure import Figure
 
@@ -64,14 +61,14 @@ def same_tokens(runs: list[Run]) -> bool:
     return len({each.get("tokenizer") or each.get("vocab_size") for each in known}) <= 1
 
 
-def loss_figure(runs: list[Run], axis: str = "tokens", width: float = WIDE) -> "Figure":
+def loss_figure(runs: list[Run], axis: str = "tokens") -> "Figure":
     """Training loss, faint, and validation loss, bold, of several runs over one of `AXES`, in nats per token. Where the runs'
     tokenizers differ, only the validation loss, in bits per byte."""
     lines = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
     title = "nats per token: training faint, validation bold"
     if not same_tokens(runs):
         lines, title = {"val/bits_per_byte": {"linewidth": 2}}, "validation loss in bits per byte"
-    figure = chart(runs, title, lines, axis, width, 3.2)
+    figure = chart(runs, title, lines, axis, height=3.2)
     add_legend(figure.axes[0])
     return figure
 
@@ -81,7 +78,6 @@ def chart(
     title: str,
     lines: Mapping[str, Mapping],
     axis: str = "tokens",
-    width: float = NARROW,
     height: float = 2.2,
 ) -> "Figure":
     """Draws metrics of several runs over one of `AXES`, with a marker at each of few points. `lines` holds the style of each
@@ -90,7 +86,7 @@ def chart(
     The axes do not show the initial fall of a curve if it would take more than half of the chart; those of training begin
     with 0.
     """
-    figure, ax = new_figure(title, width, height)
+    figure, ax = new_figure(title, WIDTH, height)
     from_zero = title.startswith("train/")
     shown = [0.0] if from_zero else []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):

@@ -11,7 +11,6 @@ from gpt2_accel.estimate.flops import duration
 from gpt2_accel.evals.results import Rows, number, result_rows
 from gpt2_accel.files import atomic_files
 from gpt2_accel.report import figures
-from gpt2_accel.report.figures import NARROW, WIDE
 from gpt2_accel.report.reader import AXES, Run
 
 if TYPE_CHECKING:
@@ -155,8 +154,8 @@ def add_curves(page: Page, runs: list[Run], metrics: Sequence[str]) -> None:
         return
     page.section("Loss")
     for axis in (a for a in AXES if any(run.curve("step", a)[0] for run in runs)):
-        name, width = ("loss", WIDE) if axis == "tokens" else (f"loss-over-{axis}", NARROW)
-        page.picture(name, figures.loss_figure(runs, axis, width))
+        name = "loss" if axis == "tokens" else f"loss-over-{axis}"
+        page.picture(name, figures.loss_figure(runs, axis))
     in_loss = "val/loss" if figures.same_tokens(runs) else "val/bits_per_byte"
     others = [name for name in metrics if name != in_loss]
     for title, names in (("Evaluations", others), ("Training", [f"train/{n}" for n in TRAINING])):

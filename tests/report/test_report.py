@@ -39,7 +39,11 @@ def report(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
-    done = report(runs / "first", runs / "second", "--output_dir", tmp_path / "out")
+    for name in ("first", "second"):
+        found = json.loads((shutil.copytree(runs / name, tmp_path / name) / "run.json").read_text())
+        found |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
+        (tmp_path / name / "run.json").write_text(json.dumps(found))
+    done = report(tmp_path / "first", tmp_path / "second", "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names
@@ -57,9 +61,12 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             page.goto((tmp_path / "out/report.html").as_uri())
             assert page.title() == "first, second"
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-            texts = page.locator("svg:visible text")
-            sizes = texts.evaluate_all("all => all.map(t => t.getBoundingClientRect().height)")
-            assert min(sizes) > 8  # pixels: legible
+            cut = "all => all.map(wide => wide.scrollWidth - wide.clientWidth)"
+            assert max(page.locator(".wide").evaluate_all(cut)) == 0
+            size = (
+                "all => all.map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)"
+            )
+            assert min(page.locator("svg text").evaluate_all(size)) > 11  # pixels
             assert page.locator("figure").count() == len(names)
             assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
             settings = page.locator("table").last.inner_text()
