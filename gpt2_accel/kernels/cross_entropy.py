@@ -12,6 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from gpt2_accel import kernels
 from gpt2_accel.kernels.compile import fused
@@ -40,36 +41,58 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     reduction: str = "mean",
-) -> torch.Tensor:
+    z_loss: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy in nats of the logits `x @ weight.T`, without the padding columns from `vocab_size` on.
 
     x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to ignore a row.
     The result is the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of each
-    row, (N,), 0 for ignored rows. Under autocast the products are in its dtype. The mean has no second derivative.
+    row, (N,), 0 for ignored rows. With `z_loss`, for the mean only, it is a pair, as in `LanguageModel.forward`. Under
+    autocast the products are in its dtype. The results have no second derivative. The backward of "none" computes the
+    logits again: one more product than with stored logits, of three.
     """
     at_once = kernels.choices.logits_at_once or LOGITS_AT_ONCE
-    if reduction == "mean" and torch.is_grad_enabled():
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        # In fp16 the columns of larger chunks could add up to infinity.
-        half = x.dtype == torch.float16
-        rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
-        fuse = kernels.choices.fuse or torch.compiler.is_compiling()
-        total, _, _ = chunked_cross_entropy(x, weight, targets, vocab_size, rows, fuse)
-        return mean_of(total, targets)
-    # Here each chunk also has two copies in fp32.
-    rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
-    if torch.is_autocast_enabled(x.device.type) and weight.dtype != torch.float64:
-        # The weight is cast once, not for each chunk. Autocast does not cast fp64.
-        weight = weight.to(torch.get_autocast_dtype(x.device.type))
-    bias = x.new_zeros(len(weight))
-    bias[vocab_size:] = -math.inf
-    chunks = zip(x.split(rows), targets.split(rows), strict=True)
-    nats = torch.cat(
-        [F.cross_entropy(F.linear(part, weight, bias), t, reduction="none") for part, t in chunks]
-    )
-    return nats if reduction == "none" else mean_of(nats.sum(), targets)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which it does not cast
+        x = x.to(torch.get_autocast_dtype(device))
+    # In fp16 the columns of larger chunks could add up to infinity.
+    rows = rows_at_once(x, weight, LOGITS_AT_ONCE if x.dtype == torch.float16 else at_once)
+    fuse = kernels.choices.fuse or torch.compiler.is_compiling()
+    arguments = x, weight, targets, vocab_size, rows, fuse
+    if z_loss or (reduction == "mean" and torch.is_grad_enabled()):
+        sums, _, _ = chunked_cross_entropy(*arguments, z_loss)
+        loss, z = mean_of(sums, targets)
+        return (loss + z_loss * z, z.detach()) if z_loss else loss
+    with torch.no_grad():
+        # Here each chunk also has two copies in fp32.
+        rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
+        w = weight.to(x.dtype)  # once, not for each chunk
+        bias = x.new_zeros(len(w))
+        bias[vocab_size:] = -math.inf
+        chunks = zip(x.split(rows), targets.split(rows), strict=True)
+        nats = torch.cat(
+            [F.cross_entropy(F.linear(part, w, bias), t, reduction="none") for part, t in chunks]
+        )
+    if reduction == "mean":
+        return mean_of(nats.sum(), targets)
+    return RowLosses.apply(nats, *arguments)
+
+
+class RowLosses(torch.autograd.Function):
+    """Gives gradients to the losses of rows that were computed without. The backward computes the
+    logits again, so that they need not be stored. It has no derivative."""
+
+    @staticmethod
+    def forward(ctx, nats: torch.Tensor, *arguments) -> torch.Tensor:
+        ctx.save_for_backward(*arguments[:3])
+        ctx.settings = arguments[3:]
+        return nats.view_as(nats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, *grads = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, 0.0, grad)
+        return None, *grads, *[None] * 4
 
 
 def mean_of(total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -89,24 +112,29 @@ def chunked_cross_entropy(
     vocab_size: int,
     rows: int,
     compiled: bool,
+    z_loss: float,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the summed cross-entropy and its gradients, with `rows` rows of logits at a time.
+    """Computes the sums of the cross-entropy and of the squares of the log-sum-exp, and the
+    gradients of the first plus `z_loss` times the second, with `rows` rows of logits at a time.
 
-    x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,). Returns the sum, a scalar, the gradient of
-    x, (N, C), and the gradient of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the elementwise
-    operations.
+    x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which
+    the gradient of each row's loss is multiplied. Returns the sums, (2,), the gradient of x, (N, C),
+    and the gradient of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the
+    elementwise operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
-    softmax_, add_transposed_, transposed = (
+    gradient_, add_transposed_, transposed = (
         fused(function) if compiled else function
-        for function in (scaled_softmax_, add_transposed, transpose)
+        for function in (scaled_gradient_, add_transposed, transpose)
     )
     # The CPU reads each row several times: few rows at once stay in its cache. Uncompiled, the softmax copies them.
     on_cpu = x.device.type == "cpu"
     at_once = ROWS_IN_CACHE if on_cpu else rows if compiled else LOGITS_AT_ONCE // len(weight) + 1
-    total = x.new_zeros((), dtype=accumulate_dtype)
+    sums = x.new_zeros(2, dtype=accumulate_dtype)
+    total, squares = sums
     grad_x = torch.empty_like(x, dtype=accumulate_dtype)
     grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
     # One row more than a chunk: every part is a view of a larger tensor. Dynamo would compile for a whole one again.
@@ -116,61 +144,60 @@ def chunked_cross_entropy(
             x_rows, t = x[start : start + rows], targets[start : start + rows, None]
             counts = t != -100
             t = t.clamp(min=0)
+            share = counts if factors is None else counts * factors[start : start + rows, None]
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
             at_target = logits[row, t].to(accumulate_dtype)
-            log_sum = torch.cat([softmax_(part, scale) for part in logits.split(at_once)])
+            log_sum = torch.cat([gradient_(part, scale, z_loss) for part in logits.split(at_once)])
             gradient = logits  # by now
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
+            squares += log_sum.square().masked_fill(~counts, 0).sum()
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
-            gradient[row, t] = (log_probability.expm1() * scale).to(gradient.dtype)
-            grad_x[start : start + rows] = (gradient @ w) * (counts / scale)
+            of_z = 2 * z_loss * log_sum * log_probability.exp()
+            gradient[row, t] = ((log_probability.expm1() + of_z) * scale).to(gradient.dtype)
+            grad_x[start : start + rows] = (gradient @ w) * (share / scale)
+            x_rows = (x_rows * share).to(x.dtype)
             if x.dtype == accumulate_dtype:
-                grad_w.addmm_(gradient.t(), x_rows * counts)
+                grad_w.addmm_(gradient.t(), x_rows)
             else:  # transposing the small factor is faster than a product along the rows of the large one
-                add_transposed_(grad_w, transposed(x_rows * counts) @ gradient)
-    return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
+                add_transposed_(grad_w, transposed(x_rows) @ gradient)
+    return sums, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
 
 
 @chunked_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, rows, compiled):
+def _(x, weight, targets, vocab_size, rows, compiled, z_loss, factors=None):
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     like = functools.partial(torch.empty_like, dtype=accumulate_dtype)
-    return x.new_empty((), dtype=accumulate_dtype), like(x), like(weight)
+    return x.new_empty(2, dtype=accumulate_dtype), like(x), like(weight)
 
 
 def keep_gradients(ctx, inputs, output) -> None:
     """Saves the gradients for the backward pass."""
-    x, weight, *_ = inputs
-    _, grad_x, grad_w = output
-    ctx.dtypes = x.dtype, weight.dtype
-    ctx.save_for_backward(grad_x, grad_w)
+    ctx.save_for_backward(*output[1:])
 
 
-def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
-    """Scales the saved gradients by `grad_total`, a scalar."""
-    grads = [
-        (grad * grad_total).to(dtype)
-        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    ]
-    return *grads, None, None, None, None
+def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+    """Scales the saved gradients by the first of `grad_sums`, (2,). They contain the second's.
+    Autograd casts them to the dtypes of x and the weight."""
+    return *(grad * grad_sums[0] for grad in ctx.saved_tensors), *[None] * 6
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
-def scaled_softmax_(logits: torch.Tensor, scale: float) -> torch.Tensor:
-    """Replaces logits, (rows, V), by their softmax times `scale`. Returns each row's log-sum-exp, (rows, 1) in fp32 or
-    fp64."""
+def scaled_gradient_(logits: torch.Tensor, scale: float, z_loss: float) -> torch.Tensor:
+    """Replaces logits, (rows, V), by softmax · (1 + 2 · `z_loss` · log-sum-exp) · `scale`: the
+    gradient except at the target. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Not `logsumexp`: inductor then reads the logits twice instead of three times.
     largest = x.amax(dim=1, keepdim=True)
     powers = (x - largest).exp()
     total = powers.sum(dim=1, keepdim=True)
-    logits.copy_(powers * (scale / total))
-    return largest + total.log()
+    log_sum = largest + total.log()
+    logits.copy_(powers * (scale / total * (1 + 2 * z_loss * log_sum)))
+    return log_sum
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:

@@ -175,18 +175,24 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
+        z_loss: float = 0.0,
         documents: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         cache: Sequence[Past] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits, or the loss if there are `targets`.
 
         input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token after each position (already shifted,
         unlike HF's `labels`), -100 to ignore a position. The logits are (B, T, vocab_size). The loss is the mean
         cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
         -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
+
+        With `z_loss`, a coefficient, the result is a pair of scalars: the mean cross-entropy plus
+        `z_loss` times z, and z, detached, which is the mean square of the logits' log-sum-exp over
+        the targets that are not -100. It keeps the softmax normalizer near 1 (PaLM; Chowdhery et
+        al., 2022, arXiv:2204.02311, section 5, where `z_loss` is 1e-4).
 
         To pack several texts into a row, give documents, (B, T), the number of each token's text, which never falls along
         a row: the positions then restart with each text, and attention stays inside it. Where the texts are not in a
@@ -197,7 +203,8 @@ class LanguageModel(nn.Module):
         `cache` holds the keys and values of the tokens before, a `Past` for each block, and gets those of `input_ids`.
         It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all keys that it returns.
 
-        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`.
+        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`, or for `z_loss` with a
+        `reduction` of "none".
         """
         n_positions = self.config.n_positions
         if documents is not None:
@@ -212,7 +219,7 @@ class LanguageModel(nn.Module):
         weight, vocab_size = self.head_weight, self.config.vocab_size
         if targets is None:
             return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
-        return head_loss(x, weight, targets, vocab_size, reduction)
+        return head_loss(x, weight, targets, vocab_size, reduction, z_loss)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""

@@ -178,21 +178,29 @@ def head_loss(
     targets: torch.Tensor,
     vocab_size: int,
     reduction: str = "mean",
-) -> torch.Tensor:
+    z_loss: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
     x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or with `reduction` "none"
-    (B, T).
+    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`.
     """
+    if z_loss and reduction == "none":
+        raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")
     x, flat = x.flatten(0, 1), targets.flatten()
     if cross_entropy.applies(x, weight):
         loss = cross_entropy.linear_cross_entropy(
-            x, weight, flat, vocab_size=vocab_size, reduction=reduction
+            x, weight, flat, vocab_size=vocab_size, reduction=reduction, z_loss=z_loss
         )
     else:
         # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
         # softmax without another copy of the logits.
         bias = x.new_zeros(len(weight))
         bias[vocab_size:] = -math.inf
-        loss = F.cross_entropy(F.linear(x, weight, bias), flat, reduction=reduction)
+        logits = F.linear(x, weight, bias)
+        loss = F.cross_entropy(logits, flat, reduction=reduction)
+        if z_loss:
+            log_sum = logits.to(loss.dtype).logsumexp(dim=1)
+            z = log_sum.square().where(flat != -100, math.nan).nanmean()
+            return loss + z_loss * z, z.detach()
     return loss.view_as(targets) if reduction == "none" else loss

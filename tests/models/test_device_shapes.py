@@ -69,9 +69,11 @@ def test_inside_of_the_chunked_loss(rows, dtype):
     x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
     weight = torch.zeros(50304, 32, device=OTHER)
     targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
-    total, grad_x, grad_w = chunked_cross_entropy._init_fn(x, weight, targets, 50257, rows, False)
-    assert {part.device for part in (total, grad_x, grad_w)} == {OTHER}
-    assert {part.dtype for part in (total, grad_x, grad_w)} == {torch.float32}
+    sums, grad_x, grad_w = chunked_cross_entropy._init_fn(
+        x, weight, targets, 50257, rows, False, 0.0
+    )
+    assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
+    assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}
     assert grad_x.shape == x.shape and grad_w.shape == weight.shape
 
 

@@ -79,6 +79,14 @@ def test_ema(change, tmp_path):
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
+def test_z_loss(change):
+    lines = change("z_loss", "run", lambda module, _: {"objective": module.objective})
+    plain = change("z_loss", "plain", lambda *_: {})
+    first, own = plain[0]["train/loss"], lines[0]
+    assert own["train/loss"] - 1e-4 * own["train/z_loss"] == pytest.approx(first, abs=1e-5)
+    assert own["train/z_loss"] == pytest.approx(first**2, rel=0.05)  # near-uniform: log V
+
+
 def mixture(module, _):
     return {"model": module.new_model, "objective": module.objective}
 

@@ -1,0 +1,28 @@
+"""A change: z-loss, which keeps the logits from drifting (PaLM, Chowdhery et al., 2022, arXiv:2204.02311, section 5).
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/z_loss.py --data_dir data/python_stdlib \
+        --config recipes/changes/small.yaml --output_dir runs/z_loss
+
+The loss is cross-entropy + 1e-4 · mean(log-sum-exp(logits)²). `train/z_loss` is the second mean; the validation loss stays the
+plain cross-entropy.
+"""
+
+import torch
+
+from gpt2_accel import cli
+from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.data.loader import Batch
+from gpt2_accel.train import train
+
+
+def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, z = model(batch.input_ids, batch.targets, documents=batch.documents, z_loss=1e-4)
+    return loss, {"z_loss": z}
+
+
+def main() -> None:
+    train(parse_config(TrainConfig), objective=objective)
+
+
+if __name__ == "__main__":
+    cli.run(main)
