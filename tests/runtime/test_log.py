@@ -11,6 +11,8 @@ import torch
 from conftest import metrics, run
 from torch.distributed import DistError
 
+import gpt2_accel.run as run_module
+import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.runtime import log
 from gpt2_accel.runtime.log import RunLog, Status
@@ -77,3 +79,36 @@ def test_the_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     assert (last["train/tokens_per_second"], last["train/mfu"]) == (50.0, 0.1)
     assert (last["train/own"], last["task/score"], last["task/items"]) == (1.75, 0.5, 7)
     assert {type(value) for value in run.results.values()} == {float, int}  # for the model card
+
+
+def test_no_window_of_the_speed_counts_an_evaluation_a_sample_or_a_save(
+    tiny, tmp_path, monkeypatch
+):
+    """Also not that of the last updates, and of a resume. An update of 128 tokens takes a second of a made-up clock."""
+    now = [0.0]
+
+    def slowed(owner, name, seconds):
+        honest = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            now[0] += seconds
+            return honest(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    slowed(train_module, "accumulate_gradients", 1.0)
+    slowed(run_module, "validation_loss", 50.0)
+    slowed(run_module.Run, "save", 50.0)
+    every = {
+        "log_every": 5,
+        "eval_every": 2,
+        "sample_every": 3,
+        "save_every": 3,
+        "sample_tokens": 2,
+    }
+    for updates in (9, 14):
+        run(tiny(max_steps=updates, resume_from="latest", eval_tokens=128, **every))
+    found = [line for line in metrics(tmp_path) if "train/seconds" in line]
+    assert [line["train/seconds"] for line in found] == [1, 5, 9, 10, 14] and now[0] > 300
+    assert {line["train/tokens_per_second"] for line in found} == {128}
