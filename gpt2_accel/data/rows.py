@@ -8,10 +8,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.data.documents import CHUNK
 from gpt2_accel.files import first_line, parse_json
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -39,11 +42,19 @@ def reading(source: str) -> Iterator[None]:
         ) from error
 
 
-def open_file(path: str) -> io.BufferedReader:
-    """Opens a local or remote file for reading, and decompresses it by its suffix."""
+def place_of(path: str) -> tuple["AbstractFileSystem", str]:
+    """Returns the file system of a local or remote file, and the file's name there."""
     import fsspec
 
-    file = fsspec.open(path).open()
+    if os.path.exists(path):  # also if its name has ::, which joins URLs
+        return fsspec.filesystem("file"), path
+    return fsspec.core.url_to_fs(path)
+
+
+def open_file(path: str) -> io.BufferedReader:
+    """Opens a local or remote file for reading, and decompresses it by its suffix."""
+    file_system, name = place_of(path)
+    file = file_system.open(name)
     if compression := COMPRESSED.get(os.path.splitext(path.lower())[1]):
         import pyarrow
 
@@ -124,6 +135,9 @@ def csv_rows(path: str, separator: str, strict: bool) -> Iterator[tuple[dict, st
         errors = "strict" if strict else "surrogateescape"
         lines = io.TextIOWrapper(file, "utf-8-sig", errors, newline="")
         rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        names = rows.fieldnames or []
+        if len(set(names)) < len(names):
+            raise ValueError(f"two of its columns have one name: {', '.join(names)}")
         for row in rows:
             place = f"line {rows.line_num:,}"
             if None in row or None in row.values():

@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from gpt2_accel.data.documents import (
     last_part,
     next_cut,
 )
-from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
+from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, place_of, read_rows, reading, row_suffix
 from gpt2_accel.files import first_line
 
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
@@ -140,14 +140,9 @@ def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[S
 def state_of(path: str) -> tuple[int, float | None]:
     """Returns an estimate of the text in a file, in bytes, and the time at which a local one was
     modified."""
-    import fsspec
-
     with reading(path):
-        if os.path.exists(path):  # also if its name has ::, which joins URLs
-            info = fsspec.filesystem("file").info(path)
-        else:
-            file_system, name = fsspec.core.url_to_fs(path)
-            info = file_system.info(name)
+        file_system, name = place_of(path)
+        info = file_system.info(name)
     return info["size"] * COMPRESSION.get(Path(path).suffix.lower(), 1), info.get("mtime")
 
 
@@ -270,7 +265,25 @@ def hub_files(
                 f"{file} is not a file of rows ({', '.join(ROW_SUFFIXES)}): convert it, or give "
                 "--revision refs/convert/parquet, where the Hub has data sets as Parquet"
             )
+    if os.path.isdir(name) and not (config or data_files):
+        check_all_found(name, set(itertools.chain.from_iterable(splits.values())))
     return list(splits[split]), revision
+
+
+def check_all_found(folder: str, found: Collection[str]) -> None:
+    """Raises `ValueError` if a folder has files of rows that are not `found`: `datasets` takes only
+    those of the commonest format, and only names with a split in them if there are such names."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    root = Path(folder).resolve()
+    for path in root.rglob("*"):
+        hidden = "/." in f"/{path.relative_to(root).as_posix()}"
+        ignored = hidden or path.name in FILES_TO_IGNORE
+        if row_suffix(path) and not ignored and str(path) not in found:
+            raise ValueError(
+                f"{path} is in none of the splits that datasets finds in {folder}: prepare all "
+                "files by the command text, or choose some by --data_files"
+            )
 
 
 def pinned_revision(name: str, revision: str | None) -> str | None:

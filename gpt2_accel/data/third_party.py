@@ -44,7 +44,7 @@ LLMC_HEADER = 256 * 4  # bytes
 U2 = np.dtype("<u2")
 U4 = np.dtype("<u4")
 HEADERS = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
-PROBED = 4096  # values at each end of a file that show how wide its ids are
+PROBED = 2048  # pairs of values at each end of a file that show how wide its ids are
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
 MOST_HELD_OUT = 10_000_000  # tokens
 GPT2_NAMES = "gpt2", "openai-community/gpt2"
@@ -129,10 +129,11 @@ def headerless_dtype(path: Path) -> np.dtype:
     """
     size = path.stat().st_size
     for dtype in (U2, U4):
-        if not size or size % (2 * dtype.itemsize):
+        pairs = size // (2 * dtype.itemsize)  # also of a file that ends in the middle of an id
+        if pairs == 0:
             return dtype
-        values = np.memmap(path, dtype, "r")
-        if (np.append(values[:PROBED], values[-PROBED:])[1::2] >= 4).any():
+        upper = np.memmap(path, dtype, "r", shape=(pairs, 2))[:, 1]
+        if (np.append(upper[:PROBED], upper[-PROBED:]) >= 4).any():
             return dtype
     raise ValueError(f"{path} holds token ids of 64 bits: write them as uint16 or uint32")
 

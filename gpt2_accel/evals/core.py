@@ -110,7 +110,7 @@ class Core:
     """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
 
     Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones.
-    Raises the errors of `read_tasks`.
+    Raises the errors of `read_tasks` and `questions`.
     """
 
     def __init__(
@@ -185,6 +185,11 @@ class Core:
             before = ids.pop()
             contexts = [shared([ids[0], [*before, -1]])]  # all tokens of `before` may be shared
             counts["unaligned"] += contexts[0] < len(before)
+        if not min(contexts):
+            raise ValueError(
+                f"an item of {task.name} has nothing before its answer, and the tokenizer has no token "
+                "that begins a text: remove the item, or use a model with another tokenizer"
+            )
         if task.type == "multiple_choice" and max(map(len, ids)) <= self.n_positions:
             yield Question(ids[0][: contexts[0]], [own[contexts[0] :] for own in ids])
             return

@@ -87,7 +87,7 @@ def corpus(tmp_path):
     (folder / "e.JSON").write_text(json.dumps([{"text": text} for text in texts]))
     (folder / "f.json.GZ").write_bytes(gzip.compress(json_lines(texts).encode()))
     (folder / "g.ndjson.bz2").write_bytes(bz2.compress(json_lines(texts).encode()))
-    (folder / "h.CSV").write_bytes(table(texts, ",").encode("utf-8-sig"))
+    (folder / "h::h.CSV").write_bytes(table(texts, ",").encode("utf-8-sig"))
     (folder / "i.tsv.gz").write_bytes(gzip.compress(table(texts, "\t").encode()))
     return folder, texts
 
@@ -211,6 +211,7 @@ WRONG = [
     *((name, "text\nÄpfel".encode("latin1"), "not UTF-8 text") for name in ("l.txt", "l.csv")),
     ("short.csv", b"n,text\n1,a\n2\n", "line 3 has more or fewer values"),
     ("long.tsv.gz", gzip.compress(b"text\na\tb\n"), "line 2 has more or fewer values"),
+    ("two.csv", b"text,n,text\na,1,b\n", "two of its columns have one name: text, n, text"),
     ("open.csv", b'n,text\n1,"a\n2,b\n', "unexpected end of data"),
 ]
 
@@ -318,6 +319,28 @@ def test_a_local_data_set_without_the_split_is_refused(tmp_path):
     write_parquet(tmp_path / "set/d.parquet", ["a", "b"])
     with pytest.raises(ValueError, match="no split 'test', only train"):
         hub_files(str(tmp_path / "set"), split="test")
+
+
+@pytest.mark.parametrize(
+    ("names", "left", "count"),
+    [
+        (("a.jsonl", "b.jsonl", "c.csv"), "c.csv", 0),
+        (("a.jsonl", "B.JSONL"), "B.JSONL", 0),
+        (("train.jsonl", "test.jsonl", "more.jsonl"), "more.jsonl", 0),
+        (("a.jsonl", "sub/b.jsonl.gz", ".c.csv", "dataset_info.json", "d.txt"), "", 2),
+        (("train.jsonl", "test.jsonl"), "", 1),
+    ],
+)
+def test_a_local_data_set_of_which_datasets_reads_a_part_is_refused(tmp_path, names, left, count):
+    (tmp_path / "sub").mkdir()
+    for name in names:
+        (tmp_path / name).write_text("text\n" if "csv" in name else json_lines(["a", "b"]))
+    if left:
+        with pytest.raises(ValueError, match=f"{left} is in none .* the command text"):
+            hub_files(str(tmp_path))
+        assert hub_files(str(tmp_path), data_files=names[0])[0] == [str(tmp_path / names[0])]
+    else:
+        assert hub_files(str(tmp_path))[0] == [str(tmp_path / name) for name in names[:count]]
 
 
 def hub_content(suffix, folder):

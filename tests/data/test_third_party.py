@@ -92,6 +92,7 @@ def characters(tmp_path_factory):
         ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin .*2"),
         ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin holds token ids of 64 bits"),
         ("val.bin", WIDE.tobytes(), "folder of their own"),
+        ("val.bin", WIDE.tobytes()[:-2], "folder of their own"),
     ],
 )
 def test_other_token_files_are_refused_by_name(tmp_path, name, content, message):

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from launching import launch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2_accel import from_pretrained
-from gpt2_accel.evals.core import Core, open_bundle, read_tasks
-from gpt2_accel.tokenizer import load_tokenizer, train_bpe
+from gpt2_accel import GPTConfig, from_pretrained
+from gpt2_accel.evals.core import Core, Task, open_bundle, read_tasks
+from gpt2_accel.tokenizer import char_tokenizer, load_tokenizer, train_bpe
 
 BASELINES = {"Choices": 25, "Pronouns": 50, "Endings": 0, "Alone": 25, "Said": 10}
 POSITIONS, START = 48, 299
@@ -163,6 +164,20 @@ def test_core_follows_its_rules(accelerator, spoken, bundle, capsys):
     assert 0 < expected["core/Choices"] < 1 and 0 < found["core/core_stderr"] < 1
     assert "exceed the model's positions" in capsys.readouterr().out
     assert core(accelerator, model, lambda: True) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("language_modeling", {"context": "", "continuation": "b"}),
+        ("multiple_choice", {"query": "", "choices": ["a", "b"], "gold": 0}),
+    ],
+)
+def test_an_answer_with_nothing_before_it_is_refused(bundle, kind, fields):
+    core = Core(bundle, char_tokenizer("ab"), GPTConfig(n_positions=8))
+    task = Task("mine", kind, 0, "", 0.0, [fields])
+    with pytest.raises(ValueError, match="mine has nothing before its answer"):
+        list(core.questions(task, 0, Counter()))
 
 
 def test_the_recipe_finds_the_same_on_one_and_two_processes(spoken, bundle, tmp_path, capsys):
