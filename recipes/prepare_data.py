@@ -91,6 +91,10 @@ RULES = {
     "openwebtext": partial(by_hash, one_in=2000),  # nanoGPT's share
 }
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
+REPLACED = {
+    "not_utf8": "bytes that are not UTF-8, replaced by U+FFFD",
+    "unknown": "unknown tokens, for text that is not in the tokenizer's vocabulary",
+}
 CHAT = (
     "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
     "and completion, or instruction, input and output or response. Files are those of the command text "
@@ -334,9 +338,9 @@ def summarize(manifest: dict) -> None:
         print(f"{split}: {', '.join(counts)}")
     if "separation" in manifest:
         print(manifest["separation"])
-    if invalid := manifest.get("counts", {}).get("not_utf8"):
-        place = manifest["first_not_utf8"]
-        print(f"{invalid:,} bytes that are not UTF-8, replaced by U+FFFD, the first in {place}")
+    for name, what in REPLACED.items():
+        if count := manifest.get("counts", {}).get(name):
+            print(f"{count:,} {what}, the first in {manifest[f'first_{name}']}")
 
 
 def show(data_dir: str) -> None:

@@ -327,6 +327,14 @@ def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path,
     assert text_ends(tokenizer) == ends
 
 
+def test_unknown_tokens_are_counted_but_not_separators(tmp_path):
+    for name, count in (("WordPiece", 2), ("GPT-2", 0), ("characters", 0)):
+        source = {"train": ["ab c", "d" if count == 0 else "x ab y"]}
+        manifest = prepare(source, SEPARATED[name][0], tmp_path / name, source="a test")
+        assert manifest["counts"].get("unknown", 0) == count
+        assert manifest.get("first_unknown") == ("a document" if count else None)
+
+
 def fast(**parts):
     return PreTrainedTokenizerFast(tokenizer_object=changed(**parts), eos_token=END)
 

@@ -28,6 +28,7 @@ UNSUPPORTED = """
 """.split()  # noqa: SIM905
 # Why a conversation is left out.
 EMPTY = "without messages, or with one without text"
+UNWANTED = "with a label of false, which is not a completion to learn"
 NOT_SUPPORTED = (
     "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, images, audio, or "
     "content that is not text, which are not supported"
@@ -87,6 +88,8 @@ def raw_messages(row: dict, place: str) -> list:
     elif "prompt" in fields and "completion" in fields:
         asked = as_messages(fields["prompt"], "user")
         found = [{**message, "weight": 0} for message in asked]
+        if fields.get("label") is False:  # a bad completion, in data sets for KTO
+            raise Problem(UNWANTED)
         found += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
         parts = fields["instruction"], fields.get("input") or fields.get("context") or ""

@@ -143,8 +143,8 @@ def prepare_sources(
         groups = read_groups(sources, tuple(record["next"]))
         with bar:
             for encoded in in_order(writer.encode, groups, workers, 2 * workers):
-                for piece, tokens, size, invalid in encoded:
-                    writer.append(piece, tokens, size, invalid)
+                for piece, tokens, size, counts in encoded:
+                    writer.append(piece, tokens, size, counts)
                     bar.update(size)
         writer.close_shards()
         empty = [split for split, entry in record["splits"].items() if not entry["tokens"]]
@@ -206,8 +206,8 @@ def clean(text: str) -> tuple[str, int]:
 class TextWriter:
     """Tokenizes pieces of documents and appends them to the shards of a folder.
 
-    `record` has what is written: `next`, the `Piece.at` from which to go on, the number of invalid bytes and the place of
-    the first, and `splits` as in the manifest. It continues the record in the folder, if there is one.
+    `record` has what is written: `next`, the `Piece.at` from which to go on, the numbers of invalid bytes and of unknown
+    tokens and the places of the first, and `splits` as in the manifest. It continues the record in the folder, if there is one.
     """
 
     def __init__(
@@ -224,14 +224,16 @@ class TextWriter:
         self.tokenize, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
         self.begin, self.end = (np.array(own, self.dtype) for own in document_marks(tokenizer))
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
         new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
         self.record = read_json(folder / RECORD) or {**new, "splits": entries}
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
-    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
-        """Returns pieces with their tokens, the bytes of their texts and the number of invalid bytes."""
+    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, dict]]:
+        """Returns pieces with their tokens, the bytes of their texts and the record's counts: invalid
+        bytes, and unknown tokens."""
         found = []
         for piece in group:
             text, invalid = clean(piece.text)
@@ -239,11 +241,13 @@ class TextWriter:
                 tokens = self.tokenize(text)
             except ValueError as error:
                 raise ValueError(f"{piece.place}: {error}") from error
+            unknown = int(np.count_nonzero(tokens == self.unknown))
+            counts = {"not_utf8": invalid, "unknown": unknown}
             tokens = np.concatenate([self.begin[: piece.begins], tokens, self.end[: piece.ends]])
-            found.append((piece, tokens.astype(self.dtype), len(text.encode()), invalid))
+            found.append((piece, tokens.astype(self.dtype), len(text.encode()), counts))
         return found
 
-    def append(self, piece: Piece, tokens: np.ndarray, size: int, invalid: int) -> None:
+    def append(self, piece: Piece, tokens: np.ndarray, size: int, counts: dict) -> None:
         """Appends what `encode` returned to the shards; first closes them if they are long enough."""
         open_tokens = sum(shard.tokens for shard in self.shards.values())
         if piece.begins and open_tokens >= self.shard_tokens:
@@ -251,9 +255,12 @@ class TextWriter:
             self.record["next"] = piece.at
             sync(self.folder)
             write_json(self.folder / RECORD, self.record)
-        if invalid:
-            self.record["counts"]["not_utf8"] += invalid
-            self.record["first_not_utf8"] = self.record["first_not_utf8"] or piece.place
+        for name, count in counts.items():
+            if count:
+                known = self.record["counts"]  # an earlier release counts less
+                known[name] = known.get(name, 0) + count
+                first = f"first_{name}"
+                self.record[first] = self.record.get(first) or piece.place
         if not self.validation_tokens:
             self.append_to(piece.split, tokens, size, piece.begins)
             return

@@ -122,6 +122,7 @@ def test_rows_in_no_form_are_refused(row, problem):
     "row, problem",
     [
         ({"messages": [{"role": "tool", "content": "x"}]}, "not supported"),
+        ({"prompt": "Why?", "completion": "So.", "label": False}, "a label of false"),
         ({"messages": ["Why?", "So."]}, "not supported"),
         ({"messages": ASKED, "tools": [{"name": "x"}]}, "not supported"),
         (answered(reasoning_content="Hm."), "not supported"),
