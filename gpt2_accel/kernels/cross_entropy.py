@@ -45,24 +45,28 @@ def linear_cross_entropy(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy in nats of the logits `x @ weight.T`, without the padding columns from `vocab_size` on.
 
-    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to ignore a row.
-    The result is the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of each
-    row, (N,), 0 for ignored rows. With `z_loss`, for the mean only, it is a pair, as in `LanguageModel.forward`. Under
-    autocast the products are in its dtype. The results have no second derivative. The backward of "none" computes the
-    logits again: one more product than with stored logits, of three.
+    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to
+    ignore a row. The result is the mean over the rows that are not ignored, a scalar, or with
+    `reduction` "none" the loss of each row, (N,), 0 for ignored rows. With `z_loss`, for the mean
+    only, it is a pair, as in `LanguageModel.forward`. Under autocast the products are in its dtype.
+    The results have no second derivative. The backward of "none" computes the logits again: four
+    products with the vocabulary in place of three.
     """
     at_once = kernels.choices.logits_at_once or LOGITS_AT_ONCE
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which it does not cast
         x = x.to(torch.get_autocast_dtype(device))
     # In fp16 the columns of larger chunks could add up to infinity.
-    rows = rows_at_once(x, weight, LOGITS_AT_ONCE if x.dtype == torch.float16 else at_once)
+    half = x.dtype == torch.float16
+    rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
     fuse = kernels.choices.fuse or torch.compiler.is_compiling()
     arguments = x, weight, targets, vocab_size, rows, fuse
     if z_loss or (reduction == "mean" and torch.is_grad_enabled()):
         sums, _, _ = chunked_cross_entropy(*arguments, z_loss)
         loss, z = mean_of(sums, targets)
-        return (loss + z_loss * z, z.detach()) if z_loss else loss
+        if not z_loss:
+            return loss
+        return loss + z_loss * z, z.detach()
     with torch.no_grad():
         # Here each chunk also has two copies in fp32.
         rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
@@ -119,9 +123,9 @@ def chunked_cross_entropy(
     gradients of the first plus `z_loss` times the second, with `rows` rows of logits at a time.
 
     x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which
-    the gradient of each row's loss is multiplied. Returns the sums, (2,), the gradient of x, (N, C),
-    and the gradient of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the
-    elementwise operations.
+    the gradient of each row's loss is multiplied. Returns the sums, (2,), and the gradients of x,
+    (N, C), and of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the elementwise
+    operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
@@ -144,7 +148,9 @@ def chunked_cross_entropy(
             x_rows, t = x[start : start + rows], targets[start : start + rows, None]
             counts = t != -100
             t = t.clamp(min=0)
-            share = counts if factors is None else counts * factors[start : start + rows, None]
+            share = counts
+            if factors is not None:
+                share = counts * factors[start : start + rows, None]
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
@@ -156,7 +162,8 @@ def chunked_cross_entropy(
             squares += log_sum.square().masked_fill(~counts, 0).sum()
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
             of_z = 2 * z_loss * log_sum * log_probability.exp()
-            gradient[row, t] = ((log_probability.expm1() + of_z) * scale).to(gradient.dtype)
+            of_target = (log_probability.expm1() + of_z) * scale
+            gradient[row, t] = of_target.to(gradient.dtype)
             grad_x[start : start + rows] = (gradient @ w) * (share / scale)
             x_rows = (x_rows * share).to(x.dtype)
             if x.dtype == accumulate_dtype:
@@ -181,7 +188,8 @@ def keep_gradients(ctx, inputs, output) -> None:
 def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
     """Scales the saved gradients by the first of `grad_sums`, (2,). They contain the second's.
     Autograd casts them to the dtypes of x and the weight."""
-    return *(grad * grad_sums[0] for grad in ctx.saved_tensors), *[None] * 6
+    grads = [grad * grad_sums[0] for grad in ctx.saved_tensors]
+    return *grads, *[None] * 6
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
