@@ -50,6 +50,7 @@ from gpt2_accel.data.documents import all_train, by_hash
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
 from gpt2_accel.data.shards import (
+    HUB,
     TOKEN_ID,
     load_data_tokenizer,
     read_manifest,
@@ -161,19 +162,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 ALWAYS = ("data_dir", "verify")
 CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
-HUB = ("config", "split", "revision", "data_files")
+HUB_PART = ("config", "split", "revision", "data_files")
 # Command -> its positional arguments, the metavar and how many, and its options.
 COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "shakespeare": ("", None, ("input",)),
     "shakespeare-char": ("", None, ("input",)),
     "text": ("PATH", "+", (*CORPUS, "pattern")),
-    "hf": ("NAME", None, (*CORPUS, *HUB)),
-    "fineweb-edu": ("NAME", "?", (*CORPUS, *HUB)),
-    "openwebtext": ("NAME", "?", (*CORPUS, *HUB)),
+    "hf": ("NAME", None, (*CORPUS, *HUB_PART)),
+    "fineweb-edu": ("NAME", "?", (*CORPUS, *HUB_PART)),
+    "openwebtext": ("NAME", "?", (*CORPUS, *HUB_PART)),
     "chat": (
         "FILE_OR_HUB_ID",
         None,
-        (*HUB, "model", "sequence_length", "chatml", "cut"),
+        (*HUB_PART, "model", "sequence_length", "chatml", "cut"),
     ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
     "push": ("USER/NAME", None, ("public",)),
@@ -207,12 +208,17 @@ def parse_options() -> argparse.Namespace:
         raise
     if not found.data_dir:
         parser.error("the following arguments are required: --data_dir")
+    if found.data_dir.startswith(HUB):
+        raise ValueError(
+            f"{found.data_dir} is on the Hub: give a folder, into which "
+            f"pull {found.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
+        )
     return found
 
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
     """Returns the options that choose a part of a data set, those that are given."""
-    given = {name: getattr(options, name) for name in HUB}
+    given = {name: getattr(options, name) for name in HUB_PART}
     return {name: value for name, value in given.items() if value}
 
 
