@@ -62,7 +62,9 @@ def test_quickstart_trains_a_small_model_that_pipeline_loads(tmp_path, monkeypat
     assert recipe.decay_for(branch) == 0.3  # that of the run that it names
     tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
     size = next(n for n in range(1000, 2000) if 0 < 4 * tokens % n < n / 2)
-    assert recipe.decay_for(replace(config, total_batch_size=size, epochs=4.0)) == 1.6
+    config = replace(config, total_batch_size=size)
+    assert recipe.decay_for(replace(config, epochs=4.0)) == 1.6
+    assert recipe.decay_for(replace(config, epochs=3.9)) == 0.3
     [generated] = pipeline("text-generation", model=f"{output}2")("def ")
     assert generated["generated_text"].startswith("def ")
     capsys.readouterr()
