@@ -33,6 +33,8 @@ class Demo:
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
+        if ":" in self.host:
+            self.host = f"[{self.host.strip('[]')}]"  # as in a URL
         if self.port is not None and not 0 < self.port < 2**16:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}")
 
@@ -40,25 +42,20 @@ class Demo:
 def check_address(host: str, port: int | None) -> None:
     """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used there or, as Gradio
     needs, on localhost."""
-    try:
-        bind(host, 0)
-    except OSError as error:
-        raise ValueError(
-            f"{host} is not an address of this machine ({sentence(error)}): give --host one that is, or 0.0.0.0 for all"
-        ) from error
-    try:
-        for name in (host, "127.0.0.1"):
-            bind(name, port or 0)
-    except OSError as error:
-        raise ValueError(
-            f"port {port} cannot be used ({sentence(error)}): give another --port, or none for the first that is free"
-        ) from error
-
-
-def bind(host: str, port: int) -> None:
-    """Binds a socket, which is closed at once. Raises `OSError` if that is not possible."""
-    family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
-    socket.create_server((host.strip("[]"), port), family=family).close()
+    no_host = f"{host} is not an address of this machine: give --host one that is"
+    no_port = f"port {port} cannot be used: give another --port, or leave it out"
+    for name, number, problem in (
+        (host, 0, no_host),
+        (host, port or 0, no_port),
+        ("127.0.0.1", port or 0, no_port),
+    ):
+        try:
+            address = socket.getaddrinfo(name.strip("[]"), number, type=socket.SOCK_STREAM)[0]
+            with socket.socket(*address[:2]) as found:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                found.bind(address[-1])
+        except OSError as error:
+            raise ValueError(f"{problem} ({sentence(error)})") from error
 
 
 def main() -> None:
