@@ -40,8 +40,8 @@ class Demo:
 
 
 def check_address(host: str, port: int | None) -> None:
-    """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used there or, as Gradio
-    needs, on localhost."""
+    """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used
+    there or, as Gradio needs, on localhost."""
     no_host = f"{host} is not an address of this machine: give --host one that is"
     no_port = f"port {port} cannot be used: give another --port, or leave it out"
     for name, number, problem in (

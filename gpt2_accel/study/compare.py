@@ -43,15 +43,18 @@ class Comparison:
 
     @cached_property
     def divergence(self) -> dict[tuple[str, float | None], float]:
-        """The p-values of `fisher` by variant and budget against the baseline, corrected for their number."""
+        """The p-values of `fisher` against the baseline by variant and budget, corrected by `holm`."""
         base = self.study.baseline
         others = [(name, budget) for name, budget in self.results if name != base]
         return holm({at: fisher(self.diverged(*at), self.diverged(base, at[1])) for at in others})
 
     def verdict(self, variant: str, budget: float | None) -> Verdict:
-        """Returns the verdict on a variant, or that it is the baseline: whether it diverged more or less often, else by the
-        pairs in which no run diverged. Where the numbers of runs that diverged differ, and there are too few runs to test
-        this, it is these numbers."""
+        """Returns the verdict on a variant, or that it is the baseline.
+
+        It is that the variant diverged more or less often, if the test says so, and else by the
+        pairs in which no run diverged. If the numbers of runs that diverged differ, and there are
+        too few runs to test this, it is these numbers.
+        """
         if variant == self.study.baseline:
             return Verdict("baseline")
         own, base = (self.diverged(name, budget) for name in (variant, self.study.baseline))
@@ -62,7 +65,8 @@ class Comparison:
         all_against_none = fisher((runs, 0), (0, others))
         if more and len(self.divergence) * all_against_none > LEVEL:
             return Verdict(
-                f"{own[0]} of {runs} diverged, {base[0]} of {others} of the baseline: too few seeds for a test"
+                f"{own[0]} of {runs} diverged, {base[0]} of {others} of the baseline: too few seeds "
+                "for a test"
             )
         # Not finite if a run of a pair diverged or is missing.
         both = (self.values(name, budget) for name in (variant, self.study.baseline))

@@ -189,8 +189,8 @@ def say(text: str) -> None:
 
 
 def set_aside(folder: Path, code: str) -> None:
-    """Renames the folder of a run that another code than `code` has trained in part, so that it starts anew. Raises
-    `Timeout` if a process still trains there."""
+    """Renames the folder of a run that other code than `code` has trained in part, so that it
+    starts anew. Raises `Timeout` if a process still trains there."""
     if not (folder / "config.yaml").exists() or recorded_code(folder) == code:
         return
     old = folder.with_name(folder.name + time.strftime(".old-%Y%m%d-%H%M%S"))

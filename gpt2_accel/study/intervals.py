@@ -1,4 +1,4 @@
-"""Student's t-intervals over paired runs, exact tests of counts, and the verdict on a difference."""
+"""Student's t-intervals over paired runs, exact tests of counts, the verdict on a difference."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 CONFIDENCE = 0.95
-LEVEL = 0.05  # probability that a study of equal variants finds that one of them diverged more or less often
+LEVEL = 0.05  # probability that a study of equal variants finds that one diverged more or less often
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
@@ -55,8 +55,8 @@ def reached(goals: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> str:
 
 @functools.cache
 def fisher(counts: tuple[int, int], others: tuple[int, int]) -> float:
-    """Returns the two-sided p-value of Fisher's exact test that two groups of runs diverge equally often. Each has the
-    number of runs that diverged, and of those that did not."""
+    """Returns the two-sided p-value of Fisher's exact test that two groups of runs diverge equally
+    often. Each has the number of runs that diverged, and of those that did not."""
     from scipy.stats import fisher_exact
 
     return float(fisher_exact([counts, others]).pvalue)
@@ -75,9 +75,10 @@ def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
 class Verdict:
     """What the paired differences of a variant's metric to the baseline's say; lower is better.
 
-    `mean` and `half` are the 95% interval. `word` is "better", "worse", or "equal" if every pair is equal; or "not
-    distinguishable", with the number of `more_seeds` after which an interval of this mean and spread would exclude zero,
-    None if it is above `MOST_SEEDS` or there is one pair only; or what there is in place of an interval, which is NaN.
+    `mean` and `half` are the 95% interval. `word` is "better", "worse", or "equal" if every pair is
+    equal; or "not distinguishable", with the number of `more_seeds` after which an interval of this
+    mean and spread would exclude zero, None if it is above `MOST_SEEDS` or there is one pair only;
+    or a verdict without an interval, which is NaN then.
     """
 
     word: str

@@ -54,8 +54,8 @@ class Trial:
         return trial
 
     def lasting(self, updates: int) -> "Trial":
-        """Returns the trial with this number of updates, the warmup steps of its `WARMUP`, if it has one, and the settings
-        that the recipe derives from them. Raises the errors of `read_trial`."""
+        """Returns the trial with this number of updates, the warmup steps of its `WARMUP`, if it has
+        one, and the settings that the recipe derives from them. Raises the errors of `read_trial`."""
         changes = {**self.changes, "max_steps": updates}
         if WARMUP in changes:
             changes["warmup_steps"] = round(changes.pop(WARMUP) * updates)
@@ -175,8 +175,8 @@ def recipe_source(recipe: Path) -> bytes:
 
 @functools.cache  # of what this process has imported: files may change later
 def code_fingerprint(recipe: Path) -> str:
-    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the rooms of this package on which a run's numbers
-    depend, without comments and docstrings."""
+    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the parts of this package on
+    which a run's numbers depend, without comments and docstrings."""
     code = hashlib.sha256(syntax(recipe_source(recipe)))
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in NOT_TRAINED:
@@ -197,7 +197,7 @@ class WithoutConstants(ast.NodeTransformer):
 
 
 def recorded_code(folder: Path) -> str:
-    """Returns the fingerprint of the code that trained the run in `folder`, empty if it is unknown."""
+    """Returns the fingerprint of the code that trained the run in `folder`; empty if unknown."""
     path = folder / CODE
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -239,8 +239,8 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
 def read_table(path: Path) -> dict[str, Result]:
     """Returns the rows of a CSV file by id; empty if there is no such file.
 
-    Raises `ValueError` with the number of the first line that is cut, lacks a column, has one that cannot be read, or
-    contradicts another line."""
+    Raises `ValueError` with the number of the first line that is cut, lacks a column, has one that
+    cannot be read, or contradicts another line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kinds = {part.name: part.type for part in fields(Result)} | {"bits_per_byte": float}
     names, found = None, {}
@@ -258,8 +258,8 @@ def read_table(path: Path) -> dict[str, Result]:
                 raise ValueError
         except (csv.Error, KeyError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}: this row of the table of runs is damaged: restore the file from a copy, or remove "
-                "the line"
+                f"{path}, line {number}: this row of the table of runs is damaged: restore the file "
+                "from a copy, or remove the line"
             ) from error
     return found
 
