@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 CONFIDENCE = 0.95
-LEVEL = 0.05  # probability that a study of equal variants finds that one diverged more or less often
+LEVEL = 0.05  # of studies of equal variants may find that one diverged more or less often
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
 
 
