@@ -5,7 +5,7 @@ A callback is any object with some of the methods of `Callback`. All ranks call 
 
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate.tracking import GeneralTracker
@@ -22,9 +22,6 @@ from gpt2_accel.run import Run
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import all_or_none, main_process_first
 from gpt2_accel.runtime.trackers import start_tracker
-
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
 
 
 class Callback(Protocol):
@@ -61,13 +58,14 @@ class Callback(Protocol):
         """Gets what `state_dict` returned, with unsharded tensors on the CPU."""
 
 
-def check_callback(callback: "Callback | TrainerCallback") -> None:
-    """Raises `ValueError` for a callback of transformers' `Trainer`, whose methods take other arguments."""
-    if any(kind.__name__ == "TrainerCallback" for kind in type(callback).__mro__):
-        raise ValueError(
-            f"{type(callback).__name__} is a TrainerCallback of transformers: its methods get args, state and control; write a "
-            "class whose methods take the run, see docs/change.md"
-        )
+def check_callback(callback: Callback) -> None:
+    """Raises `ValueError` for a method that is never called, as most of transformers' `TrainerCallback` are."""
+    for name in dir(callback):
+        if name.startswith("on_") and not hasattr(Callback, name):
+            raise ValueError(
+                f"{type(callback).__name__} has {name}, which a run never calls: docs/change.md has the methods of a "
+                "callback; those of transformers' TrainerCallback take other arguments"
+            )
 
 
 class Figures:

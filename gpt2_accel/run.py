@@ -4,6 +4,7 @@
 """
 
 import gc
+import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.find import read_state, read_status
 from gpt2_accel.checkpoint.state_dict import (
@@ -35,7 +37,6 @@ from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.files import (
     check_renames,
     lock_folder,
-    parse_json,
     remove,
     scratch_directory,
     sentence,
@@ -127,6 +128,7 @@ class Run:
         self._asks_save = self._save_asked = self._unreported = False
         self.resumes_here = self.stopping = self.unevaluated = False
         self.figures: dict[str, float] = {}
+        self._names: list[str] | None = None  # of the objective's figures
         self.problem = ""
         self.changes: list[str] = []  # of this resume
         if self.checkpoint is not None:
@@ -196,9 +198,9 @@ class Run:
         """Returns the state beside the tensors, for a checkpoint.
 
         `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of
-        the data. A resume compares its settings with `settings`."""
+        the data. A resume compares its settings with `settings`. Raises `ValueError` for what JSON changes."""
         scaler, stopping = self.accelerator.scaler, self.early_stopping
-        return {
+        state = {
             **asdict(self.state),
             "position": {"sequences": self.schedule.first(self.step), **self._order},
             "guard": {"best": stopping.best, "waited": stopping.waited},
@@ -209,6 +211,13 @@ class Run:
             "callbacks": self.callback_state.values(),
             "scaler": scaler.state_dict() if scaler else None,
         }
+        # As text: NaN equals NaN, and a tuple is not a list.
+        if repr(json.loads(json.dumps(state, default=repr))) != repr(state):
+            raise ValueError(
+                "a checkpoint cannot hold this state, whose tensors belong to the first level, and else numbers, texts, lists: "
+                f"{state['callbacks']} {state['optimizer_values']}"
+            )
+        return state
 
     # What surrounds the loop
 
@@ -236,6 +245,7 @@ class Run:
             gc.disable()  # a rank that collects within an update keeps the others waiting
             stack.callback(gc.enable)
             self.call("on_train_begin")
+            self.log.write()  # of the step before the first update
             self.rehearse_save()
             self.log.resume()
             try:
@@ -259,14 +269,8 @@ class Run:
             with scratch_directory(self.run_dir / "checkpoint-rehearsal") as folder:
                 self.files.save(self.empty, folder, describe_training(self))
                 load_tokenizer(folder)
-                state = self.state_dict()
-                write_json(folder / "state.json", state)
-                saved = parse_json((folder / "state.json").read_text(encoding="utf-8"))
-                for name, value in state.items():
-                    if saved[name] != value:
-                        raise ValueError(f"the {name} of the run cannot be saved as JSON: {value}")
 
-        self.callback_state.tensors()  # raises for what is not a tensor
+        self.state_dict()  # raises for what JSON does not have
         on_main_process(rehearse)
 
     # What the loop calls
@@ -280,6 +284,18 @@ class Run:
     def diverged(self) -> bool:
         """Whether too many updates in a row were skipped."""
         return self.guard.bad_in_a_row >= MAX_BAD_STEPS
+
+    def figure_names(self, figures: dict[str, torch.Tensor]) -> list[str]:
+        """Returns the names of a micro-batch's figures, sorted: in the same order on all ranks. Raises `ValueError` if they are
+        not those of the main process's first micro-batch, or one is `loss`: they would be averaged with others."""
+        names = sorted(figures)
+        if self._names is None:
+            self._names = on_main_process(lambda: names)
+        if names != self._names or "loss" in names:
+            raise ValueError(
+                f"the objective returns the figures {names}, first {self._names}: return the same for each batch, none as loss"
+            )
+        return names
 
     def reduce(self, figures: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """Returns the means of the figures over all ranks, with `grad_norm`, and notes whether a rank has to stop or asks for
@@ -295,7 +311,10 @@ class Run:
         *found, stop, save, written, norm = torch.cat(
             (means, full_tensor(grad_norm)[None])
         ).tolist()
-        self.stopping, self._save_asked, self._unreported = stop > 0, save > 0, written > 0
+        self.stopping, self._unreported = stop > 0, written > 0
+        self._save_asked = (
+            self._save_asked or save > 0
+        )  # until it is saved: a skipped update is not
         self._asks_save = False
         if self.stopping:
             self.check_problems()
@@ -346,8 +365,9 @@ class Run:
         with evaluating_optimizer(self.optimizer):
             results = evaluation(self.accelerator, self.model, self.interrupted)
         self.stopping = self.stopping or not results
-        self.log.evaluation(results)
-        self.call("on_evaluate", metrics=results)
+        if results:
+            self.log.evaluation(results)
+            self.call("on_evaluate", metrics=results)
         return results
 
     def validate(self, prefix: str = "val/") -> dict[str, float]:
@@ -355,25 +375,31 @@ class Run:
         early stopping. Raises `ValueError` if the run evaluates nothing."""
         if self.val_loader is None:
             raise ValueError("the run has no validation data: give --eval_every")
-        name = prefix.rstrip("/")
-        return self.evaluate(partial(validation_loss, loader=self.val_loader, prefix=name))
+        return self.evaluate(
+            partial(validation_loss, loader=self.val_loader, prefix=prefix.rstrip("/"))
+        )
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Adds metrics, by their whole names such as `ema/distance`, to this step's line of `metrics.jsonl`."""
         self.log.add(metrics)
 
+    def copied_model(self) -> LanguageModel | None:
+        """Returns a copy of the model in host memory; None on all processes but the main one."""
+        with evaluating_optimizer(self.optimizer):
+            return full_model(self.accelerator, self.model, self.empty)
+
     def save_model(self, directory: str | Path) -> None:
         """Writes what the module holds now as a model directory."""
-        with evaluating_optimizer(self.optimizer):
-            plain = full_model(self.accelerator, self.model, self.empty)
-        training = describe_training(self)
-        on_main_process(lambda: self.files.save(plain, Path(directory), training))
+        plain = self.copied_model()
+        self.writer.join()  # it may be comparing the first model
+        on_main_process(lambda: self.files.save(plain, Path(directory), describe_training(self)))
 
     # Checkpoints
 
     def save(self, *, again: bool = False) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, unless it is written; with `again`
         in any case. Raises `OSError` if the run's folder is gone."""
+        self._save_asked = False
         failed = on_main_process(self._end_write)
         if self.step == self._saved_step and not (failed or again):
             return
@@ -446,21 +472,23 @@ def finish(run: Run) -> bool:
             f"{config.output_dir}/metrics.jsonl"
         )
     run.log.print_line(end_summary(run))
+    finished = run.early_stopping.ended or not (run.step < run.updates or run.unevaluated)
     if run.early_stopping.ended:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
-    elif run.step < run.updates or (run.unevaluated):
-        reason = run.stop.reason or "a signal to another process"
+    if not finished:
+        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # one rank may have it alone
+        reason, requeue = next(stop for stop in stops if stop[0])
         if run.accelerator.is_main_process:
-            run.status.end("stopped", reason, requeue=run.stop.requeue)
+            run.status.end("stopped", reason, requeue=requeue)
         signals.exit_code = run.stop.exit_code
         run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
-        run.call("on_train_end", finished=False)
-        return False
-    export_model(run)
-    run.call("on_train_end", finished=True)
-    return True
+    else:
+        export_model(run)
+    run.call("on_train_end", finished=finished)
+    run.log.write()
+    return finished
 
 
 def wait_for_checkpoint(run: Run) -> bool:
@@ -478,8 +506,7 @@ def export_model(run: Run) -> None:
     Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
     """
     config = run.config
-    with evaluating_optimizer(run.optimizer):
-        plain = full_model(run.accelerator, run.model, run.empty)
+    plain = run.copied_model()
     if plain is None:  # not the main process
         return
     check_finite(plain, f"the model after update {run.step}")

@@ -251,7 +251,8 @@ def load_model(
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         own = load_tokenizer(source)
-        if read_manifest(config.data_dir).get("sequence_length") and extends(tokenizer, own):
+        packed = read_manifest(config.data_dir).get("sequence_length")
+        if given is None and packed and extends(tokenizer, own):
             model = with_rows(model, len(own), len(tokenizer))
         else:
             check_tokenizer(config.data_dir, own, source)

@@ -120,6 +120,8 @@ def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torc
             loss = loss / batch.divisor
             accelerator.backward(loss)
         totals["loss"] += loss.detach()
-        for name, value in others.items():
-            totals[name] = totals.get(name, 0) + torch.as_tensor(value).detach() / batch.divisor
+        for name in run.figure_names(others):
+            totals[name] = (
+                totals.get(name, 0) + torch.as_tensor(others[name]).detach() / batch.divisor
+            )
     return totals

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.hf.convert import HEAD, hf_config, save_pretrained, special_ids, to_hf
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel, evaluating
@@ -48,17 +47,19 @@ class ModelFiles:
         Raises the errors of `save_pretrained`."""
         if not (self.custom or self.compared):
             self.custom = unknown_tensors(model)
-        save_pretrained(
-            model, directory, self.tokenizer, training=training, name=name, custom=self.custom
-        )
+
+        def write() -> None:
+            save_pretrained(
+                model, directory, self.tokenizer, training=training, name=name, custom=self.custom
+            )
+
+        write()
         if self.compared or model.device.type == "meta":
             return
         self.compared = True
         if not self.custom and (found := difference(model, directory)) > LIMIT:
             self.custom = f"its logits differ by {found:.2g} of their standard deviation"
-            save_pretrained(
-                model, directory, self.tokenizer, training=training, name=name, custom=self.custom
-            )
+            write()
         if self.custom:
             self.print_line(
                 f"transformers cannot open this model ({self.custom}): it is saved in a form of its own, see its README.md"
@@ -69,21 +70,15 @@ def unknown_tensors(model: LanguageModel) -> str:
     """Returns why `transformers` has no model with these tensors; empty if the names and shapes are those of its model.
 
     Takes no memory for weights."""
-    config = model.config
-    if config.architecture not in ARCHITECTURES:
-        return f"it does not have the architecture {config.architecture}"
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(hf_config(config, special_ids(None, 0)))
+        theirs = AutoModelForCausalLM.from_config(hf_config(model.config, special_ids(None, 0)))
     expected = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     found = {name: tensor.shape for name, tensor in to_hf(model).items()}
-    if HEAD not in found:  # tied
-        found[HEAD] = expected[HEAD]
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            return f"it has another {name}" if name in expected else f"it does not have {name}"
-    return ""
+    found.setdefault(HEAD, expected[HEAD])  # if it is tied
+    differ = expected.items() ^ found.items()
+    return f"its {min(differ)[0]} differs" if differ else ""
 
 
 @torch.no_grad()

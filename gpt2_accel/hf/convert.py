@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.files import atomic_files, parse_json, sentence, write_json
@@ -165,7 +166,10 @@ def save_pretrained(
     ends = [] if tokenizer is None else text_ends(tokenizer)
     with atomic_files(directory) as folder:
         if model.device.type != "meta":
-            write_safetensors(folder / WEIGHTS, model.state_dict() if custom else to_hf(model))
+            if custom:  # its buffers have any dtype
+                save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
+            else:
+                write_safetensors(folder / WEIGHTS, to_hf(model))
         if not custom:
             hf_config(config, ids, model.dtype).save_pretrained(folder)
         # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
@@ -194,8 +198,8 @@ def save_pretrained(
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
         if custom:  # after the tokenizer, which AutoTokenizer would load with a warning
-            own = {"class": class_name(type(model)), "config": asdict(config)}
-            write_json(folder / "config.json", {"model_type": CUSTOM, **own, **ids})
+            own = {"model_type": CUSTOM, "class": class_name(type(model)), "config": asdict(config)}
+            write_json(folder / "config.json", own | ids)
         Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the files replaced now
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # shards of what was there before, and their index
@@ -266,10 +270,17 @@ def load_weights(model: LanguageModel, directory: Path) -> None:
     """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not those of such a model."""
     tensors = read_tensors(weight_files(directory))
     if is_custom(directory):
-        read_custom(directory, type(model))
+        saved = read_custom(directory, type(model))
         state = dict(tensors)
     else:
+        saved = asdict(read_config(directory))
         state = from_hf(tensors, model.config, str(directory))
+    for name, value in saved.items():
+        own = getattr(model.config, name, value)
+        if name != "dropout" and type(own) is type(value) and own != value:  # JSON has no tuples
+            raise ValueError(
+                f"{directory} has {name} = {value}: build the model with it, not {own}"
+            )
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

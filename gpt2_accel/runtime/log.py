@@ -115,16 +115,15 @@ class RunLog(AbstractContextManager):
         self.print_line(f"skipped because {problem}; metrics.jsonl has its samples")
 
     def evaluation(self, results: dict[str, float]) -> None:
-        """Logs and prints the results of an evaluation, none if it was interrupted."""
+        """Logs and prints the results of an evaluation."""
         results = numbers(results)
         self._line |= results
         self.results |= results
-        if results:
-            self.print_line(in_words(results))
+        self.print_line(in_words(results))
 
     def add(self, metrics: dict[str, float]) -> None:
         """Adds metrics to this update's line."""
-        self._line |= metrics
+        self._line |= numbers(metrics)
 
     def sample(self, prompt: str, text: str) -> None:
         """Logs and prints a sample; only the main process calls it."""

@@ -210,8 +210,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, numb
     assert process.wait(30) == code
     found = status(tmp_path / "run")
     name = signal.Signals(number).name
-    told = name if processes != 2 else "a signal to another process"
-    assert (found["state"], found["reason"]) == ("stopped", told)
+    assert (found["state"], found["reason"]) == ("stopped", name)
     assert found["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert checkpoint.name == f"checkpoint-{found['step']}"
