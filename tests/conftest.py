@@ -12,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -181,9 +183,22 @@ def metrics(run_dir) -> list[dict]:
     return read_json_lines(Path(run_dir) / "metrics.jsonl")
 
 
+def read_json(path: Path):
+    """Returns the content of a JSON file."""
+    return json.loads(path.read_text())
+
+
 def status(run_dir) -> dict:
     """Returns the content of a run's status.json."""
-    return json.loads((Path(run_dir) / "status.json").read_text())
+    return read_json(Path(run_dir) / "status.json")
+
+
+@contextmanager
+def refused(words: str) -> Iterator[None]:
+    """The block has to end as a user's mistake does: by a `ValueError` or `OSError` whose sentence matches `words`."""
+    with pytest.raises((ValueError, OSError), match=words) as error:
+        yield
+    assert "\n" not in str(error.value)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

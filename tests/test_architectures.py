@@ -1,10 +1,17 @@
 """Training, checkpoints, estimates and the readers of a run with another architecture than GPT-2."""
 
-import json
-
 import pytest
 import torch
-from conftest import as_flags, hellaswag_items, losses, metrics, run, tiny_config, write_lines
+from conftest import (
+    as_flags,
+    hellaswag_items,
+    losses,
+    metrics,
+    read_json,
+    run,
+    tiny_config,
+    write_lines,
+)
 from launching import launch
 from safetensors.torch import load_file
 from transformers import pipeline
@@ -52,7 +59,7 @@ def test_training_lowers_the_loss_and_resumes_to_the_bit(tiny, architecture, tra
 
 
 def test_final_model_opens_everywhere(architecture, trained):
-    assert json.loads((trained / "config.json").read_text())["model_type"] == architecture
+    assert read_json(trained / "config.json")["model_type"] == architecture
     generator = pipeline("text-generation", model=str(trained))
     text = generator("the ", max_new_tokens=8, do_sample=False)[0]["generated_text"]
     model, tokenizer = load(str(trained))

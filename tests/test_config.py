@@ -7,6 +7,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from conftest import refused
 
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
 from gpt2_accel.generation.sampling import Sampling
@@ -56,7 +57,7 @@ def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
 
 
 def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
-    with pytest.raises(ValueError, match="--eval_only: it was taken back"):
+    with refused("--eval_only: it was taken back"):
         parse_config(Recipe, ["--eval_only"])
     old = {"license": None, "ramp_start": 32, "ramp_tokens": 512, "dropout": 0.1}
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
@@ -96,7 +97,7 @@ def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
     ],
 )
 def test_a_bad_option_is_refused_in_one_sentence(args, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with refused(message):
         parse_config(Recipe, args)
 
 
@@ -125,7 +126,7 @@ def test_yaml_sets_lists_of_numbers_and_required_settings(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("sizes: [1, 2]\nmodel: a\n")
     assert parse_config(Required, ["--config", str(path)]) == Required("a", [1, 2])
-    with pytest.raises(ValueError, match="required: --model"):
+    with refused("required: --model"):
         parse_config(Required, [])
 
 
@@ -136,7 +137,7 @@ def test_every_number_has_a_range(settings_class, value):
         numbers = {int, float} & {hint, *get_args(hint)}
         if numbers and get_origin(hint) is not list and (value, numbers) != ("1e30", {float}):
             text = str(10**30) if value == "1e30" else value
-            with pytest.raises(ValueError, match=name):
+            with refused(name):
                 parse_config(settings_class, [f"--{name}={text}"])
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import read_json, refused
 from safetensors.torch import save_file
 from tokenizers.models import BPE
 
@@ -46,7 +46,7 @@ def test_a_mount_that_cannot_rename_folders_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented", str(self))
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="cannot rename folders .*choose an --output_dir on the mach"):
+    with refused("cannot rename folders .*choose an --output_dir on the mach"):
         check_renames(tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     while any(writer.poll() is None for writer in writers):
         if path.exists():
-            assert len(set(json.loads(path.read_text()))) == 1
+            assert len(set(read_json(path))) == 1
         time.sleep(0.005)
     assert [writer.communicate()[1] for writer in writers] == ["", ""]
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
@@ -86,7 +86,7 @@ def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkey
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", no_space)
-    with pytest.raises(OSError, match="No space"), atomic_directory(path, replace=True) as folder:
+    with refused("No space"), atomic_directory(path, replace=True) as folder:
         (folder / "a.txt").write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
     assert (path / "a.txt").read_text() == "old"
@@ -154,7 +154,7 @@ def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, code, nam
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     write_file(tmp_path / "a.txt", "old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
-    with pytest.raises(OSError, match="no room"):
+    with refused("no room"):
         write_file(tmp_path / "a.txt", "new")
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
@@ -185,7 +185,7 @@ def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends
     folder = tmp_path / "new/run"
     with lock_folder(folder):
         first = lock_id(folder)
-        with pytest.raises(OSError, match="in use by another process: wait"), lock_folder(folder):
+        with refused("in use by another process: wait"), lock_folder(folder):
             raise AssertionError("not reached")
         folder.rename(tmp_path / "moved")
         assert lock_id(folder) == lock_id(tmp_path / "moved/.lock/x") == 0

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import make_text, small_notebook
+from conftest import make_text, read_json, small_notebook
 from launching import ROOT
 
 from gpt2_accel.recipe_command import FOLDERS
@@ -139,7 +139,7 @@ def test_the_notebook_runs_from_its_first_cell(place, request, tmp_path):
     (folder / "notebook.ipynb").write_text(json.dumps(small_notebook()))
     (folder / "text.txt").write_text(make_text(3000, 0))
     done(["jupyter-execute", "--inplace", "notebook.ipynb"], folder, env)
-    cells = json.loads((folder / "notebook.ipynb").read_text())["cells"]
+    cells = read_json(folder / "notebook.ipynb")["cells"]
     shown = [out["text"] for out in cells[-1]["outputs"] if out.get("name") == "stdout"]
     assert "ROMEO:" in "".join(*shown)
     where = done(

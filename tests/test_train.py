@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import losses, run
+from conftest import losses, refused, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -124,9 +124,9 @@ def test_init_from_an_hf_gpt2(tiny, tmp_path):
         ),
     ):
         config = tiny("new", init_from=str(tmp_path / "hf"), **changes)
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             run(config)
-        with pytest.raises(ValueError, match="hf is a gpt2 with n_layer = 1"):
+        with refused("hf is a gpt2 with n_layer = 1"):
             model_shape(replace(config, architecture="qwen3"), 257)
 
 
@@ -144,7 +144,7 @@ def test_another_run_is_neither_overwritten_nor_resumed_with_other_settings(tiny
         ({}, "holds checkpoint-8 of an earlier run"),
         ({"resume_from": "latest", "optimizer": "muon"}, "trained with AdamW, not Muon"),
     ):
-        with pytest.raises((ValueError, FileExistsError), match=message):
+        with refused(message):
             run(tiny(**changes))
 
 
@@ -152,5 +152,5 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tiny, tmp_path):
     model = GPT(GPTConfig(257, n_layer=1, n_head=2, n_embd=32))
     characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
     save_pretrained(model, tmp_path / "other", characters)
-    with pytest.raises(ValueError, match="another tokenizer than .* has"):
+    with refused("another tokenizer than .* has"):
         run(tiny("run", init_from=str(tmp_path / "other")))

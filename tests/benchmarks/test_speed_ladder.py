@@ -1,12 +1,11 @@
 """The speed ladder: its hand-written models equal `GPT`, and its command measures every rung."""
 
-import json
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import load_recipe
+from conftest import load_recipe, read_json
 from launching import ROOT
 
 from gpt2_accel import GPT, GPTConfig
@@ -48,7 +47,7 @@ def test_the_command_measures_every_rung_that_the_device_has(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["speed_ladder.py", *flags.split(), str(tmp_path)])
     load_recipe("speed_ladder").main()
     assert "| TF32 |  |  |  | 27,648 | 333 | lacking: CUDA only |" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "cpu/ladder.json").read_text())["rows"]
+    rows = read_json(tmp_path / "cpu/ladder.json")["rows"]
     assert [row["name"] for row in rows] == [rung.name for rung in rungs]
     first, last = (rows[place]["tokens_per_second"]["median"] for place in (0, 2))
     assert rows[2]["gain"] == pytest.approx(last / first) and rows[0]["memory"] > 2**26

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import make_text, run, status, tiny_config
+from conftest import make_text, refused, run, status, tiny_config
 
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
@@ -58,7 +58,7 @@ def test_resume_refuses_other_data_unless_changes_are_ignored(tiny, tmp_path):
     texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
     prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
     settings = {"resume_from": "latest", "max_steps": 10}
-    with pytest.raises(ValueError, match="checkpoint-8 was trained with the data .*"):
+    with refused("checkpoint-8 was trained with the data .*"):
         run(tiny_config(tmp_path / "other", tmp_path / "run", **settings))
     ignoring = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
     assert len(run(ignoring)) == 10
@@ -67,9 +67,7 @@ def test_resume_refuses_other_data_unless_changes_are_ignored(tiny, tmp_path):
 def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(tiny, tmp_path):
     run(tiny(save_every=4))
     older = str(tmp_path / "checkpoint-4")
-    with pytest.raises(
-        FileExistsError, match="holds checkpoint-8, which a resume from .* overwrite"
-    ):
+    with refused("holds checkpoint-8, which a resume from .* overwrite"):
         run(tiny(resume_from=older))
 
 

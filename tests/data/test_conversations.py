@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import chat_rows, make_text, write_lines
+from conftest import chat_rows, make_text, refused, write_lines
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -114,7 +114,7 @@ WEIGHTS = ("0", 0.5, -1, float("nan"), "")
     ],
 )
 def test_rows_in_no_form_are_refused(row, problem):
-    with pytest.raises(ValueError, match=problem):
+    with refused(problem):
         read_messages(row, "here")
 
 
@@ -212,7 +212,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     ],
 )
 def test_less_than_two_different_conversations(chat_base, rows, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         prepared(chat_base, tmp_path, rows)
 
 
@@ -220,7 +220,7 @@ def test_a_line_in_latin_1_is_refused(chat_base, tmp_path):
     write_lines(tmp_path / "rows.jsonl", [*chat_rows(20), answered()])
     content = (tmp_path / "rows.jsonl").read_bytes()
     (tmp_path / "rows.jsonl").write_bytes(content.replace(b"So.", b"M\xfcller"))
-    with pytest.raises(ValueError, match="rows.jsonl, line 21, is not valid JSON in UTF-8"):
+    with refused("rows.jsonl, line 21, is not valid JSON in UTF-8"):
         prepared(chat_base, tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(chat_base, tmp_path, mo
         return encode_row(*row)
 
     monkeypatch.setattr("gpt2_accel.data.conversations.encode_row", changing)
-    with pytest.raises(OSError, match="rows.jsonl has changed"):
+    with refused("rows.jsonl has changed"):
         prepared(chat_base, tmp_path)
 
 
@@ -432,12 +432,12 @@ def test_the_targets_and_the_template_are_covered_by_checksums(chat_base, tmp_pa
     file = folder / "train_targets.bin"
     good = file.read_bytes()
     file.write_bytes(good[:-1] + b"x")
-    with pytest.raises(ValueError, match="train_targets.bin does not match its checksum"):
+    with refused("train_targets.bin does not match its checksum"):
         verify_data(folder)
     file.write_bytes(good)
     template = folder / "tokenizer/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "helper"))
-    with pytest.raises(ValueError, match="is not the tokenizer that made the tokens"):
+    with refused("is not the tokenizer that made the tokens"):
         verify_data(folder)
 
 
@@ -448,13 +448,13 @@ def loader(folder, **options):
 
 def test_what_does_not_fit_the_windows_is_refused(chat_base, tmp_path):
     assert prepared(chat_base, tmp_path / "a") == prepared(chat_base, tmp_path / "a")
-    with pytest.raises(FileExistsError, match="exists already, and not from the same .* settings"):
+    with refused("exists already, and not from the same .* settings"):
         prepared(chat_base, tmp_path / "a", model=str(tmp_path))
     folder = tmp_path / "a/chat"
-    with pytest.raises(ValueError, match="windows of 64 tokens, not 32: give --sequence_length 64"):
+    with refused("windows of 64 tokens, not 32: give --sequence_length 64"):
         loader(folder, sequence_length=32)
     prepared(chat_base, tmp_path / "b", sequence_length=128)
-    with pytest.raises(ValueError, match="b/chat has another sequence_length than the rest"):
+    with refused("b/chat has another sequence_length than the rest"):
         write_mixture(tmp_path / "mixed", {str(folder): 1, str(tmp_path / "b/chat"): 1})
 
 

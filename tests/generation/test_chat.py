@@ -4,7 +4,7 @@ import string
 from collections import deque
 
 import pytest
-from conftest import randomized
+from conftest import randomized, refused
 
 from gpt2_accel import GPTConfig
 from gpt2_accel.generation import chat
@@ -90,13 +90,13 @@ def test_refusals(tokenizer, chat_base):
             "3.. tokens with the chat template and the system prompt",
         ),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             chat.answer(model, tokenizer, messages, GREEDY)
     characters = char_tokenizer(string.printable)
     characters.chat_template = tokenizer.chat_template
     tokenizer.chat_template = "{{ 1 // 0 }}"
     for broken, text in ((tokenizer, "Hi"), (characters, "é")):
-        with pytest.raises(ValueError, match="template or the tokenizer refuses the conversation"):
+        with refused("template or the tokenizer refuses the conversation"):
             chat.answer(model, broken, said(text), GREEDY)
-    with pytest.raises(ValueError, match="has no chat template, so it cannot be talked to"):
+    with refused("has no chat template, so it cannot be talked to"):
         chat.answer(model, load_tokenizer(chat_base), said("Hi"), GREEDY)

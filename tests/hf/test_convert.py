@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import peak_of, randomized, tokenizer_of
+from conftest import peak_of, randomized, refused, tokenizer_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
@@ -127,7 +127,7 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
         try:
             theirs = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32).eval()
         except Exception:  # of several types
-            with pytest.raises((ValueError, OSError), match=str(directory)):
+            with refused(str(directory)):
                 from_pretrained(directory)
         else:
             ours, opened = from_pretrained(directory).eval(), opened + 1
@@ -150,7 +150,7 @@ def test_a_directory_whose_weights_transformers_changes_is_refused(
 ):
     hf_model().save_pretrained(tmp_path)
     (tmp_path / file).write_text(json.dumps({"model_type": "gpt2", **content}))
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         from_pretrained(tmp_path)
 
 
@@ -235,14 +235,14 @@ def edit(directory, change):
 def test_a_directory_with_wrong_tensors_is_refused(tmp_path, change, message):
     hf_model().save_pretrained(tmp_path)
     edit(tmp_path, change)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         from_pretrained(tmp_path)
 
 
 def test_a_bias_in_a_model_without_biases_is_refused(tmp_path):
     save_pretrained(GPT(GPTConfig(**SHAPE, bias=False)), tmp_path)
     edit(tmp_path, lambda t: t["transformer.h.0.ln_1.bias"].add_(1))
-    with pytest.raises(ValueError, match="h.0.ln_1.bias is not zero"):
+    with refused("h.0.ln_1.bias is not zero"):
         from_pretrained(tmp_path)
 
 
@@ -250,18 +250,18 @@ def test_a_truncated_weights_file_is_refused(tmp_path):
     hf_model().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+    with refused("model.safetensors is damaged"):
         from_pretrained(tmp_path)
 
 
 def test_unknown_options_are_refused(tmp_path):
     hf_model(scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx"):
+    with refused("scale_attn_by_inverse_layer_idx"):
         from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_written(tmp_path):
     model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 256}))
-    with pytest.raises(ValueError, match="257 tokens"):
+    with refused("257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())
     assert not (tmp_path / "out").exists()

@@ -1,12 +1,11 @@
 """Fine-tuning on conversations: from a base model to one that answers, and resuming on the way."""
 
-import json
 import shutil
 import signal
 import time
 
 import pytest
-from conftest import chat_rows, load_recipe, losses, metrics, run_recipe, write_lines
+from conftest import chat_rows, load_recipe, losses, metrics, read_json, run_recipe, write_lines
 from launching import Started, launch, python
 from transformers import pipeline
 
@@ -56,7 +55,7 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base
     changes |= {"sample_every": 200, "sample_tokens": 5}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
     rows = chat_rows(21)
-    manifest = json.loads((chat_data / "manifest.json").read_text())
+    manifest = read_json(chat_data / "manifest.json")
     assert (chat_data / manifest["model"]).samefile(chat_base)
     chat = pipeline("text-generation", model=str(tmp_path / "run"))
     options = {"do_sample": False, "return_full_text": False}

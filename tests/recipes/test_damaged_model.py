@@ -1,11 +1,10 @@
 """Recipes that take a model refuse a checkpoint whose files differ from its manifest."""
 
 import hashlib
-import json
 import shutil
 
 import pytest
-from conftest import run, run_recipe
+from conftest import read_json, refused, run, run_recipe
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import model_directory, verified_directory
@@ -55,7 +54,7 @@ def test_a_recipe_refuses_a_damaged_checkpoint_unless_told_not_to(recipe, checkp
         run_on(recipe, checkpoint)
     assert str(checkpoint) in str(refused.value) and "--verify false" in str(refused.value)
     if recipe == "export":  # past the check; llama.cpp has no tokenizer of bytes
-        with pytest.raises(ValueError, match="llama.cpp cannot encode text"):
+        with refused("llama.cpp cannot encode text"):
             run_on(recipe, checkpoint, "--verify", "false")
     elif recipe not in ("push_to_hub", "demo"):  # one needs a Hub, the other would not end
         run_on(recipe, checkpoint, "--verify", "false")
@@ -76,7 +75,7 @@ def test_a_final_model_with_other_weights_is_refused_and_other_files_may_change(
     model = shutil.copytree(trained, tmp_path / "model", ignore=left)
     names = ("model.safetensors", "config.json", "tokenizer.json")
     files = {name: (model / name).read_bytes() for name in names}
-    assert json.loads((model / "model.manifest.json").read_text())["files"] == {
+    assert read_json(model / "model.manifest.json")["files"] == {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in files.items()
     }
@@ -90,7 +89,7 @@ def test_a_final_model_with_other_weights_is_refused_and_other_files_may_change(
         assert capsys.readouterr().err.count(f"changed: {name} does not match") == 1
         (model / name).write_bytes(files[name])
     flip(model / names[0])
-    with pytest.raises(ValueError, match="damaged: model.safetensors .* in model.manifest.json"):
+    with refused("damaged: model.safetensors .* in model.manifest.json"):
         run_on("sample", model)
     run_on("sample", model, "--verify", "false")
     save_pretrained(from_pretrained(model), model)
@@ -100,6 +99,6 @@ def test_a_final_model_with_other_weights_is_refused_and_other_files_may_change(
 def test_training_refuses_a_damaged_checkpoint_to_start_from(tiny, checkpoint):
     flip(checkpoint / "model.safetensors")
     config = tiny("run", init_from=str(checkpoint), max_steps=1)
-    with pytest.raises(ValueError, match="is damaged: .*; use another checkpoint$"):
+    with refused("is damaged: .*; use another checkpoint$"):
         run(config)
     assert model_directory(checkpoint) == checkpoint

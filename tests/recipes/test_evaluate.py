@@ -16,6 +16,8 @@ from conftest import (
     hellaswag_items,
     load_recipe,
     make_text,
+    read_json,
+    refused,
     run,
     run_recipe,
     tiny_config,
@@ -64,12 +66,12 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
 ):
     flags = [*flags_of(model, items), "--data_dir", str(data_dir)]
     run_recipe("evaluate", *flags, "--output", tmp_path / "val.json")
-    [only] = json.loads((tmp_path / "val.json").read_text()).values()
+    [only] = read_json(tmp_path / "val.json").values()
     assert {key.partition("/")[0] for key in only["results"]} == {"hellaswag", "text", "val"}
     flags[3:3] = ["train,val"]
     run_recipe("evaluate", *flags)
     said = capsys.readouterr().out
-    [[name, one]] = json.loads((model / "evaluation.json").read_text()).items()
+    [[name, one]] = read_json(model / "evaluation.json").items()
     assert name == str(model)
     assert {key.partition("/")[0] for key in one["results"]} == {
         *("hellaswag", "text"),
@@ -84,7 +86,7 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
         "recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), processes=2
     )
     assert done.returncode == 0, done.stderr
-    [two] = json.loads((tmp_path / "two.json").read_text()).values()
+    [two] = read_json(tmp_path / "two.json").values()
     assert two["results"] == pytest.approx(one["results"], rel=1e-6)
 
 
@@ -99,7 +101,7 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
             *flags,
         )
         run_recipe("evaluate", "--model", copied, "--output", output, "--tasks", task, *flags)
-        return json.loads(output.read_text())
+        return read_json(output)
 
     first = record("text")[str(copied)]
     assert first["step"] == 250
@@ -121,7 +123,7 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     assert both[changed]["results"].keys() == again["results"].keys() and len(both) == 2
 
     output.write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="does not hold evaluations"):
+    with refused("does not hold evaluations"):
         record("text")
     assert output.read_text() == '{"a": 1}'
 
@@ -134,7 +136,7 @@ def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
     model, output = tmp_path / "model", tmp_path / "out.json"
     save_pretrained(Qwen3Config(257, 64, 2, 2, 1, 16, 32, 96).build(), model, byte_tokenizer())
     run_recipe("evaluate", *flags_of(model, items), "--output", output)
-    [ours] = json.loads(output.read_text()).values()
+    [ours] = read_json(output).values()
     built_in = Path(lm_eval.tasks.__file__).parent
     for name, split in (("hellaswag", "validation"), ("wikitext", "test")):
         task = {
@@ -153,7 +155,7 @@ def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("harness/**/results_*.json")
-    theirs = json.loads(path.read_text())["results"]
+    theirs = read_json(path)["results"]
     for mine, name in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
         for error in ("", "_stderr"):
             found = theirs["local_hellaswag"][f"{name}{error},none"]
@@ -164,7 +166,7 @@ def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
 
 def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monkeypatch):
     def mistake(*flags, message):
-        with pytest.raises((ValueError, OSError), match=message):
+        with refused(message):
             run_recipe("evaluate", "--model", model, *flags)
 
     scored = []
@@ -187,7 +189,7 @@ def test_mistakes_are_refused_before_scoring(tiny, model, items, tmp_path, monke
 def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path, monkeypatch):
     """A run that trains meanwhile removes its older checkpoints."""
     run(tiny("run", max_steps=4, save_every=2))
-    status = json.loads((tmp_path / "run/status.json").read_text()) | {"state": "running"}
+    status = read_json(tmp_path / "run/status.json") | {"state": "running"}
     (tmp_path / "run/status.json").write_text(json.dumps(status))
     loader = "gpt2_accel.evals.validation.open_split"
     honest = load_recipe("evaluate").prepare_loss.__globals__["open_split"]
@@ -198,13 +200,13 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
 
     monkeypatch.setattr(loader, removing)
     run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
-    [entry] = json.loads((tmp_path / "run/evaluation.json").read_text()).values()
+    [entry] = read_json(tmp_path / "run/evaluation.json").values()
     assert entry["step"] == 4 and len(entry["weights"]) == 64
     shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "run/checkpoint-4")
     named = ("--model", tmp_path / "run/checkpoint-4", "--verify", "false")
     run_recipe("evaluate", *named, "--data_dir", data_dir)
     assert not (tmp_path / "run/checkpoint-4").exists()
-    assert len(json.loads((tmp_path / "run/evaluation.json").read_text())) == 2
+    assert len(read_json(tmp_path / "run/evaluation.json")) == 2
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +251,7 @@ def test_a_checkpoint_that_is_gone_is_looked_for_again(
             assert torch.equal(found.wte.weight.cpu(), kept.wte.weight)
         else:
             run_recipe("evaluate", "--model", run_dir, "--tasks", "text", "--data", __file__)
-            [entry] = json.loads((run_dir / "evaluation.json").read_text()).values()
+            [entry] = read_json(run_dir / "evaluation.json").values()
             assert newest == f"checkpoint-{entry['step']}"
         assert gone
 
@@ -264,5 +266,5 @@ def test_the_main_process_chooses_the_checkpoint(running, tmp_path, monkeypatch)
     monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
     flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
     run_recipe("evaluate", "--model", running, *flags)
-    [entry] = json.loads((tmp_path / "out.json").read_text()).values()
+    [entry] = read_json(tmp_path / "out.json").values()
     assert entry["step"] == 2

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import run, tiny_config
+from conftest import read_json, refused, run, tiny_config
 from launching import python
 
 from gpt2_accel.report.page import newest, report_of, write_report
@@ -40,7 +40,7 @@ def report(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
     for name in ("first", "second"):
-        found = json.loads((shutil.copytree(runs / name, tmp_path / name) / "run.json").read_text())
+        found = read_json(shutil.copytree(runs / name, tmp_path / name) / "run.json")
         found |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
         (tmp_path / name / "run.json").write_text(json.dumps(found))
     done = report(tmp_path / "first", tmp_path / "second", "--output_dir", tmp_path / "out")
@@ -99,7 +99,7 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     page = report_of([first, second]).document()
     assert "perplexity_per_token" not in page
     (folder / "evaluation.json").write_text("[")
-    with pytest.raises(ValueError, match="evaluation.json does not hold evaluations"):
+    with refused("evaluation.json does not hold evaluations"):
         read_run(folder)
 
 
@@ -109,7 +109,7 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
     tokens, loss = first.curve("train/loss", "tokens")
     assert loss == [line["train/loss"] for line in lines]
     assert tokens == [128 * step for step in range(1, 61)]
-    facts = json.loads((runs / "first/run.json").read_text())
+    facts = read_json(runs / "first/run.json")
     flops, _ = first.curve("val/loss", "flops")
     assert flops == [128 * step * facts["flops_per_token"] for step in range(10, 61, 10)]
     hours, _ = first.curve("train/loss", "hours")
@@ -162,13 +162,13 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
     curve = read_run(running).curve("train/loss", "tokens")[1]
     assert len(curve) == 60 and all(map(math.isfinite, curve))
     (running / "run.json").write_bytes(b"\xff{")
-    with pytest.raises(ValueError, match="run.json is not valid YAML"):
+    with refused("run.json is not valid YAML"):
         read_run(running)
 
 
 def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="none is not a folder: give that of a run"):
+    with refused("none is not a folder: give that of a run"):
         read_run(tmp_path / "none")
     done = report(tmp_path / "empty")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
@@ -177,12 +177,12 @@ def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
         other = tmp_path / name.replace(".", "-")
         other.mkdir()
         (other / name).write_text(content)
-        with pytest.raises(ValueError, match="holds nothing of a run"):
+        with refused("holds nothing of a run"):
             read_run(other)
         assert [path.name for path in other.iterdir()] == [name]
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install 'matplotlib>=3.9'"):
+    with refused(r"pip install 'matplotlib>=3.9'"):
         write_report([read_run(runs / "first")], runs / "out")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import metrics, run
+from conftest import metrics, read_json, run
 from torch.distributed import DistError
 
 import gpt2_accel.run as run_module
@@ -38,7 +38,7 @@ def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, b
 
 def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
     run(tiny())
-    written = json.loads((tmp_path / "status.json").read_text()) | {"state": "running"}
+    written = read_json(tmp_path / "status.json") | {"state": "running"}
 
     def found(silent):
         changed = {"time": (datetime.now(UTC) - silent).isoformat(timespec="seconds")}

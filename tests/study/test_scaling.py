@@ -1,13 +1,13 @@
 """Scaling laws: the grid's growth on a law that is a formula, the outcome, and the recipe."""
 
 import itertools
-import json
 import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import read_json, refused
 from launching import ROOT, in_process
 
 from gpt2_accel.config import TrainConfig, parse_config
@@ -98,7 +98,7 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
 
 
 def test_repeated_data_is_refused_unless_asked_for(data_dir):
-    with pytest.raises(ValueError, match="reads the data .* times, and .* prepare more text"):
+    with refused("reads the data .* times, and .* prepare more text"):
         grid_of(data_dir, [1e12], lambda N, D, _: 1.0, max_epochs=4).train()
     grid = grid_of(data_dir, [1e12], lambda N, D, _: 1.0)
     grid.train()
@@ -118,6 +118,6 @@ def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path
     assert (tmp_path / "scaling.md").read_text().strip() in done.stdout
     assert (tmp_path / "scaling.png").exists() and (tmp_path / "runs.csv").exists()
     words = ("1e11 FLOPs has", "no best size, since a term is 0")  # runs this short may not tell
-    record = json.loads((tmp_path / "law.json").read_text())
+    record = read_json(tmp_path / "law.json")
     assert len(record["law"]) == 5 and record["settings"]["n_positions"] == 32
     assert any(text in done.stdout for text in words)
