@@ -38,6 +38,7 @@ def launch(
     config: str = "cpu",
     launcher: bool = False,
     cwd: Path = ROOT,
+    fails: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
     """Runs `accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, in the project's root.
@@ -48,10 +49,19 @@ def launch(
     flags, environment = launch_flags(script, *args, processes=processes, config=config, **env)
     if launcher:
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-        return subprocess.run(
+        done = subprocess.run(
             command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
-    return forked(*launched(flags, environment))
+        return ended(done, fails)
+    return forked(*launched(flags, environment), fails=fails)
+
+
+def ended(done: subprocess.CompletedProcess, fails: bool | None) -> subprocess.CompletedProcess:
+    """Returns a process that has to have succeeded, or to have failed; with None either is right."""
+    assert fails is None or bool(done.returncode) == fails, (
+        f"{done.args}\n{done.stdout}\n{done.stderr}"
+    )
+    return done
 
 
 def launch_flags(
@@ -76,18 +86,21 @@ def python(
     *args: object,
     cwd: Path = ROOT,
     at_import: dict[str, str] | None = None,
+    fails: bool | None = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """Runs `python SCRIPT ARGS` in a forked process.
+    """Runs `python SCRIPT ARGS` in a forked process, which has to succeed unless it `fails`.
 
     `at_import` are the environment variables that libraries read at import; they need another fork server.
     """
     at_import = at_import or {}
     environment = {**os.environ, **at_import, **env}
-    return forked([str(script), *map(str, args)], [environment], cwd, at_import)
+    return forked([str(script), *map(str, args)], [environment], cwd, at_import, fails)
 
 
-def in_process(script: str | Path, *args: object) -> subprocess.CompletedProcess:
+def in_process(
+    script: str | Path, *args: object, fails: bool = False
+) -> subprocess.CompletedProcess:
     """Runs `python SCRIPT ARGS` in this process: what it starts shares the fork server of this process."""
     argv, output, errors = [str(script), *map(str, args)], io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, argv
@@ -102,7 +115,8 @@ def in_process(script: str | Path, *args: object) -> subprocess.CompletedProcess
     if isinstance(code, str):
         errors.write(code + "\n")
     number = code if isinstance(code, int) else int(code is not None)
-    return subprocess.CompletedProcess(argv, number, output.getvalue(), errors.getvalue())
+    done = subprocess.CompletedProcess(argv, number, output.getvalue(), errors.getvalue())
+    return ended(done, fails)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
@@ -218,6 +232,7 @@ def forked(
     environments: list[dict[str, str]],
     cwd: Path = ROOT,
     at_import: dict[str, str] | None = None,
+    fails: bool | None = False,
 ) -> subprocess.CompletedProcess:
     """Runs a script in one forked process per environment, in parallel, and waits for all of them.
 
@@ -238,7 +253,7 @@ def forked(
                     os.killpg(pid, signal.SIGKILL)
             time.sleep(0.01)
         texts = (path.read_text() for path in (output, errors))
-        return subprocess.CompletedProcess(argv, exit_code(codes), *texts)
+        return ended(subprocess.CompletedProcess(argv, exit_code(codes), *texts), fails)
 
 
 def ask(request: dict, at_import: dict[str, str] | None = None) -> list:

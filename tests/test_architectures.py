@@ -98,8 +98,7 @@ def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp
     config = tiny("sharded", **SIZES, architecture=architecture, **changes)
     flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
     script = ("tests/fsdp_script.py", *as_flags(config))
-    done = launch(*flags, *script, processes=2, config="8xa100_fsdp2")
-    assert done.returncode == 0, done.stderr
+    launch(*flags, *script, processes=2, config="8xa100_fsdp2")
     sharded = metrics(tmp_path / "sharded")
     assert losses(sharded) == pytest.approx(losses(one), abs=1e-5)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "sharded"))

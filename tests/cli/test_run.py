@@ -16,14 +16,14 @@ MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
 
 def test_the_launcher_prints_only_the_error_message():
-    done = launch("recipes/quickstart.py", "--max_steps", 0, launcher=True)
-    assert done.returncode == 1 and done.stdout == ""
+    done = launch("recipes/quickstart.py", "--max_steps", 0, launcher=True, fails=True)
+    assert done.stdout == ""
     assert done.stderr == f"{MISTAKE}\n"
 
 
 def test_the_launcher_of_several_processes_prints_the_message_first_and_in_its_report():
-    done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True)
-    assert done.returncode == 1 and done.stdout == ""
+    done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True, fails=True)
+    assert done.stdout == ""
     ours, report = done.stderr.split("Traceback", 1)
     assert ours.count(MISTAKE) == 1 and MISTAKE.partition(": ")[2] in report
 
@@ -62,8 +62,8 @@ def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_pat
     script.write_text(
         f"import json; from gpt2_accel import cli\ndef main(): {code}\ncli.run(main)\n"
     )
-    done = python(script)
-    assert done.returncode == 1 and done.stderr.endswith(ending)
+    done = python(script, fails=True)
+    assert done.stderr.endswith(ending)
     assert ("Traceback" in done.stderr) == (not ending.startswith("x.py"))
 
 
@@ -75,18 +75,15 @@ def test_only_the_failing_process_prints_its_message(tmp_path):
         "    raise ValueError('a mistake')\n"
         "cli.run(main)\n"
     )
-    done = launch(script, processes=3)
-    assert done.returncode != 0 and done.stderr == "x.py: a mistake\n"
+    done = launch(script, processes=3, fails=True)
+    assert done.stderr == "x.py: a mistake\n"
 
 
 def test_a_launch_of_several_processes_for_gpus_without_any_says_so():
     several = ["--num_processes", "2", "--main_process_port", free_port()]
     command = ["--config_file", "accelerate_configs/8xa100.yaml", *several, "recipes/quickstart.py"]
-    done = forked(*launched(command, dict(os.environ)))
-    assert (
-        done.returncode == 1
-        and "WORLD_SIZE is 2, but Accelerate has num_processes 1" in done.stderr
-    )
+    done = forked(*launched(command, dict(os.environ)), fails=True)
+    assert "WORLD_SIZE is 2, but Accelerate has num_processes 1" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,7 @@ def test_the_recipe_finds_the_same_on_one_and_two_processes(spoken, bundle, tmp_
     flags = ["--model", str(spoken), "--tasks", "core", "--data", str(bundle), "--output"]
     run_recipe("evaluate", *flags, str(tmp_path / "one.json"))
     assert "| core/core" in capsys.readouterr().out
-    done = launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
-    assert done.returncode == 0, done.stderr
+    launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
     one, two = (read_json(tmp_path / f"{n}.json") for n in ("one", "two"))
     ([first], [second]) = one.values(), two.values()
     assert first["results"] == pytest.approx(second["results"])

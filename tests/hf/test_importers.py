@@ -48,8 +48,7 @@ def test_nanogpt(tmp_path, vocab_size, rows):
     # The recipe converts it for transformers, with the exact GELU.
     out = tmp_path / "hf"
     flags = ["--input", str(file), "--output_dir", str(out), "--tokenizer", "none"]
-    done = python("recipes/import_checkpoint.py", *flags)
-    assert done.returncode == 0, done.stderr
+    python("recipes/import_checkpoint.py", *flags)
     hf = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     assert hf.config.vocab_size == vocab_size and hf.config.activation_function == "gelu"
     with torch.no_grad():

@@ -104,9 +104,14 @@ def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path
     recipe, *arguments = shlex.split(line)
     root = whole["data"].parent
     before = everything(tmp_path, root)
-    done = python(ROOT / "recipes" / f"{recipe}.py", *arguments, cwd=tmp_path, **row.get("env", {}))
+    done = python(
+        ROOT / "recipes" / f"{recipe}.py",
+        *arguments,
+        cwd=tmp_path,
+        fails=True,
+        **row.get("env", {}),
+    )
     words = re.sub(r"{(\w+)}", lambda name: str(whole[name[1]]), row["words"])
-    assert done.returncode >= 1, done
     *progress, line = done.stderr.splitlines()
     assert all(
         re.match(r"about [\d.]+ (bytes|kB|MB) of text, |tokenizing ", text) for text in progress

@@ -82,10 +82,7 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     logged = [json.loads(line) for line in (model / "metrics.jsonl").open()][-1]
     assert one["results"]["val/loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
 
-    done = launch(
-        "recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), processes=2
-    )
-    assert done.returncode == 0, done.stderr
+    launch("recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), processes=2)
     [two] = read_json(tmp_path / "two.json").values()
     assert two["results"] == pytest.approx(one["results"], rel=1e-6)
 

@@ -75,7 +75,6 @@ def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tm
     flags = ["--model", str(chat_model), "--data", str(file), "--output_dir", str(tmp_path / "run")]
     flags += ["--batch_size", "4", "--epochs", "6", "--learning_rate", "1e-3"]
     done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
     margins = [x["train/rewards/margins"] for x in metrics(tmp_path / "run") if "train/loss" in x]
     assert len(margins) == 12 and abs(margins[0]) < 1e-6 and margins[-1] > 1
     tokenizer = load_tokenizer(tmp_path / "run")
@@ -85,5 +84,5 @@ def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tm
     assert answer.ids and tokenizer.eos_token == "<|im_end|>"
     assert "- chat\n" in (tmp_path / "run/README.md").read_text()
     file.write_text('{"text": "x"}\n')
-    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
+    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true", fails=True)
     assert "pairs.jsonl, line 1 has text, no pair: write prompt, chosen, rejected" in done.stderr

@@ -76,17 +76,18 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(tiny,
         config = tiny(folder or tmp_path / f"killed-{kill_at}", **settings)
         # From the second checkpoint on, so that there is an older one to lose.
         script = (KILLING_SCRIPT, kill_at, ".checkpoint-4.", SCRIPT)
-        return python(*script, *as_flags(config), ACCELERATE_USE_CPU="true")
+        fails = None if kill_at else False
+        return python(*script, *as_flags(config), fails=fails, ACCELERATE_USE_CPU="true")
 
     def left(folder):
         return {path.name for path in folder.iterdir() if "checkpoint" in path.name}
 
-    assert trained(0, tmp_path / "whole").returncode == 0
+    trained(0, tmp_path / "whole")
     for number in killed_before_each(trained, times(60, 1)):
         folder = tmp_path / f"killed-{number}"
         whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert whole, "a checkpoint was lost"
-        assert trained(0, folder).returncode == 0
+        trained(0, folder)
         assert weights(folder) == weights(tmp_path / "whole"), number
         assert left(folder) == left(tmp_path / "whole")
     assert number > 1
@@ -106,15 +107,16 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
     def prepared(kill_at, folder=None):
         folder = folder or tmp_path / f"killed-{kill_at}"
         script = (KILLING_SCRIPT, kill_at, place, ROOT / "recipes/prepare_data.py")
-        return python(*script, *args, "--data_dir", folder / "d")
+        fails = None if kill_at else False
+        return python(*script, *args, "--data_dir", folder / "d", fails=fails)
 
     def left(folder):
         return {path.relative_to(folder) for path in folder.rglob("*")}
 
-    assert prepared(0, tmp_path / "whole").returncode == 0
+    prepared(0, tmp_path / "whole")
     for number in killed_before_each(prepared, times(10, 1)):
         folder = tmp_path / f"killed-{number}"
-        assert prepared(0, folder).returncode == 0, number
+        prepared(0, folder)
         assert left(folder) == left(tmp_path / "whole")
         made, expected = (read_manifest(path / "d") for path in (folder, tmp_path / "whole"))
         assert made["splits"] == expected["splits"] and verify_data(folder / "d")

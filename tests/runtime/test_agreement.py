@@ -15,10 +15,9 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
     config = tiny_config(data_dir, "run", **changes)
     script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
-    assert launch(script, *as_flags(config), processes=2, **disks).returncode == 0
+    launch(script, *as_flags(config), processes=2, **disks)
     config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
-    done = launch(script, *as_flags(config), processes=2, **disks)
-    assert done.returncode == 1
+    done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
     assert "process 1 has the checkpoint None" in done.stderr and "all nodes share" in done.stderr
     found = status(tmp_path / "node0/run")
     assert (found["state"], found["step"]) == ("finished", 8)
@@ -50,8 +49,8 @@ except Exception as error:
 def test_a_bug_in_saving_ends_all_processes_at_the_next_update(data_dir, tmp_path):
     (tmp_path / "bug.py").write_text(f"import os; os.chdir({str(tmp_path)!r})\n{BUG}")
     config = tiny_config(data_dir, "run", micro_batch_size=2, save_every=2)
-    done = launch(tmp_path / "bug.py", *as_flags(config), processes=2)
-    assert done.returncode == 1 and 'raise AttributeError("planted")' in done.stderr
+    done = launch(tmp_path / "bug.py", *as_flags(config), processes=2, fails=True)
+    assert 'raise AttributeError("planted")' in done.stderr
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == "AttributeError: planted"
     assert second.startswith("RuntimeError: Traceback") and "AttributeError: planted" in second
@@ -66,8 +65,7 @@ def test_if_one_process_fails_before_training_all_end_with_its_error(fault, data
     config = tiny_config(data, tmp_path / "run", micro_batch_size=2)
     started = time.monotonic()
     with lock_folder(tmp_path / "run") if fault == "locked" else nullcontext():
-        done = launch("tests/train_script.py", *as_flags(config), processes=2)
-    assert done.returncode == 1
+        done = launch("tests/train_script.py", *as_flags(config), processes=2, fails=True)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("train_script.py:")]
     assert len(sentences) == 1 and expected in sentences[0], done.stderr
     assert time.monotonic() - started < 30

@@ -23,8 +23,7 @@ def trained(data_dir, tmp_path_factory):
         settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 2}
         settings |= {"warmup_steps": 0, "learning_rate": 1e-3, "save_every": 1, "eval_every": 2}
         run_config = tiny_config(data_dir, folder / name, **settings, **changes)
-        done = launch(*flags, script, *as_flags(run_config), processes=2, config=config, **CHUNKS)
-        assert done.returncode == 0, done.stderr
+        launch(*flags, script, *as_flags(run_config), processes=2, config=config, **CHUNKS)
         state = load_file(folder / name / "checkpoint-1/training_state/optimizer.safetensors")
         gradient = {key: value for key, value in state.items() if key.endswith("/exp_avg")}
         return metrics(folder / name), gradient
@@ -56,8 +55,7 @@ def test_muon_trains_and_resumes_as_with_ddp(data_dir, tmp_path):
         config, script = how
         run = tiny_config(data_dir, tmp_path / name, **settings, **changes)
         flags = ("--mixed_precision", "no", *EAGER, script, *as_flags(run))
-        done = launch(*flags, processes=2, config=config)
-        assert done.returncode == 0, done.stderr
+        launch(*flags, processes=2, config=config)
         return losses(metrics(tmp_path / name)), load_file(tmp_path / name / "model.safetensors")
 
     ddp, _ = train("ddp", DDP)

