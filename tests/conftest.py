@@ -36,10 +36,11 @@ from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT
 
 import gpt2_accel.train as train_module
-from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import read_json_lines
+from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
@@ -105,6 +106,14 @@ def chat_base(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("chat") / "base"
     save_base(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_model(chat_base, tmp_path_factory):
+    """The directory of an untrained chat model. Tests must not change it."""
+    folder, tokenizer = tmp_path_factory.mktemp("chat") / "model", chat_tokenizer(chat_base)
+    save_pretrained(with_rows(from_pretrained(chat_base), 257, 259), folder, tokenizer)
     return folder
 
 
@@ -265,6 +274,7 @@ def run_recipe(name: str, *flags) -> None:
     reset_accelerate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
+        patch.syspath_prepend(ROOT / "recipes")
         load_recipe(name).main()
 
 

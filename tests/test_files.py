@@ -208,10 +208,10 @@ def hold(folder, held):
 def test_missing_links_are_no_error(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-4").mkdir()
 
-    def refused(*_, **__):
+    def unknown(*_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "symlink", refused)
+    monkeypatch.setattr(os, "symlink", unknown)
     point_to(tmp_path / "best", tmp_path / "checkpoint-4")
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
     write_json(tmp_path / "a.json", 1)

@@ -1,5 +1,5 @@
-"""A checkpoint of release 0.3 resumes bit for bit; one of 0.1 is refused. `fixtures/make.py` made them, and what the
-release computed."""
+"""A checkpoint of release 0.3 resumes bit for bit; one of 0.1 is refused. `fixtures/README.md` says how they were
+made."""
 
 import os
 import platform
@@ -16,10 +16,14 @@ from gpt2_accel import from_pretrained
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
 from gpt2_accel.files import digest
 
-sys.path.insert(0, str(ROOT / "tests/fixtures"))
-from make import SAME_ON_EVERY_CPU
-
 FIXTURES = ROOT / "tests/fixtures"
+SAME_ON_EVERY_CPU = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "MKL_CBWR": "COMPATIBLE",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def test_a_checkpoint_of_release_0_3_resumes_bit_for_bit(data_dir, tmp_path):

@@ -4,9 +4,10 @@ import math
 import shutil
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-from conftest import contents, losses, read_json, refused, run, status
+from conftest import contents, losses, make_text, read_json, refused, run, status
 
 from gpt2_accel.checkpoint.find import (
     MANIFEST,
@@ -16,8 +17,10 @@ from gpt2_accel.checkpoint.find import (
 )
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.files import digest, write_json
 from gpt2_accel.runtime import signals
+from gpt2_accel.tokenizer import byte_tokenizer
 
 
 def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_schedule(
@@ -43,19 +46,22 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
     assert [line["train/learning_rate"] for line in lines[3:]] == rates
 
 
-@pytest.mark.parametrize("name, value", [("seed", 7), ("sequence_length", 16)])
-def test_resume_refuses_another_seed_sequence_length_or_shape(tiny, name, value):
+def test_a_resume_refuses_another_seed_sequence_length_data_or_shape(tiny, tmp_path):
     run(tiny("run", max_steps=2))
-    changed = {name: value, "resume_from": "latest"}
-    with refused(f"trained with the {name} .* --ignore_changes"):
-        run(tiny("run", **changed))
-    run(tiny("run", **changed, ignore_changes=True))
+    other, config = str(tmp_path / "other"), tiny("run", resume_from="latest")
+    texts = {"train": [make_text(500, 0)], "val": [make_text(500, 1)]}
+    prepare(texts, byte_tokenizer(), other, source="other")
+    for name, change in {"seed": 7, "sequence_length": 16, "data_dir": other}.items():
+        with refused(f"trained with the {name.removesuffix('_dir')} .*"):
+            run(replace(config, **{name: change}))
+    changed = {"seed": 7, "sequence_length": 16, "data_dir": other, "ignore_changes": True}
+    assert len(run(replace(config, **changed))) == 8
     for shape, words in (
         ({"n_layer": 3, "n_embd": 64}, "n_layer 2 instead of 3, n_embd 32 instead of 64: resume"),
         ({"architecture": "llama"}, "architecture gpt2 instead of llama: resume"),
     ):
         with refused(f"checkpoint-8 has {words}"):
-            run(tiny("run", resume_from="latest", **shape))
+            run(replace(config, **shape))
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(

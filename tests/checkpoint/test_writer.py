@@ -6,14 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import make_text, refused, run, status, tiny_config
+from conftest import refused, run, status
 
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
-from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf import comparison
 from gpt2_accel.runtime.log import RunLog
-from gpt2_accel.tokenizer import byte_tokenizer
 
 
 def names(folder):
@@ -51,17 +49,6 @@ def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-8"]
     assert find_corruption(elsewhere) is None  # only the link is removed, not its target
     assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
-
-
-def test_resume_refuses_other_data_unless_changes_are_ignored(tiny, tmp_path):
-    run(tiny("run", save_every=4))
-    texts = {split: [make_text(500, seed)] for seed, split in enumerate(("train", "val"))}
-    prepare(texts, byte_tokenizer(), tmp_path / "other", source="other")
-    settings = {"resume_from": "latest", "max_steps": 10}
-    with refused("checkpoint-8 was trained with the data .*"):
-        run(tiny_config(tmp_path / "other", tmp_path / "run", **settings))
-    ignoring = tiny_config(tmp_path / "other", tmp_path / "run", ignore_changes=True, **settings)
-    assert len(run(ignoring)) == 10
 
 
 def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(tiny, tmp_path):

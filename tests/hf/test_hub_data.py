@@ -47,7 +47,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import texts
 from gpt2_accel.hf import hub_data
-from gpt2_accel.hf.hub_data import open_hub, push_data
+from gpt2_accel.hf.hub_data import open_hub, pull_data, push_data
 from gpt2_accel.tokenizer import byte_tokenizer, save_tokenizer
 
 SCRIPT = "tests/train_script.py"
@@ -243,30 +243,6 @@ def same_batches(*batches: Iterable[Batch]) -> bool:
     )
 
 
-def test_token_files_of_llm_c_are_opened_and_pulled(user, tmp_path, monkeypatch):
-    ids = np.random.default_rng(0).integers(0, 50257, 5000)
-    files = {}
-    for name in ("fineweb_train_000001", "fineweb_train_000002", "fineweb_val_000000"):
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(ids)
-        files[f"{name}.bin"] = header.tobytes() + ids.astype("<u2").tobytes()
-    user.server.repos["kjj0/fineweb"] = {"private": False, "commits": [("1" * 40, files)]}
-    script = tmp_path / "open.py"
-    script.write_text(
-        "from gpt2_accel.hf.hub_data import open_hub, pull_data\n"
-        "from gpt2_accel.data.loader import open_split\n"
-        "name = 'kjj0/fineweb'\n"
-        f"pull_data(name, '{tmp_path}/one', shards=1)\n"
-        "[(stream, _)] = open_split(f'hub:{name}', 'train', open_hub(f'hub:{name}'))\n"
-        "print(stream.tokens, stream.read(4990, 20).tolist())\n"
-    )
-    said = user.succeed(script, log=tmp_path / "log")
-    assert f"10000 {[*ids[4990:], *ids[:10]]}".replace("np.int64(", "").replace(")", "") in said
-    assert {path.name for path in (tmp_path / "one").iterdir()} == files.keys() - {
-        "fineweb_train_000002.bin"
-    }
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A server that this process is logged in to, and an empty cache."""
@@ -370,16 +346,24 @@ def test_damaged_pieces_in_the_cache_are_fetched_anew(shards, tmp_path):
         assert files.calls == 1
 
 
-def test_llama_3s_token_files_are_opened_with_the_tokenizer_beside_them(hub, tmp_path):
-    ids = np.random.default_rng(0).integers(0, 257, 500).astype("<u4")
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240801, 7, len(ids)
-    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
-    files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokenizer").iterdir()}
-    files["x_train_000000.bin"] = header.tobytes() + ids.tobytes()
-    hub.repos["u/llama"] = {"private": False, "commits": [("1" * 40, files)]}
-    [(stream, _)] = loader.open_split("hub:u/llama", "train", open_hub("hub:u/llama"))
-    assert stream.read(0, 500).tolist() == ids.tolist()
+@pytest.mark.parametrize("kind, start", [("<u2", (20240520, 1)), ("<u4", (20240801, 7))])
+def test_token_files_of_llm_c_are_opened_and_pulled(kind, start, hub, tmp_path):
+    """Those of Llama 3 with the tokenizer beside them."""
+    save_tokenizer(byte_tokenizer(), tmp_path / "t")
+    files = {f"tokenizer/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    ids = np.random.default_rng(0).integers(0, 257, 500)
+    for name in ("train_000001", "train_000002", "val_000000"):
+        header = np.zeros(256, "<i4")
+        header[:3] = *start, len(ids)
+        files[f"x_{name}.bin"] = header.tobytes() + ids.astype(kind).tobytes()
+    hub.repos["u/x"] = {"private": False, "commits": [("1" * 40, files)]}
+    [(stream, _)] = loader.open_split("hub:u/x", "train", open_hub("hub:u/x"))
+    assert stream.read(490, 20).tolist() == [*ids[490:], *ids[:10]]
+    pull_data("u/x", tmp_path / "one", shards=1)
+    assert {path.name for path in (tmp_path / "one").glob("*.bin")} == {
+        "x_train_000001.bin",
+        "x_val_000000.bin",
+    }
 
 
 def test_what_is_no_prepared_data_is_refused(hub, shards, tmp_path):

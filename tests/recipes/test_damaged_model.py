@@ -50,9 +50,9 @@ def test_a_recipe_refuses_a_damaged_checkpoint_unless_told_not_to(recipe, checkp
     if recipe == "demo":
         pytest.importorskip("gradio")
     flip(checkpoint / "model.safetensors")
-    with pytest.raises(ValueError, match="is damaged: model.safetensors does not match") as refused:
+    with pytest.raises(ValueError, match="is damaged: model.safetensors does not match") as error:
         run_on(recipe, checkpoint)
-    assert str(checkpoint) in str(refused.value) and "--verify false" in str(refused.value)
+    assert str(checkpoint) in str(error.value) and "--verify false" in str(error.value)
     if recipe == "export":  # past the check; llama.cpp has no tokenizer of bytes
         with refused("llama.cpp cannot encode text"):
             run_on(recipe, checkpoint, "--verify", "false")

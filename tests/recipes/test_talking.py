@@ -8,20 +8,9 @@ import pytest
 from conftest import chat_rows, metrics, run_recipe, write_lines
 from launching import python
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained
 from gpt2_accel.generation.sampling import Sampling, complete, user_turn
-from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def chat_model(chat_base, tmp_path_factory):
-    """The directory of an untrained chat model."""
-    folder = tmp_path_factory.mktemp("model") / "chat"
-    save_pretrained(
-        with_rows(from_pretrained(chat_base), 257, 259), folder, chat_tokenizer(chat_base)
-    )
-    return folder
 
 
 def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, capsys):

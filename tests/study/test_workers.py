@@ -44,11 +44,10 @@ def check(out, alone):
     assert starts == [1] * 3
 
 
-def in_middle(driver, out, done=0):
-    """Whether a driver trains a run that has a checkpoint, after `done` others are recorded."""
+def in_middle(driver, out):
+    """Whether a driver trains a run that has a checkpoint."""
     ids = [os.path.basename(file.path)[1:-5] for file in driver.open_files()]
-    found = [id for id in ids if list(out.glob(f"runs/*-{id}/checkpoint-*"))]
-    return found and recorded(out) >= done
+    return any(list(out.glob(f"runs/*-{id}/checkpoint-*")) for id in ids)
 
 
 def recorded(out):
@@ -105,7 +104,7 @@ def test_a_driver_goes_on_with_the_run_of_one_that_was_killed(alone, data_dir, t
 
 
 @long
-@pytest.mark.parametrize("how", ["together", "kill at the last", "ctrl-c", "suspend", "freeze"])
+@pytest.mark.parametrize("how", ["together", "ctrl-c", "suspend"])
 def test_two_drivers(how, alone, data_dir, tmp_path):
     path, out = study(tmp_path, data_dir), tmp_path / "out"
     command = (COMPARE, path, "--output_dir", out, "--processes", 1)
@@ -113,22 +112,15 @@ def test_two_drivers(how, alone, data_dir, tmp_path):
     drivers = [psutil.Process(started.pids[0]) for started in both]
     codes = [0, 0]
     if how != "together":
-        done = 2 if how == "kill at the last" else 0
-        wait_for(lambda: any(in_middle(driver, out, done) for driver in drivers), 120)
-        hit = next(n for n, driver in enumerate(drivers) if in_middle(driver, out, done))
+        wait_for(lambda: any(in_middle(driver, out) for driver in drivers), 120)
+        hit = next(n for n, driver in enumerate(drivers) if in_middle(driver, out))
         if how == "ctrl-c":
             both[hit].send_signal(signal.SIGINT)
             codes[hit] = 130
-        elif how.startswith("kill"):
-            drivers[hit].kill()
-            codes[hit] = -signal.SIGKILL
         else:
-            trainers = drivers[hit].children(recursive=True) if how == "freeze" else []
-            for process in (drivers[hit], *trainers):
-                process.suspend()
+            drivers[hit].suspend()
             time.sleep(10)
-            for process in (*trainers, drivers[hit]):
-                process.resume()
+            drivers[hit].resume()
     assert [started.wait() for started in both] == codes, (tmp_path / "log0").read_text()
     check(out, alone)
 
