@@ -51,6 +51,7 @@ def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
     loader = TrainLoader(parts, sequence_length=32, micro_batch_size=2, seed=0)
     run = SimpleNamespace(accelerator=accelerator, model=model, loader=loader)
     run.objective, run.interrupted = train_module.next_token_loss, lambda: False
+    run.figure_names = sorted
     assert train_module.accumulate_gradients(run, 0, 8) == {"loss": 1}
     assert backwards == [False, False, False, True]
 
