@@ -471,7 +471,9 @@ def test_what_callbacks_ask_for_is_not_lost(tiny, tmp_path):
 def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
     for case, code in (("stop", 0), ("names", 1)):
         config = tiny_config(data_dir, tmp_path / case, micro_batch_size=2)
-        done = launch("tests/seams_script.py", *as_flags(config), processes=2, CASE=case)
+        done = launch(
+            "tests/seams_script.py", *as_flags(config), processes=2, fails=bool(code), CASE=case
+        )
         assert done.returncode == code, done.stderr
     found = status(tmp_path / "stop")
     assert (found["state"], found["reason"], found["requeue"]) == (
