@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from conftest import losses, refused, run
 
 import gpt2_accel.data.loader as loader_module
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.data.prefetch import AHEAD, Prefetch
+from gpt2_accel.data.prefetch import AHEAD, Prefetch, PrefetchLoader
+from gpt2_accel.optim import BatchSchedule
 
 CPU = torch.device("cpu")
 
@@ -50,6 +52,17 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
         with refused("shard 7 is damaged"):
             next(batches)
     assert not threads()
+
+
+def test_updates_out_of_order_are_a_bug():
+    loader = SimpleNamespace(micro_batches=lambda _: 1, update=lambda first, _: [batch(first)])
+    with PrefetchLoader(loader, BatchSchedule(4), range(2, 9), CPU) as batches:
+        assert [update.divisor for first in (8, 12) for update in batches.update(first, 4)] == [
+            8,
+            12,
+        ]
+        with pytest.raises(AssertionError):
+            batches.update(20, 4)
 
 
 def test_the_thread_never_touches_a_gpu(monkeypatch):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.generation import kv_cache
+from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tokens
 from gpt2_accel.models import gpt2
 from gpt2_accel.models.llama import LlamaConfig
@@ -111,6 +112,23 @@ def test_a_compiled_step_gives_the_same_tokens(each_model):
     """Of several texts, also beyond `n_positions`: nothing of one is left in the next."""
     for prompt in RAGGED:
         assert ids(each_model, [prompt], 60, compile=True) == ids(each_model, [prompt], 60)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("slots", [0, 48])
+def test_a_prompt_that_is_read_in_pieces_gives_the_same_logits(each_model, slots):
+    each_model.eval()
+    row = torch.randint(257, (20,)).tolist()
+    expected = each_model(torch.tensor([row]))[:, -1]
+    cache = KVCache(each_model, slots)
+    for cut in (1, 7, 20):  # one new token, several, and none after those in the cache
+        logits = cache.start([row[:cut]])
+        for piece in (row[cut : cut + 1], row[cut + 1 :]):
+            if piece:
+                logits = cache.read(torch.tensor([piece]))
+        assert (logits - expected).abs().max() < 1e-4
+    each_model.train()
 
 
 def test_a_changed_model_samples_as_itself(model, monkeypatch):

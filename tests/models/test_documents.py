@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import randomized
+from conftest import randomized, refused
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPTConfig
@@ -45,6 +45,14 @@ def alone(model, input_ids, targets, documents):
             mine = numbers == number
             total += model(ids[mine][None], goals[mine][None], reduction="none").sum()
     return total
+
+
+def test_positions_restart():
+    documents = torch.tensor([[1, 1, 1, 2, 3, 3], [0, 0, 0, 0, 0, 0], [0, 4, 4, 4, 4, 9]])
+    expected = [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 0]]
+    assert document_positions(documents, 6).tolist() == expected
+    with refused("a sequence of 6 tokens is longer than n_positions"):
+        document_positions(documents, 5)
 
 
 def test_loss_and_gradients_equal_those_of_the_texts_alone(model, batch):

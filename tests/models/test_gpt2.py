@@ -40,6 +40,14 @@ def test_vocabulary_padding_gets_no_gradient():
     assert model.wte.weight.grad[:100].all(dim=1).any()
 
 
+def test_dropout_is_active_in_training_only():
+    model = GPT(GPTConfig(**TINY, dropout=0.5))
+    input_ids = torch.randint(0, 100, (2, 16))
+    assert not torch.equal(model(input_ids), model(input_ids))
+    model.eval()
+    assert torch.equal(model(input_ids), model(input_ids))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointed_activations_give_equal_gradients_with_less_memory(compiled):
     torch.manual_seed(0)

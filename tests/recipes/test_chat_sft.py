@@ -1,13 +1,15 @@
 """Fine-tuning on conversations: from a base model to one that answers, and resuming on the way."""
 
 import shutil
+import signal
+import time
 
 import pytest
 from conftest import chat_rows, load_recipe, losses, metrics, read_json, run_recipe, write_lines
-from launching import launch, python
+from launching import Started, launch, python
 from transformers import pipeline
 
-from gpt2_accel.files import read_json_lines
+from gpt2_accel.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
 RECIPE = "recipes/chat_sft.py"
@@ -106,6 +108,27 @@ def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, optimi
         assert other[0] == pytest.approx(found[0][0], abs=1e-6)
         # Muon makes a rounding larger: its matrices are products in bf16 on a CPU with bf16 units.
         assert other == pytest.approx(found[0], abs=2e-5 if optimizer == "adamw" else 1e-4)
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (1, 2)])
+def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
+    log = tmp_path / "log"
+    run = Started(RECIPE, *settings(chat_data, tmp_path / "a"), processes=before, log=log)
+    while not any((tmp_path / "a").glob("checkpoint-[2468]")):
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.01)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert len(metrics(tmp_path / "a")) < 12
+    for folder, processes in (("a", after), ("whole", before)):
+        launch(RECIPE, *settings(chat_data, tmp_path / folder), processes=processes)
+    resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
+    if before == after:
+        assert resumed == whole
+        files = (digest(tmp_path / folder / "model.safetensors") for folder in ("a", "whole"))
+        assert next(files) == next(files)
+    else:
+        assert resumed == pytest.approx(whole, abs=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from conftest import LONG, long, read_json, refused, run
 from filelock import FileLock, Timeout
 from launching import ROOT, Started, in_process, wait_for
 
+import gpt2_accel.train
 from gpt2_accel import device
 from gpt2_accel.cores import usable_cpus
 from gpt2_accel.data.shards import read_manifest
@@ -73,13 +74,6 @@ def rows(folder):
 
 def running(processes):
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def script_of(path, lines):
-    """Writes a recipe with the names of `train_script.py`; returns its path."""
-    head = f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nfrom train_script import *\n\n"
-    path.write_text(head + lines)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +160,13 @@ def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
 
 
 def test_a_trainer_ends_with_its_driver_while_it_imports(data_dir, tmp_path):
-    slow = script_of(
-        tmp_path / "slow.py",
-        "if '_CAPTURED' not in globals() and 'seed1' in ' '.join(sys.argv):\n"
-        "    import time\n    time.sleep(100)\nmain()\n",
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time\nsys.path.insert(0, {!r})\nfrom train_script import *\n\n"
+        "if '_CAPTURED' not in globals() and 'seed1' in ' '.join(sys.argv):\n    time.sleep(100)\n"
+        "main()\n".format(str(ROOT / "tests"))
     )
-    path, out = study_file(tmp_path, data_dir, recipe=slow), tmp_path / "out"
+    path, out = study_file(tmp_path, data_dir, recipe=str(slow)), tmp_path / "out"
     started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
     wait_for(lambda: list(out.glob("runs/*/log.txt")))
     trainers = psutil.Process(started.pids[0]).children(recursive=True)
@@ -181,22 +176,30 @@ def test_a_trainer_ends_with_its_driver_while_it_imports(data_dir, tmp_path):
 
 
 def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(data_dir, tmp_path):
-    script = script_of(
-        tmp_path / "recipe.py",
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import sys\nsys.path.insert(0, {!r})\nfrom train_script import *\n\n"
         "if __name__ == '__main__':\n"
         "    config = parse_config(TrainConfig)\n"
         "    if config.seed == 2:\n        config.data_dir = 'nowhere'\n"
-        "    cli.run(lambda: train(config))\n",
+        "    cli.run(lambda: train(config))\n".format(str(ROOT / "tests"))
     )
     variants = {"good": {"learning_rate": 1e-2}, "wild": {"learning_rate": 1e30}}
-    parts = {"recipe": script, "variants": variants, "settings": {"max_grad_norm": 0.0}}
-    done = compare(study_file(tmp_path, data_dir, **parts), tmp_path / "out", fails=True)
+    settings = {"max_grad_norm": 0.0}
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants=variants, settings=settings)
+    done = compare(path, tmp_path / "out", fails=True)
     assert done.stderr.count(" failed: ") == 2 and "nowhere" in done.stderr
     assert "1 diverged, 1 missing" in done.stdout
-    assert sorted(row["loss"] == "inf" for row in rows(tmp_path / "out")) == [False, True]
+    found = rows(tmp_path / "out")
+    assert sorted(row["loss"] == "inf" for row in found) == [False, True]
+    assert re.search(r"^\| wild +\| 1 of 1 diverged, 0 of 1 of the baseline: ", done.stdout, re.M)
 
 
-FIXED = """TrainConfig.learning_rate_at = lambda self, *_: {}
+FIXED = """import sys
+sys.path.append({!r})
+from train_script import *
+
+TrainConfig.learning_rate_at = lambda self, *_: {}
 
 
 if __name__ == "__main__":
@@ -212,9 +215,10 @@ def test_a_half_trained_run_whose_code_has_changed_starts_anew(data_dir, tmp_pat
     def go_on(name, rate, comment):
         folder = tmp_path / name
         folder.mkdir()
-        script = script_of(folder / "recipe.py", FIXED.format(rate, comment))
+        script = folder / "recipe.py"
+        script.write_text(FIXED.format(str(ROOT / "tests"), rate, comment))
         settings = {"eval_every": 4, "save_every": 8, "keep_best": False}
-        parts = {"recipe": script, "variants": {"one": {}}, "settings": settings, "seeds": 1}
+        parts = {"recipe": str(script), "variants": {"one": {}}, "settings": settings, "seeds": 1}
         done = compare(study_file(folder, data_dir, **parts), out, "--keep_models", "true")
         return done.stderr
 
@@ -250,51 +254,52 @@ def test_a_half_trained_run_whose_code_has_changed_starts_anew(data_dir, tmp_pat
 def test_children_that_are_killed(data_dir, tmp_path):
     with refused("the process that reads the recipe's settings was killed"):
         children.ask(os._exit, 1)
-    script = script_of(tmp_path / "recipe.py", FIXED.format("os.kill(os.getpid(), 9)", "pass"))
-    path = study_file(tmp_path, data_dir, recipe=script, variants={"one": {}}, seeds=1)
-    done = compare(path, tmp_path / "out", "--table", tmp_path / "none.csv", fails=True)
+    script, table = tmp_path / "recipe.py", tmp_path / "none.csv"
+    script.write_text(FIXED.format(str(ROOT / "tests"), "os.kill(os.getpid(), 9)", "pass"))
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=1)
+    done = compare(path, tmp_path / "out", "--table", table, fails=True)
     assert "failed: killed by SIGKILL" in done.stderr
-    assert done.stdout.count("none.csv") == 1  # that it does not exist
+    assert done.stdout.count(str(table)) == 1  # that it does not exist
 
 
 HEAD = "id,settings,parameters,updates,tokens,flops,loss,bits_per_byte,code\n"
-ROW = 'a1,"{""seed"": 1}",1000,12,1536,2e6,10.648,4.5,0123456789ab\n'
-TWO = ROW.replace("a1", "a2")
-CHANGES = [
-    ("1000", "many"),
-    ("10.648", ""),
-    ("10.648", "nan"),
-    (",0123456789ab", ""),
-    ("4.5", "4.5,1"),
-    ('""seed', '"seed'),
-    ("seed", "s\xe9ed"),
-]
+ROW = 'a{},"{{""seed"": 1}}",1000,12,1536,2e6,10.648,4.5,0123456789ab\n'
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
-        *(TWO[:end] for end in (10, 42, 44, 50, -5, -1)),
+        *(ROW.format(2)[:end] for end in (10, 42, 44, 50, -5, -1)),
         "<<<<<<< HEAD\n",
-        *(TWO.replace(*change) for change in CHANGES),
-        ROW.replace("10.648", "1.0"),  # another result of the same run
+        ROW.format(2).replace("1000", "many"),
+        ROW.format(2).replace("10.648", ""),
+        ROW.format(2).replace("10.648", "nan"),
+        ROW.format(2).replace(",0123456789ab", ""),
+        ROW.format(2).replace("4.5", "4.5,1"),
+        ROW.format(2).replace('""seed', '"seed'),
+        ROW.format(2).replace("seed", "s\xe9ed"),
+        ROW.format(1).replace("10.648", "1.0"),
     ],
 )
-def test_a_damaged_row_of_the_table_is_refused_by_its_line(damaged, tmp_path):
-    """A blank line counts."""
-    table, three = tmp_path / "runs.csv", ROW.replace("a1", "a3")
-    table.write_text(HEAD + ROW + three)
+@pytest.mark.parametrize("place", [2, 3])
+def test_a_damaged_row_of_the_table_is_refused_by_its_line(damaged, place, tmp_path):
+    table, good = tmp_path / "runs.csv", [ROW.format(1), ROW.format(3)]
+    table.write_text(HEAD + "".join(good))
     assert [result.loss for result in read_table(table).values()] == [10.648] * 2
-    rest = three * damaged.endswith("\n")
-    table.write_text(HEAD + ROW + "\n" + damaged + rest, "latin-1")
-    with refused("runs.csv, line 4: "):
+    end = good[1:] if damaged.endswith("\n") else []
+    table.write_text(HEAD + "".join([good[0], "\n" * (place - 2), damaged, *end]), "latin-1")
+    with refused(f"runs.csv, line {place + 1}: "):
         read_table(table)
+
+
+def test_a_table_of_something_else_is_refused(tmp_path):
+    table = tmp_path / "notes.csv"
     table.write_text("name,value\n")
-    with refused("runs.csv, line 1: "):
+    with refused("notes.csv, line 1: "):
         read_table(table)
 
 
-def test_a_run_has_the_settings_that_its_recipe_takes_at_its_length(data_dir):
+def test_a_run_has_the_settings_that_its_recipe_takes_at_its_length(data_dir, monkeypatch, capsys):
     """The quickstart's decay depends on the number of passes over a little text: 1.6 from four on, below 0.3."""
     recipe, changes = ROOT / "recipes/quickstart.py", {"data_dir": str(data_dir)}
     trial = read_trial(recipe, changes)
@@ -303,6 +308,13 @@ def test_a_run_has_the_settings_that_its_recipe_takes_at_its_length(data_dir):
     assert (short.resolved["weight_decay"], long.resolved["weight_decay"]) == (0.3, 1.6)
     given = read_trial(recipe, changes | {"weight_decay": 1.6})
     assert given.lasting(short.config.max_steps).id != short.id
+    for name, value in {"argv": sys.argv, "path": [*sys.path]}.items():
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(gpt2_accel.train, "train", None)
+    words = long.arguments(Path("runs/.settings"))
+    found, _ = children.settings_of(recipe, recipe.read_bytes(), words)
+    assert found["weight_decay"] == 1.6 and capsys.readouterr().out == ""
 
 
 def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
@@ -327,23 +339,35 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ("varints: {a: {}}", "unknown part 'varints'"),
+        ("recipe: quickstart\nvarints: {a: {}}", "unknown part 'varints'"),
         ("recipe: nonsense\nvariants: {a: {}}", "there is no recipe"),
-        ("variants: {}", "variants is empty"),
-        ("variants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
-        ("variants: {a: {seed: 3}}", "a sets seed"),
-        ("variants: {a: {}}\nbaseline: b", "baseline must be one of a"),
-        ("variants: {a: {}}\nmetric: b", "one of loss, bits_per_byte"),
-        ("variants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
-        ("variants: {a: {}}\ntune: {trials: 3}", "trials is 3: give"),
-        ("variants: {a: {}}\ntune: {beta3: [0.9, 0.99]}", "--beta3: did you mean --beta"),
-        ("variants: {a: {beta2: 0.9}}\ntune: {beta2: [0.8, 0.9]}", "a sets beta2, .* tune also"),
-        ("variants: {a: {}}\ntune: {beta2: [0.9, 1.5]}", "beta2 must be at least 0 and below 1"),
+        ("recipe: quickstart\nvariants: {}", "variants is empty"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
+        ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbaseline: b", "baseline must be one of a, got"),
+        ("recipe: quickstart\nvariants: {a: {}}\nmetric: b", "one of loss, bits_per_byte, got 'b'"),
+        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
+        (
+            "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}",
+            "trials is 3: give each setting a list",
+        ),
+        (
+            "recipe: quickstart\nvariants: {a: {}}\ntune: {beta3: [0.9, 0.99]}",
+            "unknown option --beta3: did you mean --beta",
+        ),
+        (
+            "recipe: quickstart\nvariants: {a: {beta2: 0.9}}\ntune: {beta2: [0.8, 0.9]}",
+            "a sets beta2, which tune also sets",
+        ),
+        (
+            "recipe: quickstart\nvariants: {a: {}}\ntune: {beta2: [0.9, 1.5]}",
+            "beta2 must be at least 0 and below 1",
+        ),
     ],
 )
 def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
     path = tmp_path / "study.yaml"
-    path.write_text("recipe: quickstart\n" * ("recipe" not in content) + content)
+    path.write_text(content)
     with refused(words):
         read_study(path, ROOT / "recipes")
 
@@ -370,33 +394,33 @@ def test_settings_that_the_recipe_refuses_are_named_by_variant(own, words, data_
 
 
 def test_a_recipe_stays_as_it_was_read_and_its_helpers_are_in_a_runs_identity(data_dir, tmp_path):
-    rates = tmp_path / "rates.py"
+    script, rates = tmp_path / "recipe.py", tmp_path / "rates.py"
     rates.write_text("RATE = 1e-3\n")
-    lines = (
-        "from rates import RATE\n\n"
+    text = (
+        "import sys\nsys.path.append({!r})\nfrom train_script import *\nfrom rates import RATE\n\n"
         "if __name__ == '__main__':\n"
         "    config = parse_config(TrainConfig)\n"
         "    config.beta2 = 0.9\n"
         "    train.__globals__['learning_rate'] = lambda *_, **__: RATE\n"  # no setting
-        "    cli.run(lambda: train(config))\n"
+        "    cli.run(lambda: train(config))\n".format(str(ROOT / "tests"))
     )
-    script = script_of(tmp_path / "recipe.py", lines)
-    path = study_file(tmp_path, data_dir, recipe=script, variants={"one": {}}, seeds=3)
+    script.write_text(text)
+    path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=3)
     out, log = tmp_path / "out", tmp_path / "log"
     started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=log)
     wait_for(lambda: list(out.glob("runs/*/config.yaml")))
-    script_of(tmp_path / "recipe.py", lines.replace("0.9", "0.8"))
+    script.write_text(text.replace("0.9", "0.8"))
     wait_for(lambda: len(list(out.glob("runs/*/config.yaml"))) > 1)
     rates.write_text("RATE = 1e-4\n")
     assert started.wait() == 1
     assert "rates.py has changed since the study started" in log.read_text()
-    first = len(rows(out))
-    assert 1 <= first < 3
+    first = {row["id"] for row in rows(out)}
+    assert 1 <= len(first) < 3
     for folder in out.glob("runs/*/config.yaml"):
         assert yaml.safe_load(folder.read_text())["beta2"] == 0.9
-    script_of(tmp_path / "recipe.py", lines)
+    script.write_text(text)
     compare(path, out)
-    assert len(rows(out)) == first + 3
+    assert len(rows(out)) == len(first) + 3
 
 
 def test_the_weights_of_init_from_are_in_a_runs_identity(tiny, data_dir, tmp_path):
@@ -456,6 +480,19 @@ FEW = "3 of 3 diverged, 0 of 3 of the baseline: too few seeds for a test"
 def test_a_variant_that_diverged_more_often(counts, seeds, budgets, word):
     """The p-values of Fisher's exact test are by hand."""
     assert diverging(counts, seeds, budgets).verdict("1", 0).word == word
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1])
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("variants", [1, 2, 6])
+def test_null_studies_rarely_find_that_a_variant_diverged_more_often(rate, seeds, variants):
+    draw, found, studies = random.Random(0), 0, 300
+    for _ in range(studies):
+        counts = [sum(draw.random() < rate for _ in range(seeds)) for _ in range(variants + 1)]
+        outcome = diverging(counts, seeds, 1)
+        words = [outcome.verdict(str(place), 0).word for place in range(1, variants + 1)]
+        found += any(word.startswith("diverged") for word in words)
+    assert found <= 0.05 * studies
 
 
 def test_a_run_that_failed_is_in_no_count_and_in_no_pair():
