@@ -114,11 +114,11 @@ class RemoteShards:
 
     def _evict(self) -> None:
         """Removes the oldest pieces beyond the limit."""
-        with suppress(FileNotFoundError):  # of a piece that another process has just removed
+        with suppress(FileNotFoundError):  # another thread or process evicts at this moment
             written = self.folder.glob("*.pieces/[0-9]*")  # without those that are being written
             found = sorted(written, key=lambda path: path.stat().st_mtime)
             for path in found[: max(0, len(found) - int(self.limit // PIECE))]:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 self._queued.clear()
 
 
