@@ -25,13 +25,13 @@ test: .venv/installed-dev  ## the tests: offline, on CPU; they wait much, so thr
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/test_device.py
+CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/runtime/test_device.py
 
 test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain laptop runs them
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
-	tests/kernels/test_compile.py tests/study/test_studies.py tests/study/test_workers.py
+	tests/kernels/test_compile.py tests/tools/study/test_studies.py tests/tools/study/test_workers.py
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

@@ -18,8 +18,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.device import launch_device
-from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime.device import launch_device
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train as run_training
 
@@ -137,8 +137,8 @@ def document_mask(folder: Path) -> None:
 def attention(folder: Path) -> None:
     """Masked scoring takes no kernel of cuDNN, and grouped queries keep no scores in memory."""
     from gpt2_accel import kernels
-    from gpt2_accel.device import attention_order
     from gpt2_accel.models.parts import attend
+    from gpt2_accel.runtime.device import attention_order
 
     length = 2048 if CUDA else 64
 

@@ -13,8 +13,8 @@ import torch
 from processes import Job, Process
 from results import summary
 
-from gpt2_accel.device import compute_capability, has_bf16, inductor_problem, launch_device
 from gpt2_accel.models.gpt2 import SIZES, GPTConfig
+from gpt2_accel.runtime.device import compute_capability, has_bf16, inductor_problem, launch_device
 
 LADDER_SIZES = (*SIZES, "tiny")
 # Signs of a process that ran out of memory: of torch on CUDA, torch on a CPU, Python, and the system.

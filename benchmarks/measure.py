@@ -27,9 +27,9 @@ from processes import Job, Process
 from results import RESULTS, ratios, summary, write_result
 
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.device import has_bf16, launch_device
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.runtime.device import has_bf16, launch_device
 from gpt2_accel.tokenizer import char_tokenizer
 
 SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}

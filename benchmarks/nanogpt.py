@@ -17,7 +17,7 @@ from reference_model import PlainLoss
 from torch import nn
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.device import DTYPES
+from gpt2_accel.runtime.device import DTYPES
 from gpt2_accel.tokenizer import char_tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids and targets, (B, T) int64

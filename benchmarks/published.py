@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from table import markdown
 
-from gpt2_accel.study import intervals
-from gpt2_accel.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
+from gpt2_accel.tools.study import intervals
+from gpt2_accel.tools.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from results import RESULTS, write_result
 
 from gpt2_accel.data.shards import TokenStream
-from gpt2_accel.files import read_json_lines
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import load_tokenizer
 
 

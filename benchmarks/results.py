@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2_accel.files import write_json
+from gpt2_accel.runtime.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -20,7 +20,7 @@ from results import RESULTS, ratios, summary, write_result
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.data.sources import one_text
-from gpt2_accel.device import has_bf16
+from gpt2_accel.runtime.device import has_bf16
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "cpu_bf16" if has_bf16(torch.device("cpu")) else "cpu"

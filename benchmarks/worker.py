@@ -19,9 +19,9 @@ from reference_model import PlainLoss, slow_gpt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpt2_accel.device import DTYPES, launch_device
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
+from gpt2_accel.runtime.device import DTYPES, launch_device
 from gpt2_accel.runtime.signals import end_with_parent
 
 # A job imports other libraries inside its function, so that they do not use the memory of other jobs.

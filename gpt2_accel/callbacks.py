@@ -13,12 +13,12 @@ from accelerate.tracking import GeneralTracker
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, unwrap
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.files import first_line, sentence
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
 from gpt2_accel.hf.hub import PICTURE, Uploads
+from gpt2_accel.hf.loss_plot import draw_loss
 from gpt2_accel.optim import evaluating_optimizer
-from gpt2_accel.report.figures import draw_loss
 from gpt2_accel.run import Run
+from gpt2_accel.runtime.files import first_line, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import all_or_none, main_process_first
 from gpt2_accel.runtime.trackers import start_tracker

@@ -15,9 +15,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from gpt2_accel.files import sentence, write_file
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
-from gpt2_accel.options import REMOVED, Parser, parser_of, suggestion, true_or_false
+from gpt2_accel.runtime.files import sentence, write_file
+from gpt2_accel.runtime.options import REMOVED, Parser, parser_of, suggestion, true_or_false
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")

@@ -31,10 +31,17 @@ from gpt2_accel.config import TrainConfig, load_saved
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
-from gpt2_accel.device import device_name, peak_flops
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.validation import validation_loss
-from gpt2_accel.files import (
+from gpt2_accel.hf.comparison import ModelFiles
+from gpt2_accel.hf.convert import check_finite
+from gpt2_accel.hf.hub import MODEL_MANIFEST
+from gpt2_accel.hf.safetensors_files import WEIGHTS
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.optim import evaluating_optimizer
+from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.device import device_name, peak_flops
+from gpt2_accel.runtime.files import (
     check_renames,
     lock_folder,
     remove,
@@ -43,13 +50,6 @@ from gpt2_accel.files import (
     sync,
     write_json,
 )
-from gpt2_accel.hf.comparison import ModelFiles
-from gpt2_accel.hf.convert import check_finite
-from gpt2_accel.hf.hub import MODEL_MANIFEST
-from gpt2_accel.hf.safetensors_files import WEIGHTS
-from gpt2_accel.models import LanguageModel
-from gpt2_accel.optim import evaluating_optimizer
-from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
 from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import (

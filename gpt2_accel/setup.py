@@ -33,6 +33,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     read_parts,
 )
+from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
@@ -134,6 +135,16 @@ def setup(
         [*callbacks, *own_callbacks(config, accelerator, evaluations, prompts)],
         checkpoint,
     )
+
+
+def is_dry_run(config: TrainConfig) -> bool:
+    """Prints the estimate that `--dry_run` asks for, if it is set; returns whether it is.
+
+    It needs no Accelerator: the planned hardware may be that of another machine.
+    """
+    if config.dry_run and int(os.environ.get("RANK", 0)) == 0:
+        print(dry_run(config))
+    return bool(config.dry_run)
 
 
 def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:

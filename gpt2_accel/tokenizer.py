@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from gpt2_accel.files import first_line
+from gpt2_accel.runtime.files import first_line
 
 if TYPE_CHECKING:
     import tiktoken

@@ -5,7 +5,6 @@ builds all parts.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,12 @@ import torch
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
-from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import set_learning_rate, set_training
 from gpt2_accel.run import Objective, Run, finish, is_complete, lock_run_dir
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.signals import lasting_output
-from gpt2_accel.setup import setup
+from gpt2_accel.setup import is_dry_run, setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,9 +52,7 @@ def train(
     Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `Diverged`, a
     `ValueError`, if the run diverges.
     """
-    if config.dry_run:  # needs no Accelerator: the planned hardware may be another machine's
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(dry_run(config))
+    if is_dry_run(config):
         return False
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)

@@ -14,12 +14,12 @@ from gpt2_accel import cli, from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.rows import reading
-from gpt2_accel.device import best_device
 from gpt2_accel.evals.items import Item, read_items
-from gpt2_accel.files import JsonLines
 from gpt2_accel.generation.sampling import user_turn
 from gpt2_accel.hf.convert import local_directory, read_config
 from gpt2_accel.hf.model_card import Training
+from gpt2_accel.runtime.device import best_device
+from gpt2_accel.runtime.files import JsonLines
 from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens, special_tokens
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.shards import MANIFEST, read_manifest, read_parts
-from gpt2_accel.files import digest
-from gpt2_accel.recipe_command import recipe_command
+from gpt2_accel.runtime.files import digest
+from gpt2_accel.runtime.recipe_command import recipe_command
 
 FEW = 8  # conversations
 EPOCHS, MOST_EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 20, 900, 0.1

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
-from gpt2_accel.files import write_file
-from gpt2_accel.study.options import EngineOptions
+from gpt2_accel.runtime.files import write_file
+from gpt2_accel.tools.study.options import EngineOptions
 
 
 @dataclass(kw_only=True)
@@ -30,10 +30,10 @@ def main() -> None:
     config = parse_config(Compare, words)
     path = Path(config.study)
     engine = config.engine(Path("runs") / path.stem)
-    from gpt2_accel.study.compare import compare, dry_run
-    from gpt2_accel.study.engine import require_scipy
-    from gpt2_accel.study.outcome import comparison_text
-    from gpt2_accel.study.study_file import read_study
+    from gpt2_accel.tools.study.compare import compare, dry_run
+    from gpt2_accel.tools.study.engine import require_scipy
+    from gpt2_accel.tools.study.outcome import comparison_text
+    from gpt2_accel.tools.study.study_file import read_study
 
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:

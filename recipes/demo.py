@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
-from gpt2_accel.files import sentence
 from gpt2_accel.generation.sampling import load
+from gpt2_accel.runtime.files import sentence
 
 MAX_WAITING = 32  # visitors
 
@@ -65,7 +65,7 @@ def main() -> None:
         import gradio as gr
         from starlette.middleware import Middleware
 
-        from gpt2_accel.generation import pages
+        from gpt2_accel.tools import pages
     except ImportError as error:
         raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'") from error
     model, tokenizer = load(

@@ -39,11 +39,11 @@ from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import BASELINES, add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
-from gpt2_accel.files import digest, write_json
 from gpt2_accel.hf.convert import check_finite, local_directory
 from gpt2_accel.hf.safetensors_files import weight_files
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.runtime.accelerator import build_accelerator
+from gpt2_accel.runtime.files import digest, write_json
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
 

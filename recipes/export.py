@@ -13,10 +13,10 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.files import atomic_files, sentence
 from gpt2_accel.hf.convert import from_pretrained
-from gpt2_accel.hf.gguf import write_gguf
+from gpt2_accel.runtime.files import atomic_files, sentence
 from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tools.gguf import write_gguf
 
 
 @dataclass

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli, save_pretrained
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.files import atomic_directory, check_unused
-from gpt2_accel.hf.importers import read_checkpoint
+from gpt2_accel.runtime.files import atomic_directory, check_unused
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
+from gpt2_accel.tools.importers import read_checkpoint
 
 
 @dataclass

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_accel import cli
-from gpt2_accel.cores import usable_cpus
 from gpt2_accel.data.conversations import (
     chat_files,
     plural,
@@ -65,7 +64,8 @@ from gpt2_accel.data.sources import (
     one_text,
     row_files,
 )
-from gpt2_accel.options import Parser
+from gpt2_accel.runtime.cores import usable_cpus
+from gpt2_accel.runtime.options import Parser
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,

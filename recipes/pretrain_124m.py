@@ -33,7 +33,7 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.shards import HUB
-from gpt2_accel.recipe_command import recipe_command
+from gpt2_accel.runtime.recipe_command import recipe_command
 
 # The data sets that prepare_data.py knows by name, by their usual folder.
 KNOWN = {"fineweb_edu": ["fineweb-edu"], "openwebtext": ["openwebtext"]}

@@ -15,8 +15,8 @@ from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import PICTURE, check_push, push_model
+from gpt2_accel.hf.loss_plot import draw_loss
 from gpt2_accel.hf.safetensors_files import weight_files
-from gpt2_accel.report.figures import draw_loss
 
 
 @dataclass

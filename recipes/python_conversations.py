@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.files import write_file
+from gpt2_accel.runtime.files import write_file
 
 MODULES = """
     argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses datetime decimal difflib

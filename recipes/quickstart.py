@@ -25,7 +25,7 @@ from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.sources import read_text
-from gpt2_accel.recipe_command import program, recipe_command
+from gpt2_accel.runtime.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096

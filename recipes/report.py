@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.options import Parser
-from gpt2_accel.report.page import write_report
-from gpt2_accel.report.reader import read_run
+from gpt2_accel.runtime.options import Parser
+from gpt2_accel.tools.report.page import write_report
+from gpt2_accel.tools.report.reader import read_run
 
 
 def parse_options() -> argparse.Namespace:

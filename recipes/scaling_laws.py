@@ -17,13 +17,13 @@ from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.results import markdown
-from gpt2_accel.files import write_file, write_json
-from gpt2_accel.report.figures import require_matplotlib, save_png
-from gpt2_accel.study.engine import Engine, require_scipy
-from gpt2_accel.study.options import EngineOptions
-from gpt2_accel.study.outcome import RUNS, run_rows, runs_figure, scaling_text
-from gpt2_accel.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
-from gpt2_accel.study.trials import read_trial
+from gpt2_accel.runtime.files import write_file, write_json
+from gpt2_accel.tools.report.figures import require_matplotlib, save_png
+from gpt2_accel.tools.study.engine import Engine, require_scipy
+from gpt2_accel.tools.study.options import EngineOptions
+from gpt2_accel.tools.study.outcome import RUNS, run_rows, runs_figure, scaling_text
+from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
+from gpt2_accel.tools.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 

@@ -39,9 +39,9 @@ import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)

@@ -10,8 +10,9 @@ from accelerate import PartialState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gpt2_accel import GPT, GPTConfig, cli, muon, optim
+from gpt2_accel import GPT, GPTConfig, cli, optim
 from gpt2_accel.models.llama import Llama, LlamaConfig
+from gpt2_accel.optim import muon
 
 UPDATES = 3
 

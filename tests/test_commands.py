@@ -138,7 +138,7 @@ NOT_RUN = {
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--output_dir runs/changed": "trains for two minutes",
-    "python recipes/report.py runs/quickstart runs/changed": "tests/report/test_report.py does",
+    "python recipes/report.py runs/quickstart runs/changed": "tests/tools/report/test_report.py does",
     "make gpu PART=tests": "tests/benchmarks/test_gpu.py does",
     "pip install git+ADDRESS": "installs",
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
@@ -152,14 +152,14 @@ NOT_RUN = {
     "pip install 'scipy>=1.13' 'matplotlib>=3.9'": "installs",
     "pip install 'scipy>=1.13'": "installs",
     "srun -N 8 python recipes/compare.py STUDY.yaml --output_dir SHARED/STUDY": (
-        "tests/study/test_workers.py does, on one machine"
+        "tests/tools/study/test_workers.py does, on one machine"
     ),
-    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/study/test_studies.py does",
+    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/tools/study/test_studies.py does",
     "python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14": (
-        "tests/study/test_scaling.py does"
+        "tests/tools/study/test_scaling.py does"
     ),
     "python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --dry_run true": (
-        "tests/study/test_scaling.py does"
+        "tests/tools/study/test_scaling.py does"
     ),
     "pip install 'transformers[serving]>=5.17'": "installs",
     "pip install 'trl>=1.16' 'peft>=0.18'": "installs",
@@ -182,7 +182,7 @@ NOT_RUN = {
         ),
         "tests/hf/test_hub_data.py does",
     ),
-    "python recipes/report.py runs/quickstart": "tests/report/test_report.py does",
+    "python recipes/report.py runs/quickstart": "tests/tools/report/test_report.py does",
     "python recipes/demo.py --model runs/quickstart": "tests/recipes/test_demo.py does",
 }
 

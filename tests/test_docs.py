@@ -44,7 +44,7 @@ def test_files_and_headings_that_a_page_names_are_there(page):
         for file, anchor in links
         if anchor and anchor not in anchors_of(page.parent / file)
     ] == []
-    # In running text too, such as `gpt2_accel/files.py` or `recipes/cluster/`. NAME stands for any.
+    # In running text too, such as `gpt2_accel/runtime/files.py` or `recipes/cluster/`. NAME stands for any.
     folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []

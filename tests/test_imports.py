@@ -8,8 +8,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 # The rooms from the bottom up: a module imports its own room and those of earlier lines.
 ROOMS = """
-    cores device files recipe_command
-    muon options progress tokenizer
+    runtime.cores runtime.device runtime.files runtime.recipe_command
+    runtime.options runtime.progress tokenizer
     optim
     config data
     kernels
@@ -21,16 +21,22 @@ ROOMS = """
     estimate
     runtime
     run
-    report
     callbacks
     setup
     train
-    study
+    tools
     cli
     __main__
 """
 LEVELS = {room: n for n, line in enumerate(ROOMS.splitlines()) for room in line.split()}
 USE_ACCELERATE = {"run", "setup", "callbacks", "runtime", "checkpoint", "evals", "estimate"}
+
+
+def room_of(module: str) -> str:
+    """Returns the longest entry of `ROOMS` that a module's dotted name begins with."""
+    parts = module.split(".")
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next(name for name in names if name in LEVELS)
 
 
 def imports(path: Path) -> set[str]:
@@ -50,11 +56,10 @@ def imports(path: Path) -> set[str]:
 
 def test_a_room_imports_only_rooms_below_it():
     for path in PACKAGE.rglob("*.py"):
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        own = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
         for name in imports(path):
             package, _, module = name.partition(".")
-            room = module.split(".")[0]
-            if package == "gpt2_accel" and room not in ("", own):
+            if package == "gpt2_accel" and module and (room := room_of(module)) != own:
                 assert LEVELS[room] < LEVELS[own], f"{path} imports {name}"
             assert package != "accelerate" or own in USE_ACCELERATE, path
 

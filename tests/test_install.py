@@ -19,7 +19,8 @@ import pytest
 from conftest import make_text, read_json, small_notebook
 from launching import ROOT
 
-from gpt2_accel.recipe_command import FOLDERS
+from gpt2_accel.runtime.files import read_json_lines
+from gpt2_accel.runtime.recipe_command import FOLDERS
 
 LONG = os.environ.get("INSTALL") == "long"
 SETUP = configparser.ConfigParser()
@@ -123,6 +124,12 @@ def test_the_installed_wheel_trains_and_samples(installed, tmp_path):
     assert done(sample, tmp_path, env).startswith("the")
     config = (ROOT / "accelerate_configs/8xa100.yaml").read_text()
     assert done("gpt2-accel config 8xa100", tmp_path, env) == config
+    [change] = installed.parent.glob("lib/*/site-packages/gpt2_accel/recipes/changes/z_loss.py")
+    changed = f"gpt2-accel launch cpu {change} --data_dir data/mine --output_dir runs/changed"
+    done(f"{changed} {SMALL} --max_steps 3 --eval_every 0", tmp_path, env)
+    assert "train/z_loss" in read_json_lines(tmp_path / "runs/changed/metrics.jsonl")[-1]
+    done("gpt2-accel report runs/mine runs/changed --output_dir compared", tmp_path, env)
+    assert "changed" in (tmp_path / "compared/report.html").read_text()
 
 
 @pytest.mark.skipif(not LONG, reason="installs for minutes: make test-install")

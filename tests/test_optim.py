@@ -5,8 +5,8 @@ import pytest
 import torch
 from launching import launch
 
-from gpt2_accel import GPT, GPTConfig, muon
-from gpt2_accel.optim import build_optimizer, learning_rate
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.optim import build_optimizer, learning_rate, muon
 
 CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
 

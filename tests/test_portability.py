@@ -1,4 +1,4 @@
-"""Calls that do not exist on every system are made in `gpt2_accel/device.py` only."""
+"""Calls that do not exist on every system are made in `gpt2_accel/runtime/device.py` only."""
 
 import re
 

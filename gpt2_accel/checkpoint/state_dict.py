@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import STATE
-from gpt2_accel.device import is_shard, synchronize
 from gpt2_accel.models import LanguageModel, filled
+from gpt2_accel.runtime.device import is_shard, synchronize
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:

@@ -31,10 +31,10 @@ from gpt2_accel.checkpoint.find import (
 )
 from gpt2_accel.checkpoint.state_dict import OptimizerState
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import atomic_directory, hide, remove, sentence, write_json
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.runtime.files import atomic_directory, hide, remove, sentence, write_json
 
 
 class CheckpointWriter:

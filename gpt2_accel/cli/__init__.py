@@ -1,4 +1,4 @@
-"""The command line: runs a recipe's `main` with one-sentence errors, the console command, `doctor`."""
+"""The command line: runs a recipe's `main` with one-sentence errors, the console command."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from gpt2_accel.files import sentence
 from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.files import sentence
 
 signals.die_with_launcher()  # now: the imports of a recipe take seconds
 

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import gpt2_accel
 from gpt2_accel import cli
-from gpt2_accel.cores import may_have_gpu
-from gpt2_accel.recipe_command import COMMANDS, folder
+from gpt2_accel.runtime.recipe_command import COMMANDS, folder
+from gpt2_accel.tools.doctor import fitting_launch
 
 HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
@@ -50,7 +50,7 @@ def run(words: list[str]) -> None:
     elif command in COMMANDS:
         start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
     elif command == "doctor":
-        start("-P", "-m", "gpt2_accel.cli.doctor", *args)
+        start("-P", "-m", "gpt2_accel.tools.doctor", *args)
     elif command == "launch":
         launch(*args)
     elif command == "config":
@@ -172,28 +172,3 @@ def unknown(what: str, given: str, names: Iterable[str]) -> str:
     close = [n for word in given.split() for n in difflib.get_close_matches(word, names, n=1)]
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
     return f"there is no {what} {given!r}: {hint}"
-
-
-def fitting_launch() -> list[str]:
-    """Returns the name of the shipped launch config that fits this machine, and the launcher's flags that it needs."""
-    if not may_have_gpu():
-        return ["cpu"]
-    from gpt2_accel.device import accelerator_count, has_bf16, launch_device
-
-    device = launch_device()
-    return fitting(device.type, accelerator_count(), has_bf16(device))
-
-
-def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
-    """Returns what `fitting_launch` returns, for `gpus` devices of a type such as `cuda`.
-
-    A CPU gets `cpu` also if it has bf16 units: compiled bf16, which is faster, takes a minute to start.
-    """
-    if kind in ("cpu", "mps"):
-        return [kind]
-    if gpus == 1:
-        return ["1xgpu" if bf16 else "1xt4-fp16"]
-    if bf16 and gpus == 4:
-        return ["4xa100"]
-    name, count = ("8xa100", 8) if bf16 else ("2xt4-fp16", 2)
-    return [name] if gpus == count else [name, "--num_processes", str(gpus)]

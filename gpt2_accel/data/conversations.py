@@ -31,8 +31,8 @@ from gpt2_accel.data.shards import (
     template_digest,
 )
 from gpt2_accel.data.sources import find_files, state_of, unchanged
-from gpt2_accel.files import first_line
-from gpt2_accel.progress import progress
+from gpt2_accel.runtime.files import first_line
+from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import conversation_tokens, special_tokens
 
 if TYPE_CHECKING:

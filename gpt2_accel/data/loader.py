@@ -25,7 +25,7 @@ from gpt2_accel.data.shards import (
     UnreadableData,
     read_parts,
 )
-from gpt2_accel.files import sentence
+from gpt2_accel.runtime.files import sentence
 
 
 class Batch(NamedTuple):

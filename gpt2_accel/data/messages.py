@@ -13,7 +13,7 @@ A row with several forms is read by the first. `system` or `system_prompt` besid
 from contextlib import suppress
 from typing import Any
 
-from gpt2_accel.files import parse_json
+from gpt2_accel.runtime.files import parse_json
 
 ROLES = {name: name for name in ("system", "user", "assistant")}
 ROLES |= {"human": "user", "gpt": "assistant"}

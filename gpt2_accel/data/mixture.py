@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, check_same, read_manifest
-from gpt2_accel.files import atomic_directory, write_json
+from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:

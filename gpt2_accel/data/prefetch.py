@@ -8,8 +8,8 @@ import torch
 
 from gpt2_accel.data.loader import Batch, TrainLoader
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.device import to_device
 from gpt2_accel.optim import BatchSchedule
+from gpt2_accel.runtime.device import to_device
 
 AHEAD = 2  # micro-batches: one is ready, and one is being read
 

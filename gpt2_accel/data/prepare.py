@@ -35,7 +35,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.files import (
+from gpt2_accel.runtime.files import (
     check_name,
     disk_errors,
     remove,
@@ -44,7 +44,7 @@ from gpt2_accel.files import (
     sync_tree,
     write_json,
 )
-from gpt2_accel.progress import Progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
     GPT2_FINGERPRINT,

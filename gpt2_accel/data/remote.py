@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.shards import UnreadableData, byte_range
-from gpt2_accel.files import write_file
+from gpt2_accel.runtime.files import write_file
 
 PIECE = 2**18  # bytes; a block of 64 windows of 1,024 tokens, 2 bytes each, is half of it
 AT_ONCE = 16  # requests

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.data.documents import CHUNK
-from gpt2_accel.files import first_line, parse_json
+from gpt2_accel.runtime.files import first_line, parse_json
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -56,9 +56,9 @@ import numpy as np
 
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
-from gpt2_accel.files import parse_json, plain_name
-from gpt2_accel.progress import progress
-from gpt2_accel.recipe_command import recipe_command
+from gpt2_accel.runtime.files import parse_json, plain_name
+from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from gpt2_accel.data.documents import (
     next_cut,
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, place_of, read_rows, reading, row_suffix
-from gpt2_accel.files import first_line
+from gpt2_accel.runtime.files import first_line
 
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out

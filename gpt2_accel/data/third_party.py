@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.recipe_command import recipe_command
+from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import (
     GPT2_FINGERPRINT,
     GPT2_VOCAB_SIZE,

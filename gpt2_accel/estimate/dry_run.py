@@ -8,14 +8,14 @@ from accelerate.utils import parse_flag_from_env
 
 from gpt2_accel.config import TrainConfig, load_yaml
 from gpt2_accel.data.shards import MANIFEST, read_manifest
-from gpt2_accel.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
-from gpt2_accel.files import readable_size
 from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import ModelConfig, check_loaded, configured_shape
-from gpt2_accel.recipe_command import folder
+from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
+from gpt2_accel.runtime.files import readable_size
+from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # if no GPU is named

@@ -14,15 +14,15 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.device import (
+from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
+from gpt2_accel.models import ModelConfig
+from gpt2_accel.optim import hidden_matrices
+from gpt2_accel.runtime.device import (
     DTYPES,
     free_memory,
     reports_out_of_memory,
     total_memory,
 )
-from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
-from gpt2_accel.models import ModelConfig
-from gpt2_accel.optim import hidden_matrices
 
 FREE = 0.9  # share of the free memory that an estimate may fill
 MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates

@@ -17,7 +17,7 @@ from gpt2_accel.evals.formulas import accuracy
 from gpt2_accel.evals.items import Item
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.progress import progress
+from gpt2_accel.runtime.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

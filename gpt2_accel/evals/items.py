@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from gpt2_accel.data.rows import parse_line
 from gpt2_accel.data.sources import read_text
-from gpt2_accel.files import first_line
+from gpt2_accel.runtime.files import first_line
 
 HELLASWAG, FILE = "Rowan/hellaswag", "default/validation/0000.parquet"  # a data set of the Hub
 

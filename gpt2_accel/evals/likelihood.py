@@ -23,9 +23,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.device import to_device
 from gpt2_accel.models import evaluating
-from gpt2_accel.progress import progress
+from gpt2_accel.runtime.device import to_device
+from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import encode, text_start
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gpt2_accel.files import parse_json
+from gpt2_accel.runtime.files import parse_json
 
 Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 # Hub ids of OpenAI's four checkpoints.

@@ -17,7 +17,7 @@ from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
-from gpt2_accel.progress import progress
+from gpt2_accel.runtime.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

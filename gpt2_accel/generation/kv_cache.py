@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from gpt2_accel.device import best_device, has_cpp_compiler
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.parts import Past
+from gpt2_accel.runtime.device import best_device, has_cpp_compiler
 
 
 class KVCache:

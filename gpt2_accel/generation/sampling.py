@@ -14,10 +14,10 @@ import torch
 
 from gpt2_accel.checkpoint.find import open_newest
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.device import best_device
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.runtime.device import best_device
 from gpt2_accel.tokenizer import (
     check_vocabulary,
     encode,

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.hf import Conversion, hub
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
@@ -27,6 +26,7 @@ from gpt2_accel.hf.safetensors_files import (
     write_safetensors,
 )
 from gpt2_accel.models import LanguageModel, ModelConfig, config_class
+from gpt2_accel.runtime.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,

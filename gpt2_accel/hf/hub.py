@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import first_line, sentence, write_file
 from gpt2_accel.hf.model_card import named_card
-from gpt2_accel.recipe_command import recipe_command
+from gpt2_accel.runtime.files import first_line, sentence, write_file
+from gpt2_accel.runtime.recipe_command import recipe_command
 
 # The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 

@@ -23,7 +23,8 @@ from gpt2_accel.data.shards import (
     verify_data,
 )
 from gpt2_accel.data.third_party import NAME
-from gpt2_accel.files import (
+from gpt2_accel.hf.hub import check_push, push
+from gpt2_accel.runtime.files import (
     atomic_directory,
     check_unused,
     first_line,
@@ -31,7 +32,6 @@ from gpt2_accel.files import (
     write_file,
     write_json,
 )
-from gpt2_accel.hf.hub import check_push, push
 
 COMMIT = "commit.txt"  # in the cached folder of a repository: the commit whose files it describes
 HEADER = 2**10  # bytes of a token file that are kept in that folder: its header is there

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.files import parse_json
+from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpt2_accel.device import cpu_instructions
+from gpt2_accel.runtime.device import cpu_instructions
 
 
 @functools.cache

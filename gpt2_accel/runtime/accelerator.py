@@ -16,8 +16,8 @@ from accelerate.utils import (
 )
 
 from gpt2_accel import kernels
-from gpt2_accel.cores import may_have_gpu, missing_gpu, usable_cpus
-from gpt2_accel.device import (
+from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
+from gpt2_accel.runtime.device import (
     DTYPES,
     attention_order,
     has_bf16,

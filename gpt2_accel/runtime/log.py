@@ -11,10 +11,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpt2_accel.device import memory_gb
-from gpt2_accel.files import UNKNOWN, JsonLines, lock_id, sentence, write_json
-from gpt2_accel.progress import Progress
+from gpt2_accel.runtime.device import memory_gb
+from gpt2_accel.runtime.files import UNKNOWN, JsonLines, lock_id, sentence, write_json
 from gpt2_accel.runtime.processes import peer_failed
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.device import device_name, memory_gb, precision_name
 from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
+from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
 
 if TYPE_CHECKING:
     from gpt2_accel.run import Run

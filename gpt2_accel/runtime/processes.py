@@ -14,8 +14,8 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from torch.distributed import DistError
 
 from gpt2_accel.data.shards import UnreadableData
-from gpt2_accel.device import end_of_work
-from gpt2_accel.files import sentence
+from gpt2_accel.runtime.device import end_of_work
+from gpt2_accel.runtime.files import sentence
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)

@@ -15,7 +15,7 @@ from accelerate.tracking import (
 )
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.files import first_line
+from gpt2_accel.runtime.files import first_line
 
 PROJECT = "gpt2_accel"
 

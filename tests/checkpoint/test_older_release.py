@@ -14,7 +14,7 @@ from launching import ROOT
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
-from gpt2_accel.files import digest
+from gpt2_accel.runtime.files import digest
 
 FIXTURES = ROOT / "tests/fixtures"
 SAME_ON_EVERY_CPU = {

@@ -18,8 +18,8 @@ from gpt2_accel.checkpoint.find import (
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.files import digest, write_json
 from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.files import digest, write_json
 from gpt2_accel.tokenizer import byte_tokenizer
 
 

@@ -12,10 +12,11 @@ import torch
 from conftest import load_recipe, run_recipe
 from launching import ROOT
 
-from gpt2_accel import device, recipe_command
 from gpt2_accel.cli import command
 from gpt2_accel.data.rows import no_column
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.runtime import device, recipe_command
+from gpt2_accel.tools import doctor
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
@@ -42,7 +43,7 @@ def test_every_recipe_is_a_command_or_launched(started):
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
     launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
     assert launched == {name.replace("-", "_") for name in command.trained()}
-    assert started("doctor") == ["-P", "-m", "gpt2_accel.cli.doctor"]
+    assert started("doctor") == ["-P", "-m", "gpt2_accel.tools.doctor"]
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
         assert "accelerate launch" in (RECIPES / f"{recipe}.py").read_text().split('"""')[1]
@@ -69,12 +70,12 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
 
 
 def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monkeypatch, capsys):
-    monkeypatch.setattr(command, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(doctor, "may_have_gpu", lambda: False)
     expected = [*LAUNCHER, str(CONFIGS / "cpu.yaml"), *QUICKSTART, "--seed", "2"]
     for words in (["quickstart"], ["launch", "quickstart"]):
         assert started(*words, "--seed", "2") == expected
     assert capsys.readouterr().err.startswith("gpt2-accel launch cpu quickstart: the launch config")
-    monkeypatch.setattr(command, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(doctor, "may_have_gpu", lambda: True)
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cuda"))
     monkeypatch.setenv(device.OVERRIDES, '{"accelerator_count": 3, "has_bf16": true}')
     flags = [str(CONFIGS / "8xa100.yaml"), "--num_processes", "3"]
@@ -96,7 +97,7 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
     ],
 )
 def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
-    assert " ".join(command.fitting(kind, gpus, bf16)) == expected
+    assert " ".join(doctor.fitting(kind, gpus, bf16)) == expected
     assert expected.split()[0] in command.launch_configs()
 
 

@@ -7,10 +7,9 @@ import torch
 from conftest import reset_accelerate
 from launching import forked, free_port, launch, launched, python
 
-from gpt2_accel import cores, device
-from gpt2_accel.cores import usable_cpus
-from gpt2_accel.runtime import accelerator
+from gpt2_accel.runtime import accelerator, cores, device
 from gpt2_accel.runtime.accelerator import build_accelerator
+from gpt2_accel.runtime.cores import usable_cpus
 
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 

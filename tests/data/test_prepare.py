@@ -26,7 +26,7 @@ from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, hub_files, is_text
-from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime.files import lock_folder
 from gpt2_accel.tokenizer import byte_tokenizer, encode, train_bpe
 
 RECIPE = "recipes/prepare_data.py"

@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes, fitting_batch_size
 from gpt2_accel.models.gpt2 import GPTConfig
+from gpt2_accel.runtime.device import OVERRIDES
 from gpt2_accel.train import next_token_loss
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)

@@ -10,11 +10,11 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import char_tokenizer, encode, train_bpe
+from gpt2_accel.tools.gguf import write_gguf
 
 gguf = pytest.importorskip("gguf", reason="needs the extra: pip install 'gguf>=0.17'")
 

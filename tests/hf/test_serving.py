@@ -22,11 +22,11 @@ from test_llama_directories import smollm2_tokenizer
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.hf.gguf import write_gguf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import encode, train_bpe
+from gpt2_accel.tools.gguf import write_gguf
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
 COMMAND = Path(sys.executable).with_name("transformers")

@@ -11,11 +11,11 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import create_mask
 
 from gpt2_accel import GPT, GPTConfig, kernels
-from gpt2_accel.device import OVERRIDES, attention_order
 from gpt2_accel.kernels import attention as module
 from gpt2_accel.kernels.attention import document_blocks, takes_groups
 from gpt2_accel.models.parts import attend, document_mask
 from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.runtime.device import OVERRIDES, attention_order
 
 
 @pytest.mark.parametrize("T, math", [(32, True), (65, False)])

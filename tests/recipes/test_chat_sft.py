@@ -9,7 +9,7 @@ from conftest import chat_rows, load_recipe, losses, metrics, read_json, run_rec
 from launching import Started, launch, python
 from transformers import pipeline
 
-from gpt2_accel.files import digest, read_json_lines
+from gpt2_accel.runtime.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
 RECIPE = "recipes/chat_sft.py"

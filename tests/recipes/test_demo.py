@@ -201,7 +201,7 @@ def test_what_the_browser_sends_is_text_and_what_is_shown_is_escaped():
     from gradio.components.chatbot import ChatbotDataMessages, FileMessage, Message
     from gradio.data_classes import FileData
 
-    from gpt2_accel.generation import pages
+    from gpt2_accel.tools import pages
 
     bot = pages.text_chatbot("")
     shown = bot.postprocess([{"role": "user", "content": HTML}])
@@ -214,7 +214,7 @@ def test_what_the_browser_sends_is_text_and_what_is_shown_is_escaped():
 
 
 def test_the_model_reads_answered_messages():
-    from gpt2_accel.generation.pages import CUT, conversation
+    from gpt2_accel.tools.pages import CUT, conversation
 
     said = [("user", "a"), ("user", "b"), ("assistant", f"c{CUT}"), ("system", "d"), ("user", "e")]
     said += [("assistant", "")]

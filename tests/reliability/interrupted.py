@@ -8,7 +8,7 @@ from pathlib import Path
 from conftest import as_flags, metrics
 from launching import ROOT, Started
 
-from gpt2_accel.files import digest
+from gpt2_accel.runtime.files import digest
 
 SCRIPT = str(ROOT / "tests/train_script.py")
 KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")

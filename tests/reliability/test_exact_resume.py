@@ -8,7 +8,7 @@ from interrupted import finish, weights
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.files import digest, read_json_lines
+from gpt2_accel.runtime.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
 # Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.

@@ -25,8 +25,8 @@ from launching import ROOT, launch, python, wait_for
 from gpt2_accel.callbacks import Evaluations
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory
 from gpt2_accel.data.shards import HEADER
-from gpt2_accel.files import lock_folder
 from gpt2_accel.runtime import log
+from gpt2_accel.runtime.files import lock_folder
 from gpt2_accel.runtime.signals import ECHO
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")

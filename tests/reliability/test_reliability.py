@@ -39,7 +39,7 @@ import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.files import digest, remove
+from gpt2_accel.runtime.files import digest, remove
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):

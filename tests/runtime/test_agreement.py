@@ -7,7 +7,7 @@ import pytest
 from conftest import as_flags, metrics, status, tiny_config
 from launching import launch
 
-from gpt2_accel.files import lock_folder
+from gpt2_accel.runtime.files import lock_folder
 
 
 def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):

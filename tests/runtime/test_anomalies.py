@@ -3,7 +3,7 @@
 import json
 import math
 
-from gpt2_accel.files import JsonLines, read_json_lines
+from gpt2_accel.runtime.files import JsonLines, read_json_lines
 from gpt2_accel.runtime.guard import MAX_OVERFLOWS, AnomalyGuard
 
 

@@ -28,10 +28,10 @@ from launching import ROOT, launch, launched, python
 from transformers import AutoModelForCausalLM, pipeline
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.device import OVERRIDES
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, SIZES, GPTConfig
+from gpt2_accel.runtime.device import OVERRIDES
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 

@@ -5,9 +5,9 @@ import re
 from conftest import as_flags, make_text, run, run_recipe
 from launching import launch
 
-from gpt2_accel import progress
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.runtime import progress
 
 SCRIPT = "tests/train_script.py"
 

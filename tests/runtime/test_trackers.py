@@ -15,8 +15,8 @@ from conftest import as_flags, read_json, refused, run, status
 from launching import Started, wait_for
 
 from gpt2_accel.config import TRACKERS
-from gpt2_accel.files import read_json_lines
 from gpt2_accel.runtime import trackers
+from gpt2_accel.runtime.files import read_json_lines
 
 SCRIPT = "tests/train_script.py"
 MISSING = [name for name in TRACKERS if importlib.util.find_spec(name) is None]

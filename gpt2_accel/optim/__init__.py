@@ -1,0 +1,155 @@
+"""The optimizer of a model, and the schedules of the learning rate and the data.
+
+Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer, so a resume needs
+only the step, and there is no scheduler object to prepare or to save.
+
+The settings of a run import this module, so the functions that need torch import it themselves: `--help` need not wait.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def learning_rate(
+    step: float,
+    *,
+    peak: float,
+    schedule: str = "cosine",
+    warmup_steps: int = 0,
+    max_steps: int,
+    min_ratio: float = 0.1,
+    decay_share: float = 0.2,
+) -> float:
+    """Returns the learning rate of update `step`, which counts from 0.
+
+    `step` counts updates of the full batch. After a resume with another batch size it may be a fraction, so that the
+    rate is a function of the tokens.
+
+    Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
+    - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
+    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their 1 - sqrt decay over the
+      last `decay_share` of all steps;
+    - `constant`.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
+    decay_steps = max(decay_share * max_steps, 1)
+    decayed = min(max((step - (max_steps - decay_steps)) / decay_steps, 0.0), 1.0)
+    remaining = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": 1 - math.sqrt(decayed),
+        "constant": 1.0,
+    }[schedule]
+    return peak * (min_ratio + (1 - min_ratio) * remaining)
+
+
+@dataclass
+class BatchSchedule:
+    """Updates of `sequences` sequences each, from update `step` on, before which the run has seen `seen` sequences.
+
+    A resume with another batch size starts a new schedule at its step.
+    """
+
+    sequences: int
+    step: int = 0
+    seen: int = 0
+
+    def first(self, step: int) -> int:
+        """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
+        assert step >= self.step, (step, self.step)
+        return self.seen + (step - self.step) * self.sequences
+
+    def updates(self, full_updates: int) -> int:
+        """Returns the updates, from the start of the run, that see at least `full_updates` x `sequences` sequences."""
+        left = full_updates * self.sequences - self.seen
+        return self.step + max(0, -(-left // self.sequences))
+
+
+def halved(size: int, total: int) -> int:
+    """Halves the micro-batch `size` until it divides `total` sequences. Halving keeps the number of compiled shapes
+    small."""
+    while total % size:
+        size = max(size // 2, 1)
+    return size
+
+
+def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: float) -> None:
+    """Writes the learning rate into the parameter groups. `value` is that of a group whose rate was `peak` when the optimizer
+    was built; other groups keep their ratio to it."""
+    for group in optimizer.param_groups:
+        first = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = value if first == peak else value * (first / (peak or 1))
+
+
+def set_training(optimizer: "torch.optim.Optimizer", training: bool) -> None:
+    """Puts an optimizer that has modes, such as a schedule-free one, into training or evaluation mode."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+    if switch := getattr(optimizer, "train" if training else "eval", None):
+        switch()
+
+
+@contextmanager
+def evaluating_optimizer(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
+    """Runs the block with the optimizer in evaluation mode, in which the model holds the weights to use."""
+    set_training(optimizer, False)
+    try:
+        yield
+    finally:
+        set_training(optimizer, True)
+
+
+def build_optimizer(
+    model: "nn.Module",
+    name: str = "adamw",
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> "torch.optim.Optimizer":
+    """Builds the optimizer. `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the
+    other parameters.
+
+    Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains (as in the GPT-3 paper and
+    nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
+
+    Raises `ValueError` for an unknown `name`.
+    """
+    import torch
+
+    from gpt2_accel.optim.muon import Muon
+
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
+    hidden = dict(hidden_matrices(model)) if name == "muon" else {}
+    others = [(n, p) for n, p in model.named_parameters() if n not in hidden]
+    groups = [
+        {"params": [(n, p) for n, p in others if p.ndim >= 2]},
+        {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    groups.insert(0, {"params": list(hidden.items()), "muon": True})
+    stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
+    return Muon(groups, stacked, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
+    """Returns the parameters that Muon updates: all matrices except the embeddings and the output head."""
+    from torch import nn
+
+    others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others.add(id(getattr(model, "head_weight", None)))
+    named = model.named_parameters()
+    return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in others]

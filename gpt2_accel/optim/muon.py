@@ -1,0 +1,157 @@
+"""Muon: an optimizer for the matrices of the blocks, with AdamW for the other parameters."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpt2_accel.runtime.device import has_bf16, is_shard
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the parameter groups marked `"muon": True`, fused AdamW for the others.
+
+    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
+    by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is scaled by
+    0.2·sqrt(max(rows, columns)), the size of an AdamW update, so that Muon and AdamW share one learning rate and
+    weight decay (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). The result equals `torch.optim.Muon`;
+    matrices of one shape go through the iteration in one batch.
+
+    `stacked` gives the number of equal matrices that a parameter, by its name, stacks along its rows, such as 3 for queries,
+    keys and values. Muon updates each of them separately, with the scale of its own shape.
+
+    Each rank orthogonalizes its share of the matrices. With DDP the results are gathered. With FSDP2, which shards each
+    matrix by its rows, the ranks exchange rows for whole matrices and back (as Dion does, Ahn et al., 2025, arXiv:2504.05295).
+    """
+
+    momentum = 0.95
+
+    def __init__(self, params, stacked: dict[str, int] | None = None, **adamw_options):
+        super().__init__(params, fused=True, **adamw_options)
+        self.stacked = stacked or {}
+        for group in self.param_groups:
+            group.setdefault("muon", False)
+        # Only AdamW's fused kernel can read a GradScaler's overflow flag; the scaler decides for both optimizers.
+        self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's own method updates the state of old torch releases and fails on Muon's state.
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Makes one update. Returns the loss of `closure`, if there is one."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"]:
+                self.muon_step(group)
+        return loss
+
+    def muon_step(self, group: dict) -> None:
+        """Updates the matrices of `group`, batched by shape."""
+        by_shape: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if param.grad is not None:
+                by_shape.setdefault((param.shape, self.stacked.get(name, 1)), []).append(param)
+        for ((rows, columns), count), params in by_shape.items():
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            grads = [own_rows(param.grad) for param in params]
+            buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+            nesterov = torch.stack(torch._foreach_lerp(grads, buffers, self.momentum))
+            nesterov = nesterov.to(iteration_dtype(nesterov.device))
+            shared = orthogonalize_rows if is_shard(params[0]) else orthogonalize_shared
+            updates = shared(nesterov, rows, count).to(params[0].dtype)
+            weights = [own_rows(param) for param in params]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            scale = 0.2 * math.sqrt(max(rows // count, columns))
+            torch._foreach_add_(weights, updates.unbind(), alpha=-scale * group["lr"])
+
+
+def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's rows of a tensor that FSDP2 has sharded, any other tensor itself. Both share their memory."""
+    return tensor.to_local() if is_shard(tensor) else tensor
+
+
+def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """Orthogonalizes matrices that are equal on all ranks: each rank takes a share, the results are gathered.
+
+    matrices: (N, rows, columns), each a stack of `count` -> the same shape.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return orthogonalize(matrices, count)
+    share, rank = -(-len(matrices) // ranks), dist.get_rank()
+    own = matrices[rank * share : (rank + 1) * share]
+    padded = matrices.new_zeros(share, *matrices.shape[1:])
+    if len(own):
+        padded[: len(own)] = orthogonalize(own, count)
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    return torch.cat(gathered)[: len(matrices)]
+
+
+def orthogonalize_rows(shards: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """Orthogonalizes matrices whose rows are sharded. Each rank receives whole matrices and sends their new rows back.
+
+    shards: (N, this rank's rows, columns), of matrices with `rows` rows, each a stack of `count` -> the same shape. The rows
+    are divided as by `torch.chunk`; a rank may have none.
+    """
+    ranks, rank, columns = dist.get_world_size(), dist.get_rank(), shards.shape[2]
+    step, share = -(-rows // ranks), -(-len(shards) // ranks)
+    heights = [max(0, min(step, rows - r * step)) for r in range(ranks)]
+    owned = [max(0, min(share, len(shards) - r * share)) for r in range(ranks)]  # matrices
+    sent = [number * heights[rank] * columns for number in owned]
+    received = [owned[rank] * height * columns for height in heights]
+    pieces = exchange(shards.flatten(), sent, received)
+    shapes = [(owned[rank], height, columns) for height in heights]
+    whole = torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim=1)
+    if len(whole):
+        whole = orthogonalize(whole, count)
+    back = torch.cat([piece.flatten() for piece in whole.split(heights, dim=1)])
+    return torch.cat(exchange(back, received, sent)).view(shards.shape)
+
+
+def exchange(data: torch.Tensor, sent: list[int], received: list[int]) -> list[torch.Tensor]:
+    """Sends the parts of `data`, of the sizes `sent`, to the ranks; returns the parts that they send, of the sizes `received`."""
+    found = data.new_empty(sum(received))
+    dist.all_to_all_single(found, data, received, sent)
+    return list(found.split(received))
+
+
+def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> torch.Tensor:
+    """Approximates the nearest semi-orthogonal matrix of each matrix.
+
+    Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024. Singular values above 0.2% of the
+    matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random square matrices have, grow by a factor
+    of up to 485 and may stay below 0.5.
+
+    matrices: (N, rows, columns), any float dtype, each a stack of `count` along its rows -> the same shape, in bf16 (fp32 on a
+    CPU without bf16 units).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(iteration_dtype(matrices.device)).view(
+        len(matrices) * count, -1, matrices.shape[2]
+    )
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values of at most 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrices.shape)
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Returns bf16, as Muon's authors use, or fp32 on a CPU that only emulates bf16."""
+    emulated = device.type == "cpu" and not has_bf16(device)
+    return torch.float32 if emulated else torch.bfloat16

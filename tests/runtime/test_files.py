@@ -1,0 +1,217 @@
+"""Atomic writes and locks: with concurrent writers, on full disks, and on file systems without links."""
+
+import errno
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import read_json, refused
+from safetensors.torch import save_file
+from tokenizers.models import BPE
+
+from gpt2_accel.checkpoint.find import point_to
+from gpt2_accel.hf.safetensors_files import write_safetensors
+from gpt2_accel.runtime.files import (
+    JsonLines,
+    atomic_directory,
+    atomic_files,
+    check_renames,
+    lock_folder,
+    lock_id,
+    read_json_lines,
+    remove_leftovers,
+    scratch_path,
+    sentence,
+    write_file,
+    write_json,
+)
+
+WRITE = """
+import sys
+from gpt2_accel.runtime.files import write_json
+for number in range(300):
+    write_json(sys.argv[1], [number] * 100)
+"""
+
+
+def test_a_mount_that_cannot_rename_folders_is_refused(tmp_path, monkeypatch):
+    def rename(self, target):
+        raise OSError(errno.ENOSYS, "Function not implemented", str(self))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with refused("cannot rename folders .*choose an --output_dir on the mach"):
+        check_renames(tmp_path)
+
+
+def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
+    path = tmp_path / "status.json"
+    command = [sys.executable, "-c", WRITE, str(path)]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert len(set(read_json(path))) == 1
+        time.sleep(0.005)
+    assert [writer.communicate()[1] for writer in writers] == ["", ""]
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine = scratch_path(tmp_path / "a.json")
+    theirs = tmp_path / mine.name.replace(f".{os.getpid()}.", f".{ended.pid}.")
+    elsewhere = tmp_path / theirs.name.replace(socket.gethostname(), "elsewhere")
+    for path in (mine, elsewhere):
+        path.touch()
+    theirs.mkdir()
+    remove_leftovers(tmp_path)
+    assert {*tmp_path.iterdir()} == {mine, elsewhere}
+
+
+def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
+    path, rename = tmp_path / "checkpoint-4", Path.rename
+    with atomic_directory(path) as folder:
+        (folder / "a.txt").write_text("old")
+
+    def no_space(self, target):
+        if (self / "a.txt").read_text() == "new":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", no_space)
+    with refused("No space"), atomic_directory(path, replace=True) as folder:
+        (folder / "a.txt").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (path / "a.txt").read_text() == "old"
+
+
+def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, named = {}, []
+
+    def noted(file):
+        synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    def checked(rename):
+        def run(source, target):
+            for path in (Path(source), *Path(source).rglob("*")):
+                found = path.stat()
+                assert path.is_dir() or synced[found.st_ino] == found.st_size == 3
+                assert found.st_ino in synced
+            named.append(Path(target).name)
+            synced.pop(tmp_path.stat().st_ino, None)
+            return rename(source, target)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", checked(os.rename))
+    monkeypatch.setattr(os, "replace", checked(os.replace))
+    write_file(tmp_path / "a.txt", "new")
+    with atomic_directory(tmp_path / "checkpoint-4") as folder:
+        (folder / "state").mkdir()
+        (folder / "state/a.txt").write_text("new")
+    assert tmp_path.stat().st_ino in synced  # the name too
+    with atomic_files(tmp_path) as folder:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text("new")
+    assert named == ["a.txt", "checkpoint-4", "model.safetensors", "config.json"]
+    assert tmp_path.stat().st_ino in synced
+
+
+BIG = {"a": torch.zeros(2**19)}  # 2 MiB
+
+
+@pytest.mark.parametrize(
+    ("write", "code", "name"),
+    [
+        (lambda folder: (folder / "w").write_bytes(bytes(2**21)), errno.ENOSPC, ""),
+        (lambda folder: write_safetensors(folder / "w", BIG), errno.ENOSPC, ""),
+        (lambda folder: save_file(BIG, folder / "w"), errno.ENOSPC, ""),
+        (lambda folder: save_file(BIG, folder / "no/w"), errno.ENOENT, ""),
+        (lambda folder: BPE(unk_token="a").save(f"{folder}/no"), errno.ENOENT, ""),
+        (lambda folder: (folder / "no/w").touch(), errno.ENOENT, "/no/w"),
+        (lambda folder: write_file(folder / "w", bytes(2**21)), errno.ENOSPC, "/w"),
+    ],
+)
+def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, code, name, small_disk):
+    path = small_disk(1) / "new"
+    for context in (atomic_directory, atomic_files):
+        with pytest.raises(OSError) as raised, context(path) as folder:
+            write(folder)
+        said = sentence(raised.value)
+        assert said.startswith(f"{path}{name}: ") and os.strerror(code) in said
+        with pytest.raises(AttributeError, match="a bug"), context(path):
+            raise AttributeError("a bug")
+
+
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    write_file(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with refused("no room"):
+        write_file(tmp_path / "a.txt", "new")
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys):
+    class Disk(io.FileIO):
+        full = False
+
+        def write(self, content):
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content[:7])  # a part, as on a disk that is nearly full
+
+    path = tmp_path / "metrics.jsonl"
+    log, disk = JsonLines(path, 0), Disk(path, "ab")
+    log._file = io.BufferedWriter(disk, 2**20)
+    for step, disk.full in enumerate((False, True, True, False, True, True)):
+        log.write({"step": step})
+        if not disk.full:
+            assert [line["step"] for line in read_json_lines(path)] == [*range(step + 1)]
+    log.close()
+    said = capsys.readouterr().err
+    assert said == f"{path} lacks its last lines: No space left on device\n"
+    assert len(read_json_lines(path)) == 4
+
+
+def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends(tmp_path):
+    folder = tmp_path / "new/run"
+    with lock_folder(folder):
+        first = lock_id(folder)
+        with refused("in use by another process: wait"), lock_folder(folder):
+            raise AssertionError("not reached")
+        folder.rename(tmp_path / "moved")
+        assert lock_id(folder) == lock_id(tmp_path / "moved/.lock/x") == 0
+        with lock_folder(folder):
+            assert lock_id(folder) not in (0, first)
+        held = threading.Event()
+        holder = threading.Thread(target=hold, args=(folder, held))
+        holder.start()
+        held.wait()
+        with lock_folder(folder, wait=30):
+            holder.join()
+
+
+def hold(folder, held):
+    with lock_folder(folder):
+        held.set()
+        time.sleep(1)
+
+
+def test_missing_links_are_no_error(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-4").mkdir()
+
+    def unknown(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", unknown)
+    point_to(tmp_path / "best", tmp_path / "checkpoint-4")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
+    write_json(tmp_path / "a.json", 1)

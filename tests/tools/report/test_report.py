@@ -1,0 +1,186 @@
+"""The report: what it draws of whole, broken and unfinished runs, and that a browser opens it."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import read_json, refused, run, tiny_config
+from launching import python
+
+from gpt2_accel.tools.report.page import newest, report_of, write_report
+from gpt2_accel.tools.report.reader import Run, read_run
+
+pytest.importorskip("matplotlib")
+
+from gpt2_accel.tools.report.figures import loss_figure
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+@pytest.fixture(scope="module")
+def runs(data_dir, tmp_path_factory):
+    """Two runs with everything in them."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"max_steps": 60, "eval_every": 10, "sample_every": 20, "sample_tokens": 20}
+    settings |= {"sample_prompts": ["the cat", "<b>"], "save_every": 20}
+    run(tiny_config(data_dir, folder / "first", **settings))
+    run(tiny_config(data_dir, folder / "second", learning_rate=3e-3, **settings))
+    return folder
+
+
+def report(*arguments: str | Path, **how) -> subprocess.CompletedProcess:
+    return python("recipes/report.py", *arguments, **how)
+
+
+def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
+    for name in ("first", "second"):
+        found = read_json(shutil.copytree(runs / name, tmp_path / name) / "run.json")
+        found |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
+        (tmp_path / name / "run.json").write_text(json.dumps(found))
+    report(tmp_path / "first", tmp_path / "second", "--output_dir", tmp_path / "out")
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for scheme, width in (("light", 1000), ("dark", 390)):
+            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+            errors, requests = [], []
+            page.on("console", lambda message, e=errors: e.append(message.text))
+            page.on("pageerror", lambda error, e=errors: e.append(str(error)))
+            page.on("request", lambda request, r=requests: r.append(request.url))
+            page.goto((tmp_path / "out/report.html").as_uri())
+            assert page.title() == "first, second"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            cut = "all => all.map(wide => wide.scrollWidth - wide.clientWidth)"
+            assert max(page.locator(".wide").evaluate_all(cut)) == 0
+            size = (
+                "all => all.map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)"
+            )
+            assert min(page.locator("svg text").evaluate_all(size)) > 11  # pixels
+            assert page.locator("figure").count() == len(names)
+            assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
+            settings = page.locator("table").last.inner_text()
+            assert "learning_rate" in settings and "max_steps" not in settings  # equal in both
+            assert errors == []
+            assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+        browser.close()
+
+
+def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
+    folder = shutil.copytree(runs / "first", tmp_path / "first")
+    entry = {
+        "step": 60,
+        "weights": "00",
+        "precision": "no",
+        "results": {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+        | {"text/perplexity_per_token": 12345.6, "text/loss": None},
+        "notes": ["hellaswag: 12 <items>"],
+    }
+    older = {**entry, "step": 40}
+    for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
+        (place / "evaluation.json").write_text(json.dumps({name: content}))
+    first, second = read_run(folder), read_run(runs / "second")
+    page = report_of([first, second]).document()
+    assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page
+    assert "first: hellaswag: 12 &lt;items&gt;" in page
+    assert "old, update 40" in page and "new, update 60" in page
+    assert "text/perplexity_per_token" in page and "12,346" in page
+    second.metadata["tokenizer"] = "another"
+    page = report_of([first, second]).document()
+    assert "perplexity_per_token" not in page
+    (folder / "evaluation.json").write_text("[")
+    with refused("evaluation.json does not hold evaluations"):
+        read_run(folder)
+
+
+def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
+    first = read_run(runs / "first")
+    lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").open()]
+    tokens, loss = first.curve("train/loss", "tokens")
+    assert loss == [line["train/loss"] for line in lines]
+    assert tokens == [128 * step for step in range(1, 61)]
+    facts = read_json(runs / "first/run.json")
+    flops, _ = first.curve("val/loss", "flops")
+    assert flops == [128 * step * facts["flops_per_token"] for step in range(10, 61, 10)]
+    hours, _ = first.curve("train/loss", "hours")
+    assert hours == sorted(hours)
+    assert hours[-1] * 3600 == pytest.approx(lines[-1]["train/seconds"])
+
+
+def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
+    def drawn():
+        [axes] = loss_figure([first, second]).axes
+        return [list(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata())]
+
+    first, second = read_run(runs / "first"), read_run(runs / "second")
+    assert first.curve("val/loss", "tokens")[1] in drawn()
+    second.metadata["tokenizer"] = "another"
+    page = report_of([first, second]).document()
+    assert "val/bits_per_byte" in page and "val/perplexity" not in page
+    assert "nats per token" not in page
+    assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
+
+
+def test_a_figure_of_an_earlier_update_says_so(tmp_path):
+    found = Run(tmp_path, "run", lines=[{"step": 20, "val/loss": 3.5}])
+    assert newest(found, "val/loss") == "3.5000"
+    found.lines.append({"step": 40, "tokens": 5120, "train/loss": 3.4, "train/seconds": 9.0})
+    assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
+    found.metadata |= {"flops_per_token": 1000, "changes": ["a 1 -> 2 from update 8", "b"]}
+    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in report_of([found]).document()
+    assert "<td>5,120</td>" in report_of([found]).document()
+    found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
+    page = report_of([found]).document()
+    assert "<td>stopped at update 50</td>" in page and "<td>5.12e+06</td>" in page
+
+
+def test_a_report_is_made_of_what_is_there(runs, tmp_path):
+    def variant(name: str, *gone: str) -> Path:
+        folder = shutil.copytree(runs / "first", tmp_path / name)
+        for pattern in gone:
+            for path in folder.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return folder
+
+    starting = variant("first", "metrics.jsonl", "samples.jsonl", "status.json", "checkpoint-*")
+    running = variant("running", "run.json", "checkpoint-*")
+    with (running / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n{"step": 63, "tok')
+    report(starting, running, "--output_dir", tmp_path / "out")
+    assert "</svg>" in (tmp_path / "out/report.html").read_text()
+    curve = read_run(running).curve("train/loss", "tokens")[1]
+    assert len(curve) == 60 and all(map(math.isfinite, curve))
+    (running / "run.json").write_bytes(b"\xff{")
+    with refused("run.json is not valid YAML"):
+        read_run(running)
+
+
+def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with refused("none is not a folder: give that of a run"):
+        read_run(tmp_path / "none")
+    done = report(tmp_path / "empty", fails=True)
+    assert len(done.stderr.splitlines()) == 1
+    assert "empty holds nothing of a run: give the --output_dir of one" in done.stderr
+    for name, content in (("config.yaml", "debug: true\n"), ("config.json", "{}")):
+        other = tmp_path / name.replace(".", "-")
+        other.mkdir()
+        (other / name).write_text(content)
+        with refused("holds nothing of a run"):
+            read_run(other)
+        assert [path.name for path in other.iterdir()] == [name]
+
+
+def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with refused(r"pip install 'matplotlib>=3.9'"):
+        write_report([read_run(runs / "first")], runs / "out")

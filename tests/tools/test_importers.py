@@ -1,0 +1,102 @@
+import os
+import sys
+
+import pytest
+import torch
+from conftest import randomized, refused
+from launching import python
+from transformers import AutoModelForCausalLM
+
+from gpt2_accel import GPT, GPTConfig, from_pretrained
+from gpt2_accel.tools.importers import read_checkpoint
+
+SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
+ARGS = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
+INPUT_IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def random_model(vocab_size, **options):
+    return randomized(GPT(GPTConfig(vocab_size, **SHAPE, **options)))
+
+
+def as_theirs(model, rows, prefix=""):
+    """Returns a state dict as of nanoGPT and build-nanogpt: Linear weights, a head, random padding rows."""
+    state = {f"{prefix}transformer.{k}": v.clone() for k, v in model.state_dict().items()}
+    wte = f"{prefix}transformer.wte.weight"
+    vocab_size = model.config.vocab_size
+    state[wte] = torch.cat((state[wte][:vocab_size], torch.randn(rows - vocab_size, 16)))
+    state[f"{prefix}lm_head.weight"] = state[wte]
+    return state
+
+
+def same(model, expected):
+    with torch.no_grad():
+        return torch.equal(model.eval()(INPUT_IDS), expected(INPUT_IDS))
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(65, 65), (50257, 50304)])
+def test_nanogpt(tmp_path, vocab_size, rows):
+    theirs = random_model(vocab_size, bias=False, gelu="none")
+    args = {**ARGS, "bias": False, "vocab_size": rows, "dropout": 0.2}
+    file = tmp_path / "ckpt.pt"
+    for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
+        state = as_theirs(theirs, rows, prefix)
+        state[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # before PyTorch 2
+        torch.save({"model": state, "optimizer": {}, "model_args": args, "iter_num": 5}, file)
+        assert same(read_checkpoint(file), theirs)
+
+    # The recipe converts it for transformers, with the exact GELU.
+    out = tmp_path / "hf"
+    flags = ["--input", str(file), "--output_dir", str(out), "--tokenizer", "none"]
+    python("recipes/import_checkpoint.py", *flags)
+    hf = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert hf.config.vocab_size == vocab_size and hf.config.activation_function == "gelu"
+    with torch.no_grad():
+        torch.testing.assert_close(hf(INPUT_IDS).logits, theirs(INPUT_IDS), atol=1e-5, rtol=0)
+    assert from_pretrained(out).config == theirs.config
+
+
+def test_build_nanogpt(tmp_path, monkeypatch):
+    theirs = random_model(50257)
+    # build-nanogpt pickles an object of its own class `__main__.GPTConfig`, which a reader lacks.
+    GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
+    config = GPTConfig()
+    vars(config).update({**ARGS, "vocab_size": 50304})
+    file = tmp_path / "model_19072.pt"
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(sys.modules["__main__"]), "GPTConfig", GPTConfig)
+        torch.save({"model": as_theirs(theirs, 50304), "config": config, "step": 19072}, file)
+    assert same(read_checkpoint(file), theirs)
+
+
+class Unknown:
+    pass
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_was_cut_is_refused(zipped, tmp_path):
+    file = tmp_path / "ckpt.pt"
+    content = {"model": as_theirs(random_model(65), 65), "model_args": {**ARGS, "vocab_size": 65}}
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    for size in (file.stat().st_size - 2000, 3000, 3):
+        os.truncate(file, size)
+        with refused("ckpt.pt is damaged"):
+            read_checkpoint(file)
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    file = tmp_path / "a.pt"
+    for content, message in (
+        ({"model": {}, "config": Unknown()}, "holds more than tensors"),
+        ({"weights": {}}, "is not a checkpoint of nanoGPT"),
+        (
+            {"model": {}, "model_args": {"block_size": 4}},
+            "does not describe its model .'vocab_size'",
+        ),
+    ):
+        torch.save(content, file)
+        with refused(message):
+            read_checkpoint(file)
