@@ -1,28 +1,84 @@
-"""A run whose ranks disagree, for tests: rank 1 stops it, or names its figure otherwise."""
+"""A run with an own part, for tests: `CASE` names one of `CASES`. With `FSDP` it is sharded by FSDP2."""
 
 import os
 
+import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import save_file
+
 from gpt2_accel import cli
+from gpt2_accel.checkpoint.state_dict import full_tensor, unwrap
 from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.runtime.device import is_shard
 from gpt2_accel.train import next_token_loss, train
 
 RANK = os.environ.get("RANK", "0")
 
 
 class Stops:
+    """Rank 1 stops the run."""
+
     def on_step_end(self, run, skipped):
         if run.step == 2 and RANK == "1":
             run.request_stop("rank 1 has enough")
 
 
+class Gradients:
+    """Saves the gradients of the first update, under the names of their parameters, in the run's folder."""
+
+    def on_pre_optimizer_step(self, run):
+        if run.step == 0:
+            parameters = dict(unwrap(run.accelerator, run.model).named_parameters())
+            assert all(is_shard(p) == ("FSDP" in os.environ) for p in parameters.values())
+            found = {name: full_tensor(p.grad).clone() for name, p in parameters.items()}
+            if RANK == "0":
+                save_file(found, run.run_dir / "gradients.safetensors")
+
+
 def named(model, batch):
+    """Rank 1 names its figure otherwise."""
     return next_token_loss(model, batch), {"one" if RANK == "1" else "zero": 1.0}
 
 
+def one_forward(model, batch):
+    """The cross-entropy by hand, with two figures, means over the counted targets."""
+    logits = model(batch.input_ids, documents=batch.documents)
+    nats = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    counted = batch.targets.flatten() != -100
+    return nats[counted].mean(), {
+        "square": nats[counted].square().mean(),
+        "id": batch.targets.flatten()[counted].float().mean() / 100,
+    }
+
+
+def two_forwards(model, batch):
+    """The default loss, and a fourth of the loss on other tokens, which is a figure too."""
+    loss = next_token_loss(model, batch)
+    other = model(batch.input_ids.roll(1, dims=1), batch.targets, documents=batch.documents)
+    return loss + other / 4, {"other": other}
+
+
+def inner_module(model, batch):
+    """Calls the module that DDP wraps."""
+    return next_token_loss(model.module, batch)
+
+
+CASES = {
+    "stop": {"callbacks": [Stops()]},
+    "names": {"objective": named},
+    "default": {"callbacks": [Gradients()]},
+    "one": {"objective": one_forward, "callbacks": [Gradients()]},
+    "two": {"objective": two_forwards, "callbacks": [Gradients()]},
+    "inner": {"objective": inner_module},
+}
+
+
 def main() -> None:
-    stops = os.environ["CASE"] == "stop"
-    seams = {"callbacks": [Stops()]} if stops else {"objective": named}
-    train(parse_config(TrainConfig), **seams)
+    if "FSDP" in os.environ:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    train(parse_config(TrainConfig), **CASES[os.environ["CASE"]])
 
 
 if __name__ == "__main__":

@@ -8,9 +8,20 @@ import threading
 import time
 
 import pytest
+import seams_script
 import torch
 import torch.nn.functional as F
-from conftest import as_flags, losses, metrics, reset_accelerate, run, status, tiny_config
+from conftest import (
+    as_flags,
+    chat_rows,
+    losses,
+    metrics,
+    reset_accelerate,
+    run,
+    status,
+    tiny_config,
+    write_lines,
+)
 from launching import launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -19,8 +30,11 @@ from gpt2_accel import GPT, from_pretrained, save_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.config import ARCHITECTURES
+from gpt2_accel.data.conversations import prepare_conversations
+from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf import comparison
+from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.models import configured_shape, gpt2
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
@@ -275,6 +289,102 @@ def test_figures_of_an_objective_are_means_over_all_that_an_update_counts(tiny):
         assert losses(lines) == pytest.approx(plain, abs=1e-6)
         assert [line["train/two"] for line in lines] == pytest.approx([2 * x for x in plain])
         assert len({round(line["train/first"], 4) for line in lines}) == 4
+
+
+@pytest.fixture(scope="module")
+def chats(chat_base, tmp_path_factory):
+    """The shards of conversations in windows of 64 tokens, whose counted targets differ in number."""
+    folder = tmp_path_factory.mktemp("chats")
+    rows = write_lines(folder / "rows.jsonl", chat_rows(60))
+    prepare_conversations(
+        [str(rows)],
+        chat_tokenizer(chat_base),
+        folder / "shards",
+        sequence_length=64,
+        source="made up",
+        model=str(chat_base),
+    )
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def update_of(chats, chat_model, tmp_path_factory):
+    """A function that trains one update of eight windows; returns its line of metrics.jsonl and its gradients."""
+
+    @functools.cache
+    def train_one(case, processes, micro_batches, sharded=False):
+        folder = tmp_path_factory.mktemp("update")
+        config = tiny_config(
+            chats,
+            folder,
+            init_from=str(chat_model),
+            sequence_length=64,
+            total_batch_size=8 * 64,
+            micro_batch_size=8 // (processes * micro_batches),
+            max_steps=1,
+            max_grad_norm=0,
+        )
+        if processes == 1:
+            go(config, **seams_script.CASES[case])
+        else:
+            flags = ["--mixed_precision", "no", "--dynamo_backend", "no"] if sharded else []
+            launch(
+                *flags,
+                "tests/seams_script.py",
+                *as_flags(config),
+                processes=processes,
+                config="8xa100_fsdp2" if sharded else "cpu",
+                CASE=case,
+                **({"FSDP": "1"} if sharded else {}),
+            )
+        return metrics(folder)[0], load_file(folder / "gradients.safetensors")
+
+    return train_one
+
+
+@pytest.mark.parametrize("case", ["default", "one", "two"])
+def test_an_update_does_not_depend_on_how_it_is_divided(case, update_of, chats, chat_model):
+    """Windows with unequal numbers of counted targets; the whole update by hand, and in parts."""
+    model = from_pretrained(chat_model)
+    loader = TrainLoader(
+        open_split(chats, "train"), sequence_length=64, micro_batch_size=8, seed=1337
+    )
+    batch = next(loader.update(0, 8))
+    counts = (batch.targets != -100).sum(dim=1)
+    assert len(counts.unique()) > 3
+    counted = batch.targets != -100
+
+    def nats(input_ids):
+        logits = model(input_ids, documents=batch.documents)
+        return F.cross_entropy(logits[counted], batch.targets[counted], reduction="none")
+
+    each = nats(batch.input_ids)
+    other = nats(batch.input_ids.roll(1, dims=1)).mean()
+    loss = each.mean() + (other / 4 if case == "two" else 0)
+    loss.backward()
+    expected = {
+        "default": {},
+        "one": {
+            "square": each.square().mean().item(),
+            "id": batch.targets[counted].float().mean().item() / 100,
+        },
+        "two": {"other": other.item()},
+    }[case] | {"loss": loss.item()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+    for how in ((1, 1), (1, 4), (2, 2), (2, 2, True)):
+        line, found = update_of(case, *how)
+        figures = {name: line[f"train/{name}"] for name in expected}
+        assert figures == pytest.approx(expected, abs=1e-6, rel=1e-6), how
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0)
+
+
+def test_an_objective_that_calls_the_inner_module_is_refused(data_dir, tmp_path):
+    config = tiny_config(data_dir, tmp_path, micro_batch_size=2)
+    done = launch("tests/seams_script.py", *as_flags(config), processes=2, fails=True, CASE="inner")
+    assert "the objective does not call the model that it gets" in done.stderr
 
 
 # Callbacks
