@@ -165,8 +165,7 @@ class Core:
         return core | results
 
     def questions(self, task: Task, number: int, counts: Counter) -> Iterator[Question]:
-        """Yields the questions of an item: one whose continuations are its choices, or one for each
-        prompt.
+        """Yields the questions of an item, one for each prompt.
 
         Adds to `counts` the prompts that are "cut" to the model's positions, and an item as
         "unaligned" if its prompt without the continuation has other tokens at its end.
@@ -190,9 +189,6 @@ class Core:
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no token "
                 "that begins a text: remove the item, or use a model with another tokenizer"
             )
-        if task.type == "multiple_choice" and max(map(len, ids)) <= self.n_positions:
-            yield Question(ids[0][: contexts[0]], [own[contexts[0] :] for own in ids])
-            return
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
             counts["cut"] += cut > 0

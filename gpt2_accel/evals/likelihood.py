@@ -3,14 +3,9 @@
 A task is a `LikelihoodTask`: its questions, and the metrics of their log-likelihoods. A multiple choice is a question
 with all choices, a schema a question for each context, a long text a question for each window.
 
-The continuations of a question share a row. Each attends to the context and to itself, so the context is read once:
-
-    tokens     c0 c1 c2 | c3 a0 a1 | c3 b0        context c, continuations a0 a1 a2 and b0 b1
-    position    0  1  2 |  3  4  5 |  3  4
-    predicts            | a0 a1 a2 | b0 b1        the head is computed at these positions only
-
-A batch has rows of similar length. The model always runs uncompiled: compiling for one row length takes longer than a
-whole task.
+A continuation is a row of its own, after the end of the context that fits, and padding follows it: attention is causal, so that
+any model reads a row as it reads a text, without a mask. A batch has rows of similar length. The model always runs
+uncompiled: compiling for one row length takes longer than a whole task.
 """
 
 import math
@@ -41,11 +36,6 @@ class Question(NamedTuple):
     context: list[int]
     continuations: list[list[int]]
 
-    @property
-    def targets(self) -> int:
-        """The number of tokens to predict."""
-        return sum(map(len, self.continuations))
-
     def fits(self, n_positions: int) -> bool:
         """Whether the model reads the whole context before each continuation; the last token is not read."""
         return len(self.context) + max(map(len, self.continuations)) - 1 <= n_positions
@@ -69,39 +59,41 @@ def encode_question(
     return Question(text_start(tokenizer, begins=False) + start, cut)
 
 
-def build_rows(questions: Sequence[Question], n_positions: int) -> list[tuple[int, Question]]:
-    """Returns the rows of all questions, each with the number of its question.
+class Row(NamedTuple):
+    """Token ids, at least two, and the number of the last ones that are predicted."""
 
-    A question that does not fit into `n_positions` has a row for each continuation, with the end of the context that
-    fits. A continuation of more than `n_positions` tokens is a bug of the caller.
+    ids: list[int]
+    predicted: int
+
+
+def build_rows(questions: Sequence[Question], n_positions: int) -> list[Row]:
+    """Returns a row for each continuation of each question, after the end of the context that fits into `n_positions`.
+
+    A continuation of more than `n_positions` tokens is a bug of the caller.
     """
     rows = []
-    for number, question in enumerate(questions):
-        if question.fits(n_positions):
-            rows.append((number, question))
-            continue
+    for question in questions:
         for ids in question.continuations:
-            assert len(ids) <= n_positions, f"question {number} has {len(ids)} tokens to predict"
+            assert len(ids) <= n_positions, f"there are {len(ids)} tokens to predict"
             context = question.context[-(n_positions + 1 - len(ids)) :]
-            rows.append((number, Question(context, [ids])))
+            rows.append(Row([*context, *ids], len(ids)))
     return rows
 
 
-def shape(batch: Sequence[Question]) -> tuple[int, int]:
+def shape(batch: Sequence[Row]) -> tuple[int, int]:
     """Returns the positions of a batch of rows, and the number of last positions that predict."""
-    targets = max(row.targets for row in batch)
-    return max(len(row.context) for row in batch) - 1 + targets, targets
+    width = max(len(row.ids) for row in batch) - 1  # the last token is not read
+    first = min(len(row.ids) - 1 - row.predicted for row in batch)
+    return width, width - first
 
 
-def build_batches(rows: Sequence[Question], vocab_size: int) -> list[list[int]]:
+def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
     """Groups the rows, as indices, by length into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
     batches: list[list[int]] = []
-    for index in sorted(
-        range(len(rows)), key=lambda i: (rows[i].targets // 8, len(rows[i].context)), reverse=True
-    ):
+    for index in sorted(range(len(rows)), key=lambda i: len(rows[i].ids), reverse=True):
         wider = [*batches[-1], index] if batches else [index]
-        width, targets = shape([rows[i] for i in wider])
-        logits = len(wider) * targets * vocab_size
+        width, predicted = shape([rows[i] for i in wider])
+        logits = len(wider) * predicted * vocab_size
         if batches and len(wider) * width <= BATCH_TOKENS and logits <= LOGIT_VALUES:
             batches[-1] = wider
         else:
@@ -109,52 +101,24 @@ def build_batches(rows: Sequence[Question], vocab_size: int) -> list[list[int]]:
     return batches
 
 
-def collate(batch: Sequence[Question], device: torch.device) -> dict[str, torch.Tensor | None]:
-    """Returns the model's inputs: `input_ids` and `position_ids` (B, T) int64, `attention_mask` (B, 1, T, T) bool, and
-    `targets` (B, S) int64 of the last S positions, -100 at padding.
-
-    A row is the context, padding, the continuations, padding. Without padding, a batch of single continuations needs no
-    mask: None.
-    """
-    width, predicted = shape(batch)
-    padding = (0, 0, -1)  # token, position and branch: 0 context, 1 and up continuations
-    inputs, targets = [], []
-    for context, continuations in batch:
-        *shared, last = context
-        row = [(token, position, 0) for position, token in enumerate(shared)]
-        row += [padding] * (width - predicted - len(shared))
-        for branch, ids in enumerate(continuations, start=1):
-            read = enumerate([last, *ids[:-1]], start=len(shared))
-            row += [(token, position, branch) for position, token in read]
-        inputs.append(row + [padding] * (width - len(row)))
-        row = [token for ids in continuations for token in ids]
-        targets.append(row + [-100] * (predicted - len(row)))
-    inputs, targets = (to_device(torch.tensor(rows), device) for rows in (inputs, targets))
-    input_ids, position_ids, branch = inputs.unbind(dim=2)
-    mask = None
-    if any(len(row.continuations) > 1 or shape([row]) != (width, predicted) for row in batch):
-        seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        mask = (seen & causal)[:, None]
-    return {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "attention_mask": mask,
-        "targets": targets,
-    }
-
-
 def token_scores(
-    model: torch.nn.Module, batch: Sequence[Question], greedy: bool = False
+    model: torch.nn.Module, batch: Sequence[Row], greedy: bool = False
 ) -> torch.Tensor:
-    """Returns the negative log-likelihood of each predicted token of the rows in nats, (B, S), 0 at padding. With `greedy`
-    it is 1 for a token that greedy decoding would not give, else 0."""
-    inputs = collate(batch, model.device)
-    targets = inputs["targets"]
-    inputs["logits_to_keep"] = targets.shape[1]
+    """Returns the negative log-likelihood in nats of the tokens of the rows, 0 for those that are not predicted: (B, S),
+    S as `shape` has it. With `greedy` it is 1 for a predicted token that greedy decoding would not give, else 0."""
+    width, kept = shape(batch)
+    input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    targets = torch.full_like(input_ids, -100)
+    for number, row in enumerate(batch):
+        ids = torch.tensor(row.ids)
+        end = len(ids) - 1
+        input_ids[number, :end] = ids[:-1]
+        targets[number, end - row.predicted : end] = ids[-row.predicted :]
+    input_ids = to_device(input_ids, model.device)
+    targets = to_device(targets[:, -kept:], model.device)
     if not greedy:
-        return model(**inputs, reduction="none")
-    found = model(**inputs | {"targets": None}).argmax(dim=-1)
+        return model(input_ids, targets, logits_to_keep=kept, reduction="none")
+    found = model(input_ids, logits_to_keep=kept).argmax(dim=-1)
     return ((found != targets) & (targets != -100)).float()
 
 
@@ -175,8 +139,7 @@ def log_likelihoods(
     `Evaluation`.
     """
     plain = unwrap(accelerator, model)
-    numbered = build_rows(questions, plain.config.n_positions)
-    rows = [row for _, row in numbered]
+    rows = build_rows(questions, plain.config.n_positions)
     batches = build_batches(rows, plain.config.vocab_size)
     found: list[tuple[list[int], torch.Tensor]] = []
     with evaluating(plain):
@@ -190,16 +153,13 @@ def log_likelihoods(
             nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
                 found.append((batch, nats))
-    sums = []  # of each own row: its index and the log-likelihoods of its continuations
-    for batch, nats in found:
-        for index, row in zip(batch, nats.tolist(), strict=True):
-            values = iter(row)
-            lengths = map(len, rows[index].continuations)
-            sums.append((index, [-math.fsum(islice(values, length)) for length in lengths]))
-    results: list[list[float]] = [[] for _ in questions]
-    for index, values in sorted(gather_object(sums)):
-        results[numbered[index][0]] += values
-    return results
+    own = [
+        (index, -math.fsum(row))
+        for batch, nats in found
+        for index, row in zip(batch, nats.tolist(), strict=True)
+    ]
+    values = iter([value for _, value in sorted(gather_object(own))])
+    return [list(islice(values, len(question.continuations))) for question in questions]
 
 
 class LikelihoodTask:

@@ -9,7 +9,7 @@ from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt2_accel import GPTConfig, kernels
-from gpt2_accel.evals.likelihood import Question, token_scores
+from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -79,6 +79,7 @@ def test_inside_of_the_chunked_loss(rows, dtype):
 
 def test_scoring():
     model = build(KINDS[0]).eval()
-    rows = [Question([1, 2, 3], [[4], [5, 6]]), Question([1], [[2, 3]])]
-    for batch in (rows, rows[1:]):  # with a mask, and without
-        assert token_scores(model, batch).device == OTHER
+    rows = [Row([1, 2, 3, 4], 1), Row([1, 2, 3, 5, 6], 2), Row([1, 2, 3], 2)]
+    for batch in (rows, rows[1:2]):  # with padding, and without
+        for greedy in (False, True):
+            assert token_scores(model, batch, greedy).device == OTHER
