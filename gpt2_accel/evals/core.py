@@ -21,7 +21,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,18 +136,14 @@ class Core:
         counts: Counter[str] = Counter()
         for task in self.tasks:
             greedy, name = task.type == "language_modeling", f"core/{task.name}"
-            numbers = range(len(task.items))
-            questions = [question for i in numbers for question in self.questions(task, i, counts)]
+            asked = [list(self.questions(task, i, counts)) for i in range(len(task.items))]
+            questions = list(chain.from_iterable(asked))
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
             rows = zip(scores, questions, strict=True)
-            means = (
-                value / len(ids)
-                for row, question in rows
-                for value, ids in zip(row, question.continuations, strict=True)
-            )
-            found = [[*islice(means, len(task.texts(item)))] for item in task.items]
+            means = (score / len(question.continuations[0]) for (score,), question in rows)
+            found = [list(islice(means, len(prompts))) for prompts in asked]
             if greedy:
                 results |= accuracy([own == [0] for own in found], name)
             else:
@@ -198,6 +194,6 @@ class Core:
 
 def shared(sequences: Sequence[list[int]]) -> int:
     """Returns the number of tokens with which all sequences begin, but for one of the shortest, which is left to predict."""
-    columns = enumerate(zip(*sequences, strict=False))
-    shortest = min(map(len, sequences))
-    return min(next((i for i, own in columns if len(set(own)) > 1), shortest), shortest - 1)
+    columns = zip(*sequences, strict=False)  # as many as the shortest has tokens
+    same = list(takewhile(lambda column: len(set(column)) == 1, columns))
+    return min(len(same), min(map(len, sequences)) - 1)

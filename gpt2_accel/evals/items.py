@@ -1,10 +1,10 @@
-"""The items of an evaluation: lines of a file or rows of a data set on the Hub."""
+"""The items of an evaluation: rows of a file, or of a data set on the Hub."""
 
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-from gpt2_accel.data.rows import parse_line
+from gpt2_accel.data.rows import read_rows, row_suffix
 from gpt2_accel.data.sources import read_text
 from gpt2_accel.runtime.files import first_line
 
@@ -29,22 +29,18 @@ class Item(NamedTuple):
 
 
 def read_items(path: str | Path) -> list[Item]:
-    """Returns the items of a `.jsonl` or `.json` file with one object per line; blank lines are skipped.
+    """Returns the items of a file of rows, such as `.jsonl` with one object per line; blank lines are skipped.
 
-    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a line that is not a JSON
-    object, and if there are no items; also the errors of `read_text`.
+    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a row that is not an
+    object, and if there are no items; also the errors of `read_rows` and `read_text`.
     """
-    text = read_text(path)
-    if not Path(path).suffix.startswith(".json"):
-        return [Item(str(path), {"text": text})]
+    if not row_suffix(path):
+        return [Item(str(path), {"text": read_text(path)})]
     items = []
-    # splitlines() would also split at U+2028.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            items.append(Item(place, parse_line(line, place)))
-            if not isinstance(items[-1].fields, dict):
-                raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
+    for row, place in read_rows(str(path), strict=True):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
+        items.append(Item(place, row))
     if not items:
         raise ValueError(f"{path} holds no items: give a file with at least one")
     return items
@@ -56,7 +52,6 @@ def hub_items(option: str) -> list[Item]:
     The Hub's own Parquet conversion is read, so no code of the data set runs. Raises `FileNotFoundError`, which names
     the `option` that takes a local file, if the Hub cannot be read.
     """
-    from datasets import Dataset
     from huggingface_hub import hf_hub_download
 
     try:
@@ -67,5 +62,4 @@ def hub_items(option: str) -> list[Item]:
         raise FileNotFoundError(
             f"{HELLASWAG} cannot be read from the Hub: connect to it, or give {option} ({first_line(error)})"
         ) from error
-    rows = Dataset.from_parquet(path)
-    return [Item(f"row {number} of {HELLASWAG}", row) for number, row in enumerate(rows)]
+    return read_items(path)
