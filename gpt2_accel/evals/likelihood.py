@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.models import evaluating
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
-LOGIT_VALUES = 2**27  # maximum logits of a batch, likewise: 512 MiB in fp32
+LOGIT_VALUES = 2**27  # maximum logits of a batch if all positions have some: 512 MiB in fp32
 
 
 class Question(NamedTuple):
@@ -60,10 +61,10 @@ def encode_question(
 
 
 class Row(NamedTuple):
-    """Token ids, at least two, and the number of the last ones that are predicted."""
+    """Token ids, of which the first `context` are not predicted."""
 
     ids: list[int]
-    predicted: int
+    context: int
 
 
 def build_rows(questions: Sequence[Question], n_positions: int) -> list[Row]:
@@ -76,44 +77,40 @@ def build_rows(questions: Sequence[Question], n_positions: int) -> list[Row]:
         for ids in question.continuations:
             assert len(ids) <= n_positions, f"there are {len(ids)} tokens to predict"
             context = question.context[-(n_positions + 1 - len(ids)) :]
-            rows.append(Row([*context, *ids], len(ids)))
+            rows.append(Row([*context, *ids], len(context)))
     return rows
 
 
-def shape(batch: Sequence[Row]) -> tuple[int, int]:
-    """Returns the positions of a batch of rows, and the number of last positions that predict."""
-    width = max(len(row.ids) for row in batch) - 1  # the last token is not read
-    first = min(len(row.ids) - 1 - row.predicted for row in batch)
-    return width, width - first
-
-
 def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
-    """Groups the rows, as indices, by length into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda i: len(rows[i].ids), reverse=True):
-        wider = [*batches[-1], index] if batches else [index]
-        width, predicted = shape([rows[i] for i in wider])
-        logits = len(wider) * predicted * vocab_size
-        if batches and len(wider) * width <= BATCH_TOKENS and logits <= LOGIT_VALUES:
-            batches[-1] = wider
-        else:
-            batches.append([index])
+    """Groups the rows, as indices, by length, into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
+    left = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
+    batches = []
+    while left:
+        count = max(1, batch_tokens(vocab_size) // len(rows[left[0]].ids))
+        batches.append(left[:count])
+        left = left[count:]
     return batches
+
+
+def batch_tokens(vocab_size: int) -> int:
+    """Returns the maximum positions of a batch, for a model with this number of logits at each."""
+    return min(BATCH_TOKENS, LOGIT_VALUES // vocab_size)
 
 
 def token_scores(
     model: torch.nn.Module, batch: Sequence[Row], greedy: bool = False
 ) -> torch.Tensor:
-    """Returns the negative log-likelihood in nats of the tokens of the rows, 0 for those that are not predicted: (B, S),
-    S as `shape` has it. With `greedy` it is 1 for a predicted token that greedy decoding would not give, else 0."""
-    width, kept = shape(batch)
-    input_ids = torch.zeros(len(batch), width, dtype=torch.int64)
-    targets = torch.full_like(input_ids, -100)
-    for number, row in enumerate(batch):
-        ids = torch.tensor(row.ids)
-        end = len(ids) - 1
-        input_ids[number, :end] = ids[:-1]
-        targets[number, end - row.predicted : end] = ids[-row.predicted :]
+    """Returns the negative log-likelihood in nats of the rows' last tokens, 0 for those that are not predicted, (B, S).
+
+    S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for a predicted token that
+    greedy decoding would not give, else 0.
+    """
+    ids = [torch.tensor(row.ids) for row in batch]
+    input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
+    targets = pad_sequence([own[1:] for own in ids], batch_first=True, padding_value=-100)
+    for own, row in zip(targets, batch, strict=True):
+        own[: row.context - 1] = -100
+    kept = targets.shape[1] + 1 - min(row.context for row in batch)
     input_ids = to_device(input_ids, model.device)
     targets = to_device(targets[:, -kept:], model.device)
     if not greedy:

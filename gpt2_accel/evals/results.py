@@ -1,6 +1,7 @@
 """The results of evaluations: tables, and the file `evaluation.json`."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from gpt2_accel.runtime.files import parse_json
@@ -28,12 +29,18 @@ def number(values: Mapping[str, float | None], name: str) -> str:
 
 def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:
     """Returns the cells of each metric, one for each of several models' results."""
-    names = dict.fromkeys(name for found in results for name in found)
-    return {
-        name: [number(found, name) for found in results]
-        for name in names
-        if not name.endswith("_stderr")
-    }
+    return rows_of(
+        [
+            {name: number(found, name) for name in found if not name.endswith("_stderr")}
+            for found in results
+        ]
+    )
+
+
+def rows_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
+    """Returns the rows of a table from its columns, cells by title; a column without a row's title has an empty cell."""
+    titles = dict.fromkeys(chain.from_iterable(columns))
+    return {title: [str(column.get(title, "")) for column in columns] for title in titles}
 
 
 def read_record(path: Path) -> dict[str, dict]:

@@ -14,7 +14,7 @@ from gpt2_accel.data.prefetch import Prefetch
 from gpt2_accel.data.shards import UnreadableData, check_tokenizer, read_manifest
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
-from gpt2_accel.evals.likelihood import BATCH_TOKENS, LOGIT_VALUES
+from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
@@ -85,7 +85,7 @@ def prepare_loss(
     remote = open_hub(str(data_dir))
     check_tokenizer(data_dir, tokenizer, "the model")
     length = read_manifest(data_dir).get("sequence_length") or config.n_positions
-    tokens = min(BATCH_TOKENS, LOGIT_VALUES // config.vocab_size, max_tokens)
+    tokens = min(batch_tokens(config.vocab_size), max_tokens)
     loader = EvalLoader(
         open_split(data_dir, split, remote),
         sequence_length=length,

@@ -1,44 +1,119 @@
-"""The picture of a model card: the loss of a run."""
+"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of a report."""
 
 import math
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2_accel.runtime.files import atomic_file, read_json_lines
 
-CURVES = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
-SHOWN = 0.97  # of the values: the first ones, from before the loss falls, would flatten the rest
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
+COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
+INK, FAINT = "#202124", "#d5d7db"
+WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
+LEAST_SPAN = 0.04  # of a vertical axis, as a share of its values: less is noise
+LOSSES = "nats per token: training faint, validation bold"
+LOSS_STYLES = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
+
+Curve = tuple[list[float], list[float], Mapping[str, Any]]  # x, y, properties of the line
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     """Draws the training and the validation loss of a run over its tokens, to the PNG file `path`.
 
-    Does nothing without matplotlib or without curves.
+    Does nothing without matplotlib or without metrics.
     """
     lines = read_json_lines(Path(run_dir) / "metrics.jsonl")
     if find_spec("matplotlib") is None or not lines:
         return
+    curves = [
+        (*values(lines, name, "tokens"), {**style, "color": COLOURS[0]})
+        for name, style in LOSS_STYLES.items()
+    ]
+    save_png(chart(LOSSES, "tokens", curves, height=3.2), path)
+
+
+def values(
+    lines: Iterable[Mapping], name: str, key: str, unit: float = 1
+) -> tuple[list[float], list[float]]:
+    """Returns (x, y): a metric's finite values in the lines of `metrics.jsonl`, over the newest `key` times `unit`."""
+    xs, ys, amount = [], [], None
+    for line in lines:
+        amount, y = line.get(key, amount), line.get(name)
+        if amount is not None and isinstance(y, int | float) and math.isfinite(y):
+            xs.append(amount * unit)
+            ys.append(y)
+    return xs, ys
+
+
+def chart(
+    title: str,
+    xlabel: str,
+    curves: Iterable[Curve],
+    *,
+    height: float = 2.2,
+    from_zero: bool = False,
+) -> "Figure":
+    """Draws curves, with a marker at each of few points.
+
+    The vertical axis does not show the initial fall of a curve if it would take more than half of the chart.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, ax = new_figure(title, WIDTH, height)
+    shown = [0.0] if from_zero else []
+    for x, y, style in curves:
+        ax.plot(x, y, marker="o" if len(x) <= 60 else None, markersize=3, **style)
+        rest = y[len(y) // 20 :]
+        falls = y and y[0] > y[-1] and np.ptp(y) > 2 * np.ptp(rest)
+        shown += rest if falls else y
+    low, high = min(shown, default=0.0), max(shown, default=1.0)
+    span = max(high - low, LEAST_SPAN * max(abs(low), abs(high))) or 1.0
+    middle = (low + high) / 2
+    ax.set_ylim(middle - 0.55 * span, middle + 0.55 * span)
+    if from_zero:
+        ax.set_ylim(bottom=0)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(xlabel)
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.xaxis.set_major_formatter(lambda value, _: short_number(value, xlabel == "FLOPs"))
+    ax.yaxis.set_major_formatter(lambda value, _: short_number(value))
+    return figure
+
+
+def new_figure(title: str, width: float = 5.0, height: float = 3.2) -> tuple["Figure", "Axes"]:
+    """Creates a figure, sized in inches, and its axes in the style of all charts."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.5, 3), layout="constrained", dpi=160)  # legible on a phone too
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
     ax = figure.subplots()
-    values = []
-    for name, style in CURVES.items():
-        points = [(line["tokens"], line[name]) for line in lines if is_finite(line.get(name))]
-        values += [y for _, y in points]
-        ax.plot(*np.reshape(points, (-1, 2)).T, label=name, color="#0077bb", **style)
-    if values:
-        ax.set_ylim(top=np.quantile(values, SHOWN))
-    ax.set_xlabel("tokens")
-    ax.set_ylabel("nats per token")
-    ax.grid(axis="y", linewidth=0.6)
-    ax.legend(frameon=False)
+    ax.set_title(title, loc="left", fontsize=9, color=INK)
+    ax.spines[:].set_visible(False)
+    ax.spines["bottom"].set(visible=True, color=FAINT)
+    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8, length=3)
+    ax.xaxis.label.set(color=INK, fontsize=8)
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.patch.set_visible(False)
+    return figure, ax
+
+
+def save_png(figure: "Figure", path: str | Path) -> None:
+    """Writes a figure as a PNG file."""
     with atomic_file(path) as file:
         figure.savefig(file, format="png", facecolor="white")
 
 
-def is_finite(value: object) -> bool:
-    """Whether a value of `metrics.jsonl` is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+def short_number(value: float, scientific: bool = False) -> str:
+    """Formats a number such as 1.5B, 10M, 300k, 20, or with `scientific` 1.5e9."""
+    for size, letter in () if scientific else ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}".replace("e+", "e")

@@ -79,7 +79,7 @@ def test_inside_of_the_chunked_loss(rows, dtype):
 
 def test_scoring():
     model = build(KINDS[0]).eval()
-    rows = [Row([1, 2, 3, 4], 1), Row([1, 2, 3, 5, 6], 2), Row([1, 2, 3], 2)]
+    rows = [Row([1, 2, 3, 4], 3), Row([1, 2, 3, 5, 6], 3), Row([1, 2, 3], 1)]
     for batch in (rows, rows[1:2]):  # with padding, and without
         for greedy in (False, True):
             assert token_scores(model, batch, greedy).device == OTHER

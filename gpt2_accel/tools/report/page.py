@@ -2,14 +2,13 @@
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment
 
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.evals.results import Rows, number, result_rows
+from gpt2_accel.evals.results import number, result_rows, rows_of
 from gpt2_accel.runtime.files import atomic_files
 from gpt2_accel.tools.report import figures
 from gpt2_accel.tools.report.reader import AXES, Run
@@ -23,29 +22,11 @@ METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 
 
-@dataclass
-class Page:
-    """What the template `page.html` shows: facts about `runs`, the figures of each section by file name, the results
-    of `entries` with their notes, and settings."""
+class Page(NamedTuple):
+    """The report as HTML, and its figures by file name."""
 
-    runs: list[Run]
-    facts: Rows
-    sections: Mapping[str, Mapping[str, "Figure"]]
-    entries: Mapping[str, Mapping]
-    results: Rows
-    notes: Iterable[str]
-    settings: Rows
-
-    @property
-    def pictures(self) -> Mapping[str, "Figure"]:
-        """The figures of all sections."""
-        return ChainMap(*self.sections.values())
-
-    def document(self) -> str:
-        """Returns the page as HTML."""
-        source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-        template = Environment(autoescape=True).from_string(source)
-        return template.render(vars(self), svg=figures.themed_svg)
+    document: str
+    pictures: Mapping[str, "Figure"]
 
 
 def write_report(runs: list[Run], folder: str | Path) -> Path:
@@ -55,7 +36,7 @@ def write_report(runs: list[Run], folder: str | Path) -> Path:
     figures.require_matplotlib()
     page = report_of(runs)
     with atomic_files(folder) as scratch:
-        (scratch / "report.html").write_text(page.document(), encoding="utf-8")
+        (scratch / "report.html").write_text(page.document, encoding="utf-8")
         for name, figure in page.pictures.items():
             figure.savefig(scratch / f"{name}.png", facecolor="white")
     return Path(folder) / "report.html"
@@ -74,17 +55,26 @@ def report_of(runs: list[Run]) -> Page:
             entries[f"{run.name}: {name}, update {entry.get('step')}"] = entry["results"]
             notes |= dict.fromkeys(f"{run.name}: {note}" for note in entry["notes"])
     results = result_rows(entries.values())
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    settings = {name: [str(run.settings.get(name, "")) for run in runs] for name in names}
-    return Page(
-        runs,
-        {title: [column[title] for column in columns] for title in columns[0]},
-        draw([run for run in runs if run.lines], metrics),
-        entries,
-        {name: results[name] for name in comparable(runs, entries.values())},
-        notes,
-        {name: own for name, own in settings.items() if len(runs) == 1 or len({*own}) > 1},
+    settings = rows_of([run.settings for run in runs])
+    if len(runs) > 1:
+        settings = {name: cells for name, cells in settings.items() if len(set(cells)) > 1}
+    sections = draw([run for run in runs if run.lines], metrics)
+    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    document = (
+        Environment(autoescape=True)
+        .from_string(source)
+        .render(
+            runs=runs,
+            facts=rows_of(columns),
+            sections=sections,
+            entries=entries,
+            results={name: results[name] for name in comparable(runs, entries.values())},
+            notes=notes,
+            settings=settings,
+            svg=figures.themed_svg,
+        )
     )
+    return Page(document, ChainMap(*sections.values()))
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -139,7 +129,7 @@ def draw(runs: list[Run], metrics: Iterable[str]) -> dict[str, dict[str, "Figure
 def charts(runs: list[Run], names: Iterable[str]) -> dict[str, "Figure"]:
     """Draws the metrics with several values; one value is in the table of runs."""
     return {
-        name.replace("/", "-"): figures.chart(runs, name, {name: {"linewidth": 1.3}})
+        name.replace("/", "-"): figures.metric_figure(runs, name, {name: {"linewidth": 1.3}})
         for name in names
         if any(len(run.curve(name, "tokens")[0]) > 1 for run in runs)
     }

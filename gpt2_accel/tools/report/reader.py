@@ -1,12 +1,12 @@
 """Reads a run's folder: settings, metadata, curves, samples, evaluations. Runs of release 0.3 and later."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.config import load_saved
 from gpt2_accel.evals.results import read_record
+from gpt2_accel.hf.loss_plot import values
 from gpt2_accel.runtime.files import read_json_lines
 
 # The horizontal axes: a label, what is counted, a key of `metrics.jsonl`, and its unit, None for a run's FLOPs per token.
@@ -43,12 +43,7 @@ class Run:
         """Returns (x, y) of a metric's finite values over an axis of `AXES`; empty where one is unknown."""
         _, key, unit = AXES[axis]
         unit = unit or self.metadata.get("flops_per_token")
-        points, amount = [], None
-        for line in self.lines:
-            amount, y = line.get(key, amount), line.get(name)
-            if amount is not None and unit and isinstance(y, int | float) and math.isfinite(y):
-                points.append((amount * unit, y))
-        return [x for x, _ in points], [y for _, y in points]
+        return values(self.lines, name, key, unit) if unit else ([], [])
 
 
 def read_run(folder: str | Path) -> Run:

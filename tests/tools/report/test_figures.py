@@ -10,7 +10,7 @@ from gpt2_accel.tools.report.reader import Run
 pytest.importorskip("matplotlib")
 
 
-from gpt2_accel.tools.report import figures
+from gpt2_accel.hf.loss_plot import LEAST_SPAN
 
 
 @pytest.mark.parametrize("updates", [2, 20, 19_000])
@@ -32,13 +32,13 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
     assert {*page.pictures} == {
         *("loss", "loss-over-flops", "val-perplexity", "val-steady", "train-memory_gb")
     }
-    table = page.document()
+    table = page.document
     assert "hellaswag/acc<" in table and "0.2500 ± 0.0100" in table
     assert "val/loss<" in table and "stderr" not in table
     for name, figure in page.pictures.items():
         renderer, [ax] = figure._get_renderer(), figure.axes
         low, high = ax.get_ylim()
-        assert high - low >= figures.LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
+        assert high - low >= LEAST_SPAN * max(abs(low), abs(high)) * 0.99, name
         for axis in (ax.xaxis, ax.yaxis):
             labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
             labels = [box for box in labels if box.width]

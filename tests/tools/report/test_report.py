@@ -89,13 +89,13 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
         (place / "evaluation.json").write_text(json.dumps({name: content}))
     first, second = read_run(folder), read_run(runs / "second")
-    page = report_of([first, second]).document()
+    page = report_of([first, second]).document
     assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page
     assert "first: hellaswag: 12 &lt;items&gt;" in page
     assert "old, update 40" in page and "new, update 60" in page
     assert "text/perplexity_per_token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
-    page = report_of([first, second]).document()
+    page = report_of([first, second]).document
     assert "perplexity_per_token" not in page
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json does not hold evaluations"):
@@ -124,7 +124,7 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     first, second = read_run(runs / "first"), read_run(runs / "second")
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
-    page = report_of([first, second]).document()
+    page = report_of([first, second]).document
     assert "val/bits_per_byte" in page and "val/perplexity" not in page
     assert "nats per token" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
@@ -136,10 +136,10 @@ def test_a_figure_of_an_earlier_update_says_so(tmp_path):
     found.lines.append({"step": 40, "tokens": 5120, "train/loss": 3.4, "train/seconds": 9.0})
     assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
     found.metadata |= {"flops_per_token": 1000, "changes": ["a 1 -> 2 from update 8", "b"]}
-    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in report_of([found]).document()
-    assert "<td>5,120</td>" in report_of([found]).document()
+    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in report_of([found]).document
+    assert "<td>5,120</td>" in report_of([found]).document
     found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
-    page = report_of([found]).document()
+    page = report_of([found]).document
     assert "<td>stopped at update 50</td>" in page and "<td>5.12e+06</td>" in page
 
 
