@@ -71,9 +71,8 @@ def main() -> None:
     model, tokenizer = load(
         config.model, config.dtype, verify=config.verify, model_class=config.model_class
     )
-    loaded = pages.LoadedModel(config.model, model, tokenizer)
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
-    page = new_page(loaded, config.examples)
+    page = new_page(config.model, model, tokenizer, config.examples)
     names = {config.host, socket.gethostname().lower(), *config.names}
     page.queue(max_size=MAX_WAITING, api_open=False).launch(
         server_name=config.host,

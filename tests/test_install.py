@@ -33,10 +33,10 @@ NOTEBOOK = ("ipykernel", "nbclient")
 # Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
 import runpy, sys, gpt2_accel
-from gpt2_accel.cli.command import recipes
+from gpt2_accel.cli.command import RECIPES
 sys.modules["gradio"] = None  # takes seconds to import
-sys.path.insert(0, str(recipes()["sample"].parent))
-for path in recipes().values():
+sys.path.insert(0, str(RECIPES["sample"].parent))
+for path in RECIPES.values():
     runpy.run_path(str(path))
 print(gpt2_accel.__file__)
 """

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,6 +36,23 @@ Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be
 """
 
 
+def by_name(where: str, *patterns: str) -> dict[str, Path]:
+    """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
+    paths = chain.from_iterable(folder(where).glob(pattern) for pattern in patterns)
+    return {plain_name(path): path for path in sorted(paths)}
+
+
+def plain_name(path: Path) -> str:
+    """Returns the name of a file with hyphens for underscores and without suffix."""
+    return path.stem.replace("_", "-")
+
+
+CONFIGS = by_name("accelerate_configs", "*.yaml")
+RECIPES = by_name("recipes", "*.py")
+SETTINGS = by_name("recipes", "*.yaml", "*.ipynb")
+TRAINED = [name for name, path in RECIPES.items() if path.stem not in COMMANDS.values()]
+
+
 def main() -> None:
     """Runs the command line of `gpt2-accel`."""
     cli.run(lambda: run(sys.argv[1:]))
@@ -55,27 +73,18 @@ def run(words: list[str]) -> None:
         launch(*args)
     elif command == "config":
         print_config(*args)
-    elif is_recipe(command, trained()):
+    elif is_recipe(command, TRAINED):
         launch(command, *args)
     else:
-        names = [*trained(), *COMMANDS, "doctor", "launch", "config"]
+        names = [*TRAINED, *COMMANDS, "doctor", "launch", "config"]
         raise ValueError(unknown("command", command, names))
-
-
-def trained() -> list[str]:
-    """Returns the names of the recipes that Accelerate's launcher starts."""
-    return [name for name, path in recipes().items() if path.stem not in COMMANDS.values()]
 
 
 def help_text() -> str:
     """Returns the text of `gpt2-accel --help`."""
-    stems = {name: name.replace("-", "_") for name in trained()} | COMMANDS
-    lines = (f"  {name:24}{summary(stem)}" for name, stem in stems.items())
-    return HELP.format(
-        commands="\n".join(lines),
-        configs=" ".join(launch_configs()),
-        settings=" ".join(settings()),
-    )
+    stems = {name: RECIPES[name].stem for name in TRAINED} | COMMANDS
+    commands = "\n".join(f"  {name:24}{summary(stem)}" for name, stem in stems.items())
+    return HELP.format(commands=commands, configs=" ".join(CONFIGS), settings=" ".join(SETTINGS))
 
 
 def summary(recipe: str) -> str:
@@ -89,10 +98,10 @@ def launch(*args: str) -> None:
 
     A recipe without a launch config takes the one that fits this machine, and a line on stderr says which.
     """
-    at = next((i for i, word in enumerate(args) if is_recipe(word, recipes())), None)
+    at = next((i for i, word in enumerate(args) if is_recipe(word, RECIPES)), None)
     if at is None:
-        raise ValueError(unknown("recipe in", " ".join(args), recipes()))
-    recipe, options = find("recipe", args[at], recipes()), args[at + 1 :]
+        raise ValueError(unknown("recipe in", " ".join(args), RECIPES))
+    recipe, options = find("recipe", args[at], RECIPES), args[at + 1 :]
     if {"-h", "--help"} & {*options}:  # needs no launcher, which takes seconds
         return start(recipe, "--help")
     chosen = args[:at]
@@ -101,7 +110,7 @@ def launch(*args: str) -> None:
         line = f"gpt2-accel launch {shlex.join([*chosen, args[at]])}"
         print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
     config, *flags = chosen
-    path = find("launch config", config, launch_configs())
+    path = find("launch config", config, CONFIGS)
     # -P: a file in the working directory must not be imported in place of a library.
     launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
     start(*launcher, *flags, recipe, *options)
@@ -116,41 +125,13 @@ def print_config(*args: str) -> None:
     """Prints a launch config, or the settings or the notebook of a recipe."""
     if len(args) != 1:
         raise ValueError("config needs one name: gpt2-accel config cpu")
-    path = find("config", args[0], launch_configs() | settings())
+    path = find("config", args[0], CONFIGS | SETTINGS)
     print(path.read_text(encoding="utf-8"), end="")
 
 
 def start(*arguments: str | Path) -> NoReturn:
     """Replaces this process by Python with `arguments`."""
     os.execv(sys.executable, [sys.executable, *map(str, arguments)])
-
-
-# The shipped files
-
-
-def launch_configs() -> dict[str, Path]:
-    """Returns the shipped launch configs: name -> file."""
-    return by_name("accelerate_configs", "*.yaml")
-
-
-def recipes() -> dict[str, Path]:
-    """Returns the shipped recipes: name -> file."""
-    return by_name("recipes", "*.py")
-
-
-def settings() -> dict[str, Path]:
-    """Returns the shipped settings and notebooks of recipes: name -> file."""
-    return by_name("recipes", "*.yaml") | by_name("recipes", "*.ipynb")
-
-
-def by_name(where: str, pattern: str) -> dict[str, Path]:
-    """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
-    return {plain_name(path): path for path in sorted(folder(where).glob(pattern))}
-
-
-def plain_name(path: Path) -> str:
-    """Returns the name of a file with hyphens for underscores and without suffix."""
-    return path.stem.replace("_", "-")
 
 
 def find(what: str, name: str, shipped: dict[str, Path]) -> Path:

@@ -5,8 +5,8 @@
 
 import html
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from ipaddress import ip_address
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -56,42 +56,25 @@ RESTORE = """() => {
 Messages = list[dict[str, str]]
 
 
-@dataclass
-class LoadedModel:
-    """A model with its tokenizer, under the name that the page shows."""
-
-    name: str
-    model: LanguageModel
-    tokenizer: "PreTrainedTokenizerBase"
-
-    def answer(self, messages: Messages, sampling: Sampling) -> Iterator[str]:
-        """Yields the answer to a conversation as it grows."""
-        dropped, written = chat.answer(self.model, self.tokenizer, messages, sampling)
-        if dropped:
-            gr.Info(f"{self.name} no longer reads the first {dropped} messages.")
-        for (completion,) in written:
-            yield shown(completion)
-
-    def continuation(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """Yields the prompt with its continuation as it grows."""
-        for (completion,) in stream(self.model, self.tokenizer, [prompt], sampling):
-            yield prompt + shown(completion)
-
-
 def shown(completion: Completion) -> str:
     """Returns the text of a completion, with `CUT` if the model has not ended it."""
     return completion.text + (CUT if completion.ended in (None, "length") else "")
 
 
-def until_refused(texts: Iterator[str]) -> Iterator[str]:
-    """Yields the texts, at least one. A `ValueError` is shown as a warning and ends them."""
-    text = ""
-    try:
-        for text in texts:
-            yield text
-    except ValueError as error:
-        gr.Warning(str(error))  # `gr.Error` would leave the message box disabled
-        yield text
+def with_warnings(write: Callable[..., Iterator]) -> Callable[..., Iterator]:
+    """Decorates a generator of outputs: a `ValueError` is shown as a warning, and ends it with its last output, or ""."""
+
+    @wraps(write)
+    def warned(*inputs: Any) -> Iterator:
+        output = ""
+        try:
+            for output in write(*inputs):
+                yield output
+        except ValueError as error:
+            gr.Warning(str(error))  # `gr.Error` would leave the message box disabled
+            yield output
+
+    return warned
 
 
 def text_chatbot(label: str) -> gr.Chatbot:
@@ -149,15 +132,11 @@ def conversation(history: Sequence[dict], message: str, system: str | None) -> M
 def settings(length: int) -> list[gr.Slider]:
     """Returns the inputs that `sampling_of` reads."""
     default = Sampling()
-    ranges = (
-        ("Temperature", "0: greedy", 0, 2, default.temperature, 0.1),
-        ("Top-k", "0 keeps all", 0, 200, default.top_k, 1),
-        ("Top-p", "1 keeps all", 0.05, 1, default.top_p, 0.05),
-        ("Length", "longest text, in tokens", 1, 1000, length, 1),
-    )
     return [
-        gr.Slider(low, high, value, step=step, label=label, info=info, render=False)
-        for label, info, low, high, value, step in ranges
+        gr.Slider(0, 2, default.temperature, step=0.1, label="Temperature", info="0: greedy"),
+        gr.Slider(0, 200, default.top_k, step=1, label="Top-k", info="0 keeps all"),
+        gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all"),
+        gr.Slider(1, 1000, length, step=1, label="Length", info="longest text, in tokens"),
     ]
 
 
@@ -166,16 +145,28 @@ def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -
     return Sampling(int(length), temperature, int(top_k), top_p, seed=random.randrange(2**31))
 
 
-def chat_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
-    """Returns a page for conversations. A reload of the browser's tab keeps the conversation."""
+def chat_page(
+    name: str,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    examples: Sequence[str],
+) -> gr.Blocks:
+    """Returns a page for conversations with a model, whose name it shows. A reload of the browser's tab keeps the
+    conversation."""
 
+    @with_warnings
     def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
         messages = conversation(history, message, system)
-        for text in until_refused(loaded.answer(messages, sampling_of(*values))):
-            yield text_message("assistant", text)
+        dropped, written = chat.answer(model, tokenizer, messages, sampling_of(*values))
+        if dropped:
+            gr.Info(f"{name} no longer reads the first {dropped} messages.")
+        for (completion,) in written:
+            yield text_message("assistant", shown(completion))
 
+    inputs = [gr.Textbox(label="System prompt", lines=2), *settings(length=200)]
+    accordion = gr.Accordion("Settings", open=False)
     with gr.Blocks(title="Chat", analytics_enabled=False) as page:
-        bot = text_chatbot(loaded.name)
+        bot = text_chatbot(name)
         interface = gr.ChatInterface(
             write,
             chatbot=bot,
@@ -187,11 +178,8 @@ def chat_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
                 submit_btn=True,
                 stop_btn=True,
             ),
-            additional_inputs=[
-                gr.Textbox(label="System prompt", lines=2, render=False),
-                *settings(length=200),
-            ],
-            additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
+            additional_inputs=inputs,
+            additional_inputs_accordion=accordion,
             examples=[[text] for text in examples] or None,
             api_visibility="private",
         )
@@ -202,18 +190,26 @@ def chat_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
     return page
 
 
-def text_page(loaded: LoadedModel, examples: Sequence[str]) -> gr.Blocks:
-    """Returns a page on which the model continues a text."""
+def text_page(
+    name: str,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    examples: Sequence[str],
+) -> gr.Blocks:
+    """Returns a page on which a model, whose name it shows, continues a text."""
 
+    @with_warnings
     def write(prompt: str | None, *values: float) -> Iterator[str]:
-        yield from until_refused(loaded.continuation(prompt or "", sampling_of(*values)))
+        prompt = prompt or ""
+        for (completion,) in stream(model, tokenizer, [prompt], sampling_of(*values)):
+            yield prompt + shown(completion)
 
     return gr.Interface(
         write,
         gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True),
-        gr.Textbox(label=loaded.name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"),
+        gr.Textbox(label=name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"),
         additional_inputs=settings(length=100),
-        additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
+        additional_inputs_accordion=gr.Accordion("Settings", open=False),
         examples=[[text] for text in examples] or None,
         title="Continue a text",
         submit_btn="Write",
@@ -232,12 +228,10 @@ class Guard:
         self.names = {"localhost", *names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self.refusal(scope) if scope["type"] == "http" else None
-        if refused is None:
-            await self.app(scope, receive, send)
-        else:
-            status, text = refused
-            await PlainTextResponse(text, status)(scope, receive, send)
+        app = self.app
+        if scope["type"] == "http" and (refused := self.refusal(scope)):
+            app = PlainTextResponse(refused[1], refused[0])
+        await app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Returns the status and the text of a refusal, None for a request that is answered."""

@@ -42,7 +42,7 @@ def test_every_recipe_is_a_command_or_launched(started):
     for name, recipe in recipe_command.COMMANDS.items():
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
     launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
-    assert launched == {name.replace("-", "_") for name in command.trained()}
+    assert launched == {name.replace("-", "_") for name in command.TRAINED}
     assert started("doctor") == ["-P", "-m", "gpt2_accel.tools.doctor"]
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
@@ -98,7 +98,7 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
 )
 def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
     assert " ".join(doctor.fitting(kind, gpus, bf16)) == expected
-    assert expected.split()[0] in command.launch_configs()
+    assert expected.split()[0] in command.CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_help_names_everything_and_imports_no_library():
     assert done.stdout.endswith("set()\n") and not done.stderr
     names = [
         *recipe_command.COMMANDS,
-        *command.trained(),
-        *command.launch_configs(),
-        *command.settings(),
+        *command.TRAINED,
+        *command.CONFIGS,
+        *command.SETTINGS,
     ]
     assert [name for name in names if name not in done.stdout] == []
 
