@@ -86,6 +86,17 @@ def check_ranges(settings: object, **names_of: str) -> None:
                 raise ValueError(f"{name} must {rule}, got {value}")
 
 
+@dataclass
+class ModelChoice:
+    """The settings of a script that opens a model."""
+
+    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
+    model_class: str | None = setting(
+        None, "code of a model that transformers does not have, FILE.py:CLASS"
+    )
+    verify: bool = setting(True, "compare the model's files with their checksums first")
+
+
 # The sections of `--help`, by the first setting of each. A recipe's own settings come first, then `MOST_CHANGED`.
 MOST_CHANGED = (
     *("data_dir", "output_dir", "init_from", "resume_from", "n_layer"),

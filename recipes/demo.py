@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 
 from gpt2_accel import cli
-from gpt2_accel.config import parse_config, setting
+from gpt2_accel.config import ModelChoice, parse_config, setting
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.runtime.files import sentence
 
@@ -19,18 +19,13 @@ MAX_WAITING = 32  # visitors
 
 
 @dataclass
-class Demo:
-    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
+class Demo(ModelChoice):
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 for the whole network")
     port: int | None = setting(None, "default: the first free one from 7860")
     names: list[str] = setting([], "further names of the page, for instance behind a proxy")
     share: bool = setting(False, "also give the page a public address, through Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
     dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
-    model_class: str | None = setting(
-        None, "code of a model that transformers does not have, FILE.py:CLASS"
-    )
-    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         if ":" in self.host:
@@ -50,10 +45,10 @@ def check_address(host: str, port: int | None) -> None:
         ("127.0.0.1", port or 0, no_port),
     ):
         try:
-            address = socket.getaddrinfo(name.strip("[]"), number, type=socket.SOCK_STREAM)[0]
-            with socket.socket(*address[:2]) as found:
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                found.bind(address[-1])
+            family, _, _, _, address = socket.getaddrinfo(
+                name.strip("[]"), number, type=socket.SOCK_STREAM
+            )[0]
+            socket.create_server(address, family=family).close()
         except OSError as error:
             raise ValueError(f"{problem} ({sentence(error)})") from error
 

@@ -31,7 +31,7 @@ from gpt2_accel.checkpoint.find import (
     read_state,
     read_status,
 )
-from gpt2_accel.config import check_ranges, parse_config, setting
+from gpt2_accel.config import ModelChoice, check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -55,8 +55,7 @@ SPLITS = ("val", "train")  # of --data_dir
 
 
 @dataclass
-class Evaluate:
-    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
+class Evaluate(ModelChoice):
     baselines: bool = setting(False, "OpenAI's four checkpoints in place of --model")
     tasks: list[str] = setting(
         [], f"{', '.join((*TASKS, *SPLITS))}; default val with --data_dir, else hellaswag"
@@ -71,10 +70,6 @@ class Evaluate:
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of a local --model"
     )
-    model_class: str | None = setting(
-        None, "code of a model that transformers does not have, FILE.py:CLASS"
-    )
-    verify: bool = setting(True, "compare the model's files with their checksums first")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")
@@ -118,21 +113,21 @@ def evaluate(
     accelerator: Accelerator,
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
-    items: dict[str, list[Item]],
-    bundle: Path | None,
+    data: dict[str, list[Item] | Path],
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of a model, and notes on them. `bundle` is that of CORE."""
-    build = {"hellaswag": HellaSwag, "chat": ChatAnswers}
-    build["text"] = partial(TextPerplexity, stride=config.stride)
-    evaluations = [
-        build[task](rows[: config.limit], tokenizer, model.config) for task, rows in items.items()
-    ]
-    if bundle is not None:
-        evaluations.append(Core(bundle, tokenizer, model.config, config.limit))
+    """Returns the results of a model, and notes on them. `data` holds the items of each task, for CORE its bundle."""
+    build = {
+        "core": partial(Core, limit=config.limit),
+        "hellaswag": HellaSwag,
+        "text": partial(TextPerplexity, stride=config.stride),
+        "chat": ChatAnswers,
+    }
+    evaluations = [build[task](own, tokenizer, model.config) for task, own in data.items()]
     notes = [note for task in evaluations for note in task.notes]
     for split in config.splits:
-        options = config.data_dir, split, config.eval_tokens
-        evaluation, note = prepare_loss(accelerator, tokenizer, model.config, *options)
+        evaluation, note = prepare_loss(
+            accelerator, tokenizer, model.config, config.data_dir, split, config.eval_tokens
+        )
         evaluations.append(evaluation)
         notes.append(note)
     if config.limit:
@@ -188,15 +183,15 @@ def main() -> None:
     accelerator = build_accelerator()
     output = output_file(config)
     record = {} if output is None else read_record(output)
-    items = {task: read_items(path) for task, path in files.items() if task != "core"}
-    bundle = None
-    if "core" in config.tasks:
-        with main_process_first():
-            bundle = open_bundle(files.get("core"))
-    if "hellaswag" in config.tasks and "hellaswag" not in items:
-        with main_process_first():
+    data = {
+        task: read_items(path)[: config.limit] for task, path in files.items() if task != "core"
+    }
+    with main_process_first():
+        if "core" in config.tasks:
+            data["core"] = open_bundle(files.get("core"))
+        if "hellaswag" in config.tasks and "hellaswag" not in data:
             without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
-            items["hellaswag"] = hub_items(without)
+            data["hellaswag"] = hub_items(without)[: config.limit]
     table = {}
     for name in BASELINES if config.baselines else (config.model,):
         accelerator.print(f"evaluating {name}", flush=True)
@@ -206,10 +201,11 @@ def main() -> None:
             config.verify,
             on_main_process,
         )
-        table[name], notes = evaluate(config, accelerator, *loaded, items, bundle)
+        table[name], entry["notes"] = evaluate(config, accelerator, *loaded, data)
         finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
-        entry |= {"precision": accelerator.mixed_precision, "results": finite, "notes": notes}
-        add_entry(record, name, entry)
+        add_entry(
+            record, name, entry | {"precision": accelerator.mixed_precision, "results": finite}
+        )
     if accelerator.is_main_process:
         print("", markdown(("metric", *table), result_rows(table.values())), sep="\n")
         if output is not None:

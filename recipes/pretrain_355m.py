@@ -24,8 +24,6 @@ class Pretrain355M(Pretrain124M):
     n_head: int = 16
     n_embd: int = 1024
 
-    micro_batch_size: int = 16
-    total_batch_size: int = 524_288
     max_steps: int = 57_220
 
     learning_rate: float = 3e-4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
-from gpt2_accel.config import parse_config, setting
+from gpt2_accel.config import ModelChoice, parse_config, setting
 from gpt2_accel.generation.chat import answer
 from gpt2_accel.generation.sampling import Completion, Sampling, load, stream, user_turn
 from gpt2_accel.models import LanguageModel
@@ -25,17 +25,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sample(Sampling):
-    model: str = setting("runs/quickstart", "run's folder, HF model directory or Hub id")
+class Sample(ModelChoice, Sampling):
     prompt: str = setting("", "text to continue; empty for the start of a text")
     num_samples: int = setting(3, "number of continuations")
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
     chat: bool = setting(False, "talk to a model that has a chat template")
     system: str = setting("", "system prompt of a chat")
-    model_class: str | None = setting(
-        None, "code of a model that transformers does not have, FILE.py:CLASS"
-    )
-    verify: bool = setting(True, "compare the model's files with their checksums first")
 
 
 def main() -> None:

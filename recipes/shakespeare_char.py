@@ -57,10 +57,8 @@ class ShakespeareCharOnCPU(ShakespeareChar):
     max_steps: int = 2000
 
 
-def main() -> None:
-    config = parse_config(ShakespeareChar)
-    if config.cpu_settings:
-        config = parse_config(ShakespeareCharOnCPU)
+def train_on_characters(config: ShakespeareChar) -> None:
+    """Prepares the text and trains."""
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.train import train
@@ -68,6 +66,13 @@ def main() -> None:
     with main_process_first():
         prepare_text(config.input, config.data_dir, char_tokenizer)
     train(config)
+
+
+def main() -> None:
+    config = parse_config(ShakespeareChar)
+    if config.cpu_settings:
+        config = parse_config(ShakespeareCharOnCPU)
+    train_on_characters(config)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ settings reach 1.9.
 
 from dataclasses import dataclass
 
-from shakespeare_char import ShakespeareChar
+from shakespeare_char import ShakespeareChar, train_on_characters
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config
-from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.tokenizer import char_tokenizer
 
 
 @dataclass
@@ -49,14 +47,7 @@ class ShakespeareFast(ShakespeareChar):
 
 
 def main() -> None:
-    config = parse_config(ShakespeareFast)
-    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.runtime.processes import main_process_first
-    from gpt2_accel.train import train
-
-    with main_process_first():
-        prepare_text(config.input, config.data_dir, char_tokenizer)
-    train(config)
+    train_on_characters(parse_config(ShakespeareFast))
 
 
 if __name__ == "__main__":
