@@ -232,8 +232,8 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
         run(tiny("run", **settings))
 
 
-def poison(monkeypatch, bad):
-    """Makes the loss and the gradients of the updates in `bad` NaN."""
+def poison(monkeypatch, bad, finite=()):
+    """Makes the gradients of the updates in `bad` NaN, and their losses but those of the updates in `finite`."""
     honest = train_module.accumulate_gradients
 
     def accumulate(run, first, sequences):
@@ -241,7 +241,8 @@ def poison(monkeypatch, bad):
         if first // sequences in bad:
             for parameter in run.model.parameters():
                 parameter.grad.mul_(math.nan)
-            figures["loss"] *= math.nan
+            if first // sequences not in finite:
+                figures["loss"] *= math.nan
         return figures
 
     monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
@@ -251,13 +252,17 @@ def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch
     settings = {"max_steps": 12, "save_every": 6}
     settings |= {"resume_from": "latest", "lr_schedule": "constant"}
     with monkeypatch.context() as patch:
-        poison(patch, {3, 4})
+        poison(patch, {3, 4}, finite={4})
         history = run(tiny("some", **settings))
     skipped = [entry for entry in history if "skipped" in entry]
     saved = [path.name for path in list_checkpoints(tmp_path / "some")]
     assert saved == ["checkpoint-6", "checkpoint-12"]
     assert [entry["step"] for entry in skipped] == [4, 5]
-    assert skipped[0]["skipped"] == "the loss is nan" and len(skipped[0]["samples"]) == 4
+    assert [entry["skipped"] for entry in skipped] == [
+        "the loss is nan",
+        "the gradient norm is nan",
+    ]
+    assert len(skipped[0]["samples"]) == 4
     assert all(entry["train/loss"] < 6 for entry in history if "skipped" not in entry)
     assert status(tmp_path / "some")["state"] == "finished"
 
