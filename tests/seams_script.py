@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -64,12 +65,18 @@ def inner_module(model, batch):
     return next_token_loss(model.module, batch)
 
 
+def drawn(model, batch):
+    """A random number of each process, as dropout draws them."""
+    return next_token_loss(model, batch), {"draw": torch.rand(())}
+
+
 CASES = {
     "stop": {"callbacks": [Stops()]},
     "names": {"objective": named},
     "default": {"callbacks": [Gradients()]},
     "one": {"objective": one_forward, "callbacks": [Gradients()]},
     "two": {"objective": two_forwards, "callbacks": [Gradients()]},
+    "random": {"objective": drawn},
     "inner": {"objective": inner_module},
 }
 

@@ -303,6 +303,17 @@ def test_an_objective_that_calls_the_inner_module_is_refused(data_dir, tmp_path)
     assert "the objective does not call the model that it gets" in done.stderr
 
 
+def test_each_update_and_process_has_random_numbers_of_its_own(data_dir, tmp_path):
+    one = tiny_config(data_dir, tmp_path / "one", max_steps=4)
+    first = [line["train/draw"] for line in go(one, **seams_script.CASES["random"])]
+    two = tiny_config(data_dir, tmp_path / "two", max_steps=4, micro_batch_size=2)
+    launch("tests/seams_script.py", *as_flags(two), processes=2, CASE="random")
+    means = [line["train/draw"] for line in metrics(tmp_path / "two")]
+    seconds = [2 * mean - own for mean, own in zip(means, first, strict=True)]
+    assert all(0 <= number <= 1 for number in seconds)
+    assert len({round(number, 4) for number in first + seconds}) == 8
+
+
 # Callbacks
 
 
