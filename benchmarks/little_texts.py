@@ -11,7 +11,7 @@ import sysconfig
 from itertools import accumulate
 from pathlib import Path
 
-from gpt2_accel.data.documents import held_out, name_digest
+from gpt2_accel.data.documents import held_out, text_digest
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.sources import read_text, tiny_shakespeare
 from gpt2_accel.tokenizer import train_bpe
@@ -29,7 +29,7 @@ def library() -> dict[str, str]:
     found = {path.relative_to(folder): path for path in folder.rglob("*.py") if path.is_file()}
     names = [n for n, path in found.items() if 0 < path.stat().st_size < LONGEST]
     names = [n for n in names if not LEFT_OUT & {*n.parts}]
-    ordered = sorted((name.as_posix() for name in names), key=name_digest)
+    ordered = sorted((name.as_posix() for name in names), key=text_digest)
     return {name: read_text(folder / name) for name in ordered}
 
 

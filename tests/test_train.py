@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_windows
+from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.tokenizer import char_tokenizer
@@ -61,9 +61,10 @@ def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(
 ):
     last = run(tiny(eval_every=4))[-1]
     stream = TokenStream(data_dir, "val")
-    samples = np.array([[0, i] for i in range(count_windows(stream, 32))])
+    windows = [read_window(stream, i, 32) for i in range(count_windows(stream, 32))]
+    input_ids, targets, _ = torch.from_numpy(np.stack(windows, axis=1))
     with torch.no_grad():
-        loss = from_pretrained(tmp_path)(*read_windows([stream], samples, 32)[:2]).item()
+        loss = from_pretrained(tmp_path)(input_ids, targets).item()
     assert last["val/loss"] == pytest.approx(loss, abs=1e-5)
     assert last["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     bits = loss / math.log(2) * stream.tokens / stream.bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2_accel.data.documents import HELD_OUT, fitting_share, name_digest
+from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.prepare import make_data, plan_of
 from gpt2_accel.data.rows import ROW_SUFFIXES, read_rows, row_suffix
@@ -83,7 +83,7 @@ def prepare_conversations(
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
 
-    def write(folder: Path) -> dict:
+    def write(folder: Path, _: dict) -> dict:
         conversations, keys, problems = encode_files(states, tokenizer, sequence_length, cut)
         if (different := len(np.unique(keys))) < 2:
             lines = "".join(f"; {line}" for line in left_out(problems))
@@ -176,7 +176,7 @@ def encode_row(
     counts[0] = False  # nothing comes before it
     tokens = ids.astype(DTYPE) | COUNTS * counts
     tokens[0] |= STARTS
-    return tokens, int(name_digest(json.dumps(messages, sort_keys=True))[:16], 16)
+    return tokens, int(text_digest(json.dumps(messages, sort_keys=True))[:16], 16)
 
 
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:

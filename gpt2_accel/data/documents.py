@@ -32,8 +32,8 @@ Rule = Callable[[str], list[tuple[str, str]]]
 """Maps the text of a row to its parts, each with its split."""
 
 
-def name_digest(key: str) -> str:
-    """Returns the SHA-256 (hex) of a document's name or text."""
+def text_digest(key: str) -> str:
+    """Returns the SHA-256 (hex) of a text."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
@@ -42,7 +42,7 @@ def held_out(key: str, one_in: int = HELD_OUT) -> bool:
 
     A document keeps its split when others are added or removed.
     """
-    return int(name_digest(key), 16) % one_in == 0
+    return int(text_digest(key), 16) % one_in == 0
 
 
 def fitting_share(share: float) -> bool:

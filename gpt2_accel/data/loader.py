@@ -184,38 +184,24 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     return windows
 
 
-def read_windows(
-    streams: Sequence[TokenStream], samples: np.ndarray, sequence_length: int
-) -> Batch:
-    """Reads the samples (n, 2), which are numbers of streams and windows.
-
-    Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations.
-    """
-    L = sequence_length
-    packed = any(stream.sequence_length for stream in streams)
-    found = np.zeros((3, len(samples), L), np.int64)
-    input_ids, targets, documents = found
-    for row, (i, window) in enumerate(samples.tolist()):
-        stream = streams[i]
-        if stream.sequence_length is None:
-            tokens = stream.read(window * L, L + 1)
-            input_ids[row], targets[row] = tokens[:-1], tokens[1:]
-            continue
-        tokens = stream.read(window * L, L)
-        counts = tokens[1:] & COUNTS != 0
-        input_ids[row] = tokens & TOKEN_ID
-        targets[row, :-1] = np.where(counts, input_ids[row, 1:], -100)
-        targets[row, -1] = -100
-        documents[row] = (tokens & STARTS != 0).cumsum()
-    return Batch(*map(torch.from_numpy, found[: 2 + packed]))
+def read_window(stream: TokenStream, window: int, sequence_length: int) -> np.ndarray:
+    """Returns the inputs, the targets and the documents of a window, (3, sequence_length) int64. Of text the documents are 0."""
+    start, length = window * sequence_length, sequence_length
+    if stream.sequence_length is None:
+        tokens = stream.read(start, length + 1)
+        return np.stack((tokens[:-1], tokens[1:], np.zeros(length, np.int64)))
+    tokens = stream.read(start, length)
+    ids = tokens & TOKEN_ID
+    counted = np.where(tokens & COUNTS, ids, -100)
+    return np.stack((ids, np.append(counted[1:], -100), (tokens & STARTS != 0).cumsum()))
 
 
 class Loader:
     """Reads the batches of rank `rank` of `world_size` from data sets with their shares (`open_split`).
 
     `packed` says whether one of them holds conversations, so that batches have `documents`.
-    `problem` is the first error of a read, None before. From then on all tokens are 0, and it is raised after the last
-    batch: until then the ranks run the same collectives.
+    `problem` is the first error of a read, None before. From then on nothing is read, all tokens are 0, and it is raised after
+    the last batch: until then the ranks run the same collectives.
     """
 
     def __init__(
@@ -233,14 +219,17 @@ class Loader:
         self.problem: UnreadableData | None = None
 
     def read(self, samples: np.ndarray) -> Batch:
-        """Returns what `read_windows` returns, after an error zeros."""
-        if self.problem is None:
-            try:
-                return read_windows(self.streams, samples, self.sequence_length)
-            except (OSError, ValueError) as error:
-                self.problem = UnreadableData(sentence(error))
-        shape = 2 + self.packed, len(samples), self.sequence_length
-        return Batch(*torch.zeros(shape, dtype=torch.int64))
+        """Reads the samples (n, 2), which are numbers of streams and windows.
+
+        Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations.
+        """
+        found = np.zeros((3, len(samples), self.sequence_length), np.int64)
+        try:
+            for row, (i, window) in enumerate(samples.tolist() if self.problem is None else []):
+                found[:, row] = read_window(self.streams[i], window, self.sequence_length)
+        except (OSError, ValueError) as error:
+            self.problem = UnreadableData(sentence(error))
+        return Batch(*map(torch.from_numpy, found[: 2 + self.packed]))
 
     def fetch_ahead(self, samples: np.ndarray) -> None:
         """Begins to fetch the samples, (n, 2), whose shards are remote."""
@@ -361,8 +350,8 @@ class EvalLoader(Loader):
         self.rounds = -(-self.windows // (self.world_size * batch_size))
         self.bytes_per_token = None
         if all(stream.bytes for stream in self.streams):
-            text = [n * s.bytes / s.tokens for n, s in zip(counts, self.streams, strict=True)]
-            self.bytes_per_token = sum(text) / sum(counts)
+            ratios = [stream.bytes / stream.tokens for stream in self.streams]
+            self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:
         self.fetch_ahead(self.mine)

@@ -26,14 +26,14 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
-    entries = [manifest["splits"] for manifest in manifests.values()]
     splits = {}
-    for name in entries[0]:
-        if all(name in entry for entry in entries):
-            counts = ("tokens", "documents", "bytes")  # they are part of the data's fingerprint
-            found = {count: [entry[name][count] for entry in entries] for count in counts}
-            sums = {count: None if None in n else sum(n) for count, n in found.items()}
-            splits[name] = {**sums, "shards": []}
+    for name in newest["splits"]:
+        entries = [m["splits"][name] for m in manifests.values() if name in m["splits"]]
+        if len(entries) == len(manifests):
+            splits[name] = {"shards": []}
+            for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
+                found = [entry[count] for entry in entries]
+                splits[name][count] = None if None in found else sum(found)
     shared = ("version", "tokenizer", "dtype", "sequence_length")
     manifest = {
         "format": MANIFEST_FORMAT,

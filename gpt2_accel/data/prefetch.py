@@ -1,8 +1,8 @@
 """Reads the next micro-batches in a background thread while the device computes."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing
 
 import torch
 
@@ -14,29 +14,22 @@ from gpt2_accel.runtime.device import to_device
 AHEAD = 2  # micro-batches: one is ready, and one is being read
 
 
-class Prefetch(AbstractContextManager, Iterator[Batch]):
-    """Iterates over `batches`, whose next `AHEAD` a thread reads, and moves each to `device`. A context manager.
+def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]:
+    """Yields `batches`, whose next `AHEAD` a thread reads, each moved to `device`.
 
     The order is that of `batches`. The thread only reads: it never touches a device. An error in it is raised in place of
-    its batch. Leaving the context drops what was read ahead and ends the thread.
+    its batch. `close` drops what was read ahead and ends the thread.
     """
-
-    def __init__(self, batches: Iterable[Batch], device: torch.device):
-        self._device, source = device, iter(batches)
-        self._read = in_order(lambda _: next(source, None), itertools.count(), 1, AHEAD)
-
-    def __exit__(self, *_) -> None:
-        self._read.close()
-
-    def __next__(self) -> Batch:
-        batch = next(self._read)
-        if batch is None:
-            raise StopIteration
-        moved = [part if part is None else to_device(part, self._device) for part in batch[:3]]
-        return Batch(*moved, batch.divisor)
+    source = iter(batches)
+    with closing(in_order(lambda _: next(source, None), itertools.count(), 1, AHEAD)) as found:
+        for batch in found:
+            if batch is None:
+                return
+            moved = [part if part is None else to_device(part, device) for part in batch[:3]]
+            yield Batch(*moved, batch.divisor)
 
 
-class PrefetchLoader(Prefetch):
+class PrefetchLoader(AbstractContextManager):
     """The micro-batches of the updates `steps` of a `schedule`, read ahead also across updates. A context manager.
 
     It takes the place of `loader` in the training loop, which asks for these updates in order.
@@ -48,9 +41,13 @@ class PrefetchLoader(Prefetch):
         self.micro_batches = loader.micro_batches
         first, size = schedule.first, schedule.sequences
         self._firsts = map(first, steps)
-        super().__init__((b for step in steps for b in loader.update(first(step), size)), device)
+        batches = (batch for step in steps for batch in loader.update(first(step), size))
+        self._batches = prefetch(batches, device)
+
+    def __exit__(self, *_) -> None:
+        self._batches.close()
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Returns what `TrainLoader.update` yields."""
         assert first == next(self._firsts), first
-        return itertools.islice(self, self.micro_batches(sequences))
+        return itertools.islice(self._batches, self.micro_batches(sequences))

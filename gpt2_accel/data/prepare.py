@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,16 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
+from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.shards import (
     DTYPES,
     MANIFEST,
     MANIFEST_FORMAT,
     VERSION,
     ShardWriter,
-    listed_shards,
+    TokenStream,
     read_manifest,
-    read_shard,
-    token_dtype,
 )
 from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
 from gpt2_accel.data.threads import in_order
@@ -132,8 +130,8 @@ def prepare_sources(
     if plan and former != ((begin or [None])[0], end):
         plan += f", {begin}, {end}"
 
-    def write(folder: Path) -> dict:
-        writer = TextWriter(folder, tokenizer, plan, splits, shard_tokens, validation_tokens)
+    def write(folder: Path, record: dict) -> dict:
+        writer = TextWriter(folder, record, tokenizer, splits, shard_tokens, validation_tokens)
         record = writer.record
         total = sum(source.size for source in sources)
         done = sum(entry["bytes"] for entry in record["splits"].values())
@@ -195,7 +193,7 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
 def clean(text: str) -> tuple[str, int]:
     """Replaces lone surrogates, which stand for invalid bytes, by U+FFFD; returns the text and their number."""
     try:
-        text.isascii() or text.encode()
+        text.encode()
     except UnicodeEncodeError:
         # A pair of surrogates is one character.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -207,28 +205,29 @@ class TextWriter:
     """Tokenizes pieces of documents and appends them to the shards of a folder.
 
     `record` has what is written: `next`, the `Piece.at` from which to go on, the numbers of invalid bytes and of unknown
-    tokens and the places of the first, and `splits` as in the manifest. It continues the record in the folder, if there is one.
+    tokens and the places of the first, and `splits` as in the manifest. It continues the given record.
     """
 
     def __init__(
         self,
         folder: Path,
+        record: dict,
         tokenizer: "PreTrainedTokenizerBase",
-        plan: str | None,
         splits: Sequence[str],
         shard_tokens: float,
         validation_tokens: int,
     ):
         self.folder, self.shard_tokens = folder, shard_tokens
         self.validation_tokens = validation_tokens
-        self.tokenize, self.dtype = token_encoder(tokenizer), token_dtype(len(tokenizer))
+        kind = "uint16" if len(tokenizer) <= 2**16 else "uint32"
+        self.tokenize, self.dtype = token_encoder(tokenizer), DTYPES[kind]
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
         self.begin, self.end = (np.array(own, self.dtype) for own in document_marks(tokenizer))
         entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
-        new = {"plan": plan, "next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None}
-        self.record = read_json(folder / RECORD) or {**new, "splits": entries}
+        new = {"next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None, "splits": entries}
+        self.record = new | record
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
     def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, dict]]:
@@ -261,29 +260,26 @@ class TextWriter:
                 known[name] = known.get(name, 0) + count
                 first = f"first_{name}"
                 self.record[first] = self.record.get(first) or piece.place
-        if not self.validation_tokens:
-            self.append_to(piece.split, tokens, size, piece.begins)
-            return
-        first = tokens[: self.validation_tokens - self.record["splits"]["val"]["tokens"]]
-        rest = tokens[len(first) :]
-        if len(first):
+        splits, begins = self.record["splits"], piece.begins
+        parts = [(piece.split, tokens, size)]
+        if self.validation_tokens:
+            first = tokens[: self.validation_tokens - splits["val"]["tokens"]]
+            rest = tokens[len(first) :]
             own = len(self.decode(first).encode()) if len(rest) else size
-            self.append_to("val", first, own, piece.begins)
-            size -= own
-        if len(rest):
-            self.append_to("train", rest, size, piece.begins and not len(first))
-
-    def append_to(self, split: str, tokens: np.ndarray, size: int, begins: bool) -> None:
-        """Appends tokens, of `size` bytes of text, to the open shard of a split."""
-        entry = self.record["splits"][split]
-        if split not in self.shards:
-            path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
-            self.shards[split] = ShardWriter(path, self.dtype)
-        shard = self.shards[split]
-        shard.append(tokens)
-        shard.documents += begins * len(self.begin)
-        for name, count in (("tokens", len(tokens)), ("documents", begins), ("bytes", size)):
-            entry[name] += count
+            parts = [("val", first, own), ("train", rest, size - own)]
+        for split, part, length in parts:
+            if not (len(part) or length):
+                continue
+            entry = splits[split]
+            if split not in self.shards:
+                path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
+                self.shards[split] = ShardWriter(path, self.dtype)
+            self.shards[split].append(part)
+            self.shards[split].documents += begins * len(self.begin)
+            entry["tokens"] += len(part)
+            entry["documents"] += begins
+            entry["bytes"] += length
+            begins = False
 
     def close_shards(self) -> None:
         """Closes the open shards. A shard's own `documents` are its separators."""
@@ -296,7 +292,7 @@ class TextWriter:
 
 
 def make_data(
-    write: Callable[[Path], dict],
+    write: Callable[[Path, dict], dict],
     tokenizer: "PreTrainedTokenizerBase",
     data_dir: str | Path,
     plan: str | None,
@@ -305,8 +301,8 @@ def make_data(
     """Makes a data folder in the format of `shards.py`; returns the manifest. Nothing is done if that of `plan` is complete.
 
     `write` writes the shards into the folder that it gets, and returns the manifest's version, dtype, splits and other
-    entries. The folder holds the work of an earlier call if that left a record with the same `plan`. `about` is recorded in
-    the manifest: `source`, `revision`, `command`.
+    entries. It also gets the record that an earlier call with the same `plan` left with its work in that folder, or a new
+    one. `about` is recorded in the manifest: `source`, `revision`, `command`.
 
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
     errors of `write` and `read_shard`.
@@ -324,13 +320,21 @@ def make_data(
             ) from error
         at_exit.callback(lock.unlink, missing_ok=True)  # a process that has opened it tries again
         if not os.path.lexists(data_dir):
-            begin(work, plan)
+            record = begin(work, plan)
+            mark = fingerprint(tokenizer)
+            name = tokenizer.name_or_path or type(tokenizer).__name__
+            entry = {
+                "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+                "vocab_size": len(tokenizer),
+                "fingerprint": mark,
+                "end_of_text": next(iter(text_start(tokenizer)), None),
+            }
             try:
                 with disk_errors(work, data_dir):
-                    entries = write(work)
+                    entries = {**about, **write(work, record), "plan": plan}
                     save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                    kind = {"format": MANIFEST_FORMAT, "tokenizer": tokenizer_entry(tokenizer)}
-                    write_json(work / MANIFEST, {**kind, **about, **entries, "plan": plan})
+                    kind = {"format": MANIFEST_FORMAT, "tokenizer": entry}
+                    write_json(work / MANIFEST, kind | entries)
             except BaseException as error:
                 if isinstance(error, ChangedSource) or not (work / RECORD).exists():
                     shutil.rmtree(work, ignore_errors=True)
@@ -345,27 +349,15 @@ def make_data(
             )
         (data_dir / RECORD).unlink(missing_ok=True)
         manifest = read_manifest(data_dir)
-        for shard in listed_shards(manifest):  # a finished folder may have lost one since
-            read_shard(data_dir, DTYPES[manifest["dtype"]], shard, 0, 0)
+        for split in manifest["splits"]:
+            TokenStream(data_dir, split)  # a finished folder may have lost a shard since
         return manifest
-
-
-def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Returns the manifest's entry of a tokenizer."""
-    mark = fingerprint(tokenizer)
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    return {
-        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
-        "vocab_size": len(tokenizer),
-        "fingerprint": mark,
-        "end_of_text": next(iter(text_start(tokenizer)), None),
-    }
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:
     """Returns the SHA-256 (hex) of everything that a preparation depends on."""
     content = [*map(repr, sources), fingerprint(tokenizer), *map(repr, options)]
-    return sha256("\n".join(content).encode("utf-8", "replace")).hexdigest()
+    return text_digest("\n".join(content))
 
 
 def read_json(path: Path) -> dict:
@@ -373,15 +365,17 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def begin(work: Path, plan: str | None) -> None:
-    """Makes the work folder, unless it holds the work of the same plan."""
-    if record := read_json(work / RECORD):
-        if record["plan"] == plan:
-            remove_leftovers(work)
-            return
+def begin(work: Path, plan: str | None) -> dict:
+    """Returns the record of the work folder, if that holds the work of the same plan; else makes it anew."""
+    record = read_json(work / RECORD)
+    if record and record["plan"] == plan:
+        remove_leftovers(work)
+        return record
+    if record:
         print(
             f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
             file=sys.stderr,
         )
     remove(work)
     work.mkdir()
+    return {"plan": plan}

@@ -73,7 +73,7 @@ class RemoteShards:
         """Begins to fetch the pieces that hold the tokens [start, start + count) of a shard."""
         rank, ranks = self.share
         first, end, size = byte_range(dtype, shard, start, count)
-        for number in pieces(first, min(end, size)):
+        for number in pieces(first, end):
             piece = shard["file"], number, size
             if number % ranks == rank and piece not in self._queued:
                 self._queued.add(piece)

@@ -41,12 +41,11 @@ A folder of other trainers' token files (`third_party.py`) has no manifest: it i
 `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
 """
 
-import functools
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,9 +53,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
-from gpt2_accel.runtime.files import parse_json, plain_name
+from gpt2_accel.runtime.files import parse_json, plain_name, sync
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import fingerprint
@@ -75,11 +75,6 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 HUB = "hub:"  # begins the name of data on the Hub
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns uint16 if every id of the vocabulary fits, else uint32 (both little-endian)."""
-    return DTYPES["uint16" if vocab_size <= 2**16 else "uint32"]
 
 
 class UnreadableData(OSError):
@@ -114,9 +109,8 @@ class ShardWriter:
         digest = self._digest.digest()
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, self.version, self.dtype.itemsize, self.tokens, digest))
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self.path)
         counts = {"tokens": self.tokens, "documents": self.documents}
         return {"file": self.path.name, **counts, "sha256": digest.hex()}
 
@@ -176,31 +170,21 @@ def read_manifest(data_dir: str | Path) -> dict:
     Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
     """
     path = folder_of(data_dir) / MANIFEST
-    if not path.is_file():
-        if manifest := third_party_manifest(path.parent):
-            return manifest
-        if os.path.exists(data_dir):
-            command = recipe_command("prepare_data", "text", data_dir, "--data_dir", "NEW_FOLDER")
-            raise FileNotFoundError(
-                f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare its text by "
-                f"{command}, and give NEW_FOLDER"
-            )
-        raise FileNotFoundError(
-            f"{path} is missing: prepare the data first, as in "
-            f"{recipe_command('prepare_data', 'text', 'FILE_OR_FOLDER', '--data_dir', data_dir)}"
-        )
-    state = path.stat()
-    return parsed_manifest(path, state.st_ino, state.st_mtime_ns, state.st_size)
-
-
-@functools.lru_cache(maxsize=32)  # a run asks for it at a dozen places; callers do not change it
-def parsed_manifest(path: Path, *state: int) -> dict:
-    """Returns the content of a `manifest.json`, which has this `state`. Raises `ValueError` if it is damaged."""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        manifest = parse_json(path.read_text(encoding="utf-8"))
-        if is_valid(manifest):
-            return manifest
-    raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
+    if path.is_file():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            manifest = parse_json(path.read_bytes())
+            if is_valid(manifest):
+                return manifest
+        raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
+    if manifest := third_party_manifest(path.parent):
+        return manifest
+    text, target = "FILE_OR_FOLDER", data_dir
+    if os.path.exists(data_dir):
+        text, target = data_dir, "NEW_FOLDER"
+    raise FileNotFoundError(
+        f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by "
+        f"{recipe_command('prepare_data', 'text', text, '--data_dir', target)}"
+    )
 
 
 def is_valid(manifest: dict) -> bool:
@@ -258,12 +242,22 @@ class TokenStream:
             targets = entry["targets"]
             self.targets = self._read(self.dtype, targets, 0, targets["tokens"]).astype(np.int64)
 
-    def fetch_ahead(self, start: int, count: int) -> None:
-        """Begins to fetch the tokens [start, start + count), those in one shard, if a `remote` reads them."""
-        if self.remote is not None:
-            number = int(np.searchsorted(self._ends, start, side="right"))
+    def ranges(self, start: int, count: int) -> Iterator[tuple[dict, int, int]]:
+        """Yields where the tokens [start, start + count) are: shards, the first token in each, and how many."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while count:
             shard, left = self.shards[number], int(self._ends[number]) - start
-            self.remote.fetch_ahead(self.dtype, shard, shard["tokens"] - left, count)
+            size = min(count, left)
+            yield shard, shard["tokens"] - left, size
+            start += size
+            count -= size
+            number += 1
+
+    def fetch_ahead(self, start: int, count: int) -> None:
+        """Begins to fetch those of the tokens [start, start + count) that exist, if a `remote` reads them."""
+        if self.remote is not None:
+            for place in self.ranges(start, min(count, self.tokens - start)):
+                self.remote.fetch_ahead(self.dtype, *place)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
@@ -271,27 +265,19 @@ class TokenStream:
         Raises the errors of `read_shard` or of the `remote`, and `ValueError` if a token id is not below `vocab_size`.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
-        out = np.empty(count, np.int64)
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        filled = 0
-        while filled < count:
-            shard, left = self.shards[number], int(self._ends[number]) - start - filled
-            size = min(count - filled, left)
-            piece = self._read(self.dtype, shard, shard["tokens"] - left, size)
+        found = [np.empty(0, np.int64)]
+        for shard, first, size in self.ranges(start, count):
+            piece, path = self._read(self.dtype, shard, first, size), self.data_dir / shard["file"]
             if len(piece) != size:
-                raise UnreadableData(
-                    f"{self.data_dir / shard['file']} gave {len(piece):,} of {size:,} tokens: try again"
-                )
+                raise UnreadableData(f"{path} gave {len(piece):,} of {size:,} tokens: try again")
             ids = piece if self.sequence_length is None else piece & TOKEN_ID
-            if size and ids.max() >= self.vocab_size:
+            if ids.max(initial=0) >= self.vocab_size:
                 raise ValueError(
-                    f"{self.data_dir / shard['file']} holds the token id {ids.max()}, but the vocabulary has "
-                    f"{self.vocab_size}: prepare the data again"
+                    f"{path} holds the token id {ids.max()}, but the vocabulary has {self.vocab_size}: prepare the data "
+                    "again"
                 )
-            out[filled : filled + size] = piece
-            filled += size
-            number += 1
-        return out
+            found.append(piece)
+        return np.concatenate(found)
 
 
 # A data folder
@@ -303,7 +289,7 @@ def data_fingerprint(data_dir: str | Path) -> str:
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
     for folder, _, share in read_parts(data_dir) if "mixture" in manifest else []:
         content += [share, data_fingerprint(folder)]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return text_digest(json.dumps(content, sort_keys=True))
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
@@ -324,7 +310,7 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the SHA-256 (hex) of a tokenizer's chat template."""
-    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+    return text_digest(str(tokenizer.chat_template))
 
 
 def check_tokenizer(

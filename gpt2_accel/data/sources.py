@@ -1,15 +1,15 @@
 """Sources of text: files of plain text, files of rows, data sets of the Hub, and texts in memory."""
 
 import codecs
-import hashlib
 import http.client
 import itertools
 import os
 import sys
 import urllib.request
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel.data.documents import (
     CHUNK,
@@ -19,12 +19,15 @@ from gpt2_accel.data.documents import (
     by_hash,
     chunks,
     fitting_share,
-    held_out,
     last_part,
     next_cut,
+    text_digest,
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, place_of, read_rows, reading, row_suffix
 from gpt2_accel.runtime.files import first_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import DatasetInfo
 
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out
@@ -83,10 +86,9 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
     """Yields the text in bytes [start, end) of a file, without a byte-order mark."""
     with open(path, "rb") as file:
         file.seek(start)
+        blocks = iter(lambda: file.read(min(end - file.tell(), CHUNK)), b"")
         encoding = "utf-8" if start else "utf-8-sig"
-        decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-        while data := file.read(min(end - file.tell(), CHUNK)):
-            yield decoder.decode(data, final=file.tell() == end)
+        yield from codecs.iterdecode(blocks, encoding, "surrogateescape")
 
 
 def row_file(path: str, column: str, rule: Rule) -> Source:
@@ -111,12 +113,16 @@ def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
     Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
     file is held out instead. Raises `ValueError` if the first rows are not documents with a text in `column`.
     """
-    sizes = {path: path.stat().st_size for path in names if not row_suffix(path)}
-    share = sum(size for path, size in sizes.items() if held_out(names[path]))
-    whole = fitting_share(share / (sum(sizes.values()) or 1))
-    splits = {path: by_hash(names[path])[0][0] if whole else None for path in sizes}
-    found = [text_file(path, split) for path, split in splits.items()]
-    return [*found, *row_files([str(path) for path in names if path not in sizes], column)]
+    splits: dict[Path, str | None] = {
+        path: by_hash(name)[0][0] for path, name in names.items() if not row_suffix(path)
+    }
+    rows = [str(path) for path in names if path not in splits]
+    sizes = {"train": 0, "val": 0}
+    for path, split in splits.items():
+        sizes[split] += path.stat().st_size
+    if not fits(sizes):
+        splits = dict.fromkeys(splits)
+    return [*(text_file(*file) for file in splits.items()), *row_files(rows, column)]
 
 
 def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[Source]:
@@ -132,9 +138,14 @@ def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[S
     documents = itertools.chain.from_iterable(file.documents() for file in files)
     for document in itertools.islice(documents, SAMPLED_ROWS):
         sizes[document.split] += sum(map(len, document.chunks))
-    if fitting_share(sizes["val"] / (sum(sizes.values()) or 1)):
+    if fits(sizes):
         return files
     return [row_file(path, column, last_part) for path in paths]
+
+
+def fits(sizes: Mapping[str, int]) -> bool:
+    """Whether the sizes of the splits, in bytes or characters, are a `fitting_share`."""
+    return fitting_share(sizes["val"] / (sum(sizes.values()) or 1))
 
 
 def state_of(path: str) -> tuple[int, float | None]:
@@ -172,10 +183,9 @@ def find_files(
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
     found = {source: source.name}
     if source.is_dir():
-        check_folders(source)
-        files = [path for path in sorted(source.rglob(pattern or "*")) if not path.is_dir()]
-        names = {path: path.relative_to(source).as_posix() for path in files}
-        found = {path: name for path, name in names.items() if "/." not in f"/{name}"}
+        matching = set(source.rglob(pattern or "*"))
+        files = [path for path in visible_files(source) if path in matching]
+        found = {path: path.relative_to(source).as_posix() for path in files}
     elif not source.is_file():
         raise ValueError(f"{source} is a pipe or a device, not a regular file: write it to a file")
     taken = {path: name for path, name in found.items() if path.is_file() and accepts(path)}
@@ -190,15 +200,18 @@ def find_files(
     return taken
 
 
-def check_folders(source: str | Path) -> None:
-    """Raises `OSError` if a folder in `source` that is not hidden cannot be read, since `rglob` and
-    `datasets` leave it out."""
+def visible_files(folder: str | Path) -> list[Path]:
+    """Returns the files below a folder that are not hidden, sorted. Raises `OSError` if a folder cannot be read, which
+    `rglob` and `datasets` leave out."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    for _, folders, _ in os.walk(source, onerror=fail):
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name[0] != "."]
+        found += [Path(parent, name) for name in names if name[0] != "."]
+    return sorted(found)
 
 
 def is_text(path: Path) -> bool:
@@ -215,8 +228,6 @@ def read_text(path: str | Path) -> str:
 
     Raises `FileNotFoundError` if it does not exist, `ValueError` if it is empty or not UTF-8.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"{path} does not exist: give a text file")
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -244,10 +255,12 @@ def hub_files(
     folder cannot be read.
     """
     from datasets import load_dataset_builder
+    from datasets.data_files import FILES_TO_IGNORE
+    from huggingface_hub import constants
 
-    revision = pinned_revision(name, revision)
-    if os.path.isdir(name):
-        check_folders(name)
+    if not (os.path.exists(name) or constants.HF_HUB_OFFLINE):
+        revision = data_set_info(name, revision).sha  # `datasets` retries for longer
+    local = visible_files(Path(name).resolve()) if os.path.isdir(name) else []
     try:
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
     except Exception as error:  # for an empty name, an IndexError
@@ -265,43 +278,31 @@ def hub_files(
                 f"{file} is not a file of rows ({', '.join(ROW_SUFFIXES)}): convert it, or give "
                 "--revision refs/convert/parquet, where the Hub has data sets as Parquet"
             )
-    if os.path.isdir(name) and not (config or data_files):
-        check_all_found(name, set(itertools.chain.from_iterable(splits.values())))
+    known_files = set(itertools.chain.from_iterable(splits.values()))
+    for path in local if not (config or data_files) else []:
+        # `datasets` takes the commonest format only, and only names with a split in them if there are such names.
+        if row_suffix(path) and path.name not in FILES_TO_IGNORE and str(path) not in known_files:
+            raise ValueError(
+                f"{path} is in none of the splits that datasets finds in {name}: prepare all "
+                "files by the command text, or choose some by --data_files"
+            )
     return list(splits[split]), revision
 
 
-def check_all_found(folder: str, found: Collection[str]) -> None:
-    """Raises `ValueError` if a folder has files of rows that are not `found`: `datasets` takes only
-    those of the commonest format, and only names with a split in them if there are such names."""
-    from datasets.data_files import FILES_TO_IGNORE
+def data_set_info(name: str, revision: str | None, **options: bool) -> "DatasetInfo":
+    """Returns what the Hub knows of a data set, such as its commit; `options` are those of the client's `dataset_info`.
 
-    root = Path(folder).resolve()
-    for path in root.rglob("*"):
-        hidden = "/." in f"/{path.relative_to(root).as_posix()}"
-        ignored = hidden or path.name in FILES_TO_IGNORE
-        if row_suffix(path) and not ignored and str(path) not in found:
-            raise ValueError(
-                f"{path} is in none of the splits that datasets finds in {folder}: prepare all "
-                "files by the command text, or choose some by --data_files"
-            )
-
-
-def pinned_revision(name: str, revision: str | None) -> str | None:
-    """Resolves the `revision` of a data set to a commit; returns `revision` for a local folder or in offline mode.
-
-    One request, so that a wrong name or a missing network is reported within seconds, where `datasets` retries. Raises
-    `OSError` if the Hub has no such data set or revision that may be read, or cannot be reached.
+    One request, so that a wrong name or a missing network is reported within seconds. Raises `OSError` if the Hub has no
+    such data set or revision that may be read, or cannot be reached.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
-    if os.path.exists(name) or constants.HF_HUB_OFFLINE:
-        return revision
     try:
-        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
+        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER, **options)
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
             f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name and the network, log in "
-            "if it is not public, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
+            "by `hf auth login` if it is private, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
         ) from error
 
 
@@ -314,10 +315,10 @@ def one_text(path: str | Path | None = None) -> tuple[str, Source]:
 
     Raises the errors of `read_text` and `tiny_shakespeare`."""
     text = tiny_shakespeare() if path is None else read_text(path)
-    content, cut = text.encode(), int(len(text) * 0.9)
+    cut = int(len(text) * 0.9)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    name = f"{path or 'tiny Shakespeare'}, SHA-256 {hashlib.sha256(content).hexdigest()}"
-    return text, texts(name, splits, len(content))
+    name = f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
+    return text, texts(name, splits, len(text.encode()))
 
 
 def tiny_shakespeare() -> str:

@@ -19,13 +19,11 @@ import functools
 import math
 import os
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import (
     GPT2_FINGERPRINT,
     GPT2_VOCAB_SIZE,
@@ -56,6 +54,10 @@ GPT2 = {
 }
 
 
+File = tuple[str, str, int, int]
+"""A part of a token file: its split, the file's name, the number of tokens and where they begin, in bytes."""
+
+
 def third_party_manifest(folder: Path) -> dict | None:
     """Returns a manifest of a folder of such files, None if it holds none of them.
 
@@ -64,61 +66,71 @@ def third_party_manifest(folder: Path) -> dict | None:
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if datatrove := [name for name in names if name.endswith(".ds")]:
-        return datatrove_manifest(folder, datatrove)
-    splits: dict[str, dict] = defaultdict(
-        lambda: {"tokens": 0, "documents": None, "bytes": None, "shards": []}
-    )
-    dtypes = set()
-    for name in names:
-        if match := NAME.fullmatch(name):
-            dtype, shard = find_tokens(folder / name)
-            dtypes.add(dtype)
-            splits[match[1]]["shards"].append(shard)
-            splits[match[1]]["tokens"] += shard["tokens"]
-    if not splits:
+        tokenizer, dtype, files = datatrove_files(folder, datatrove)
+    elif named := [name for name in names if NAME.fullmatch(name)]:
+        tokenizer, dtype, files = named_files(folder, named)
+    else:
         return None
-    if "meta.pkl" in names:
+    splits: dict[str, dict] = {}
+    for split, name, tokens, offset in files:
+        entry = splits.setdefault(
+            split, {"tokens": 0, "documents": None, "bytes": None, "shards": []}
+        )
+        entry["tokens"] += tokens
+        shard = {"file": name, "tokens": tokens, "offset": offset, "sha256": None}
+        entry["shards"].append(shard)
+    return {
+        "version": 1,
+        "tokenizer": tokenizer,
+        "dtype": dtype.name,
+        "splits": splits,
+        "source": f"{folder} as it is",
+    }
+
+
+def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
+    """Returns the tokenizer's entry in the manifest, the dtype and the parts of nanoGPT's or llm.c's files."""
+    if (folder / "meta.pkl").exists():
         raise ValueError(
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    tokenizer = GPT2
-    if U4 in dtypes:
-        own = folder / "tokenizer"
-        if U2 in dtypes or not own.is_dir():
-            raise ValueError(
-                f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
-                f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
-            )
-        # llm.c puts BOS before each document, others EOS behind it.
-        tokenizer = named_tokenizer("tokenizer/", own, begins=shard["offset"] > 0)
-    about = {"version": 1, "tokenizer": tokenizer, "dtype": dtype.name, "splits": dict(splits)}
-    return {**about, "source": f"{folder} as it is"}
+    files, dtypes = [], set()
+    for name in names:
+        dtype, tokens, offset = find_tokens(folder / name)
+        dtypes.add(dtype)
+        files.append((NAME.fullmatch(name)[1], name, tokens, offset))
+    if dtypes == {U2}:
+        return GPT2, U2, files
+    own = folder / "tokenizer"
+    if U2 in dtypes or not own.is_dir():
+        raise ValueError(
+            f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
+            f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
+        )
+    # llm.c puts BOS before each document, others EOS behind it.
+    return named_tokenizer("tokenizer/", own, begins=offset > 0), U4, files
 
 
-def find_tokens(path: Path) -> tuple[np.dtype, dict]:
-    """Returns the dtype of the ids in nanoGPT's or llm.c's file, and its entry in the manifest."""
+def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
+    """Returns the dtype of the ids in nanoGPT's or llm.c's file, their number and where they begin, in bytes."""
     with open(path, "rb") as file:
         start = file.read(12)
     if start.startswith(OWN_MAGIC):
         raise FileNotFoundError(
-            f"{path.parent}/manifest.json is missing beside {path.name}: prepare the data first, by "
-            f"{recipe_command('prepare_data')}"
+            f"{path.parent}/manifest.json is missing beside {path.name}: restore it, or prepare the data again"
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
-    offset = LLMC_HEADER
-    dtype = HEADERS.get(tuple(kind))
-    if dtype is None:
-        if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
-            raise ValueError(
-                f"{path} has a header of llm.c with magic and version {kind}, but token files have "
-                f"one of {[*HEADERS]}: leave the file out, or write it again"
-            )
-        offset = 0
-        dtype = headerless_dtype(path)
-        # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
-        tokens = math.ceil(path.stat().st_size / dtype.itemsize)
-    return dtype, {"file": path.name, "tokens": tokens, "offset": offset, "sha256": None}
+    if dtype := HEADERS.get(tuple(kind)):
+        return dtype, tokens, LLMC_HEADER
+    if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
+        raise ValueError(
+            f"{path} has a header of llm.c with magic and version {kind}, but token files have "
+            f"one of {[*HEADERS]}: leave the file out, or write it again"
+        )
+    dtype = headerless_dtype(path)
+    # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
+    return dtype, math.ceil(path.stat().st_size / dtype.itemsize), 0
 
 
 def headerless_dtype(path: Path) -> np.dtype:
@@ -138,8 +150,8 @@ def headerless_dtype(path: Path) -> np.dtype:
     raise ValueError(f"{path} holds token ids of 64 bits: write them as uint16 or uint32")
 
 
-def datatrove_manifest(folder: Path, names: list[str]) -> dict:
-    """Returns the manifest of a folder in which datatrove wrote the files `names`."""
+def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
+    """Returns the tokenizer's entry in the manifest, the dtype and the parts of the files `names` that datatrove wrote."""
     sizes, kinds = {}, set()
     for name in names:
         try:
@@ -158,28 +170,17 @@ def datatrove_manifest(folder: Path, names: list[str]) -> dict:
     dtype = np.dtype(f"<u{width or 2}")  # older versions have no width
     tokenizer, total = named_tokenizer(source, folder / "tokenizer"), sum(sizes.values())
     left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
-    counts = {"train": left, "val": total - left}
-    splits = {
-        split: {"tokens": tokens, "documents": None, "bytes": None, "shards": []}
-        for split, tokens in counts.items()
-    }
+    files = []
     for name, tokens in sizes.items():
         train = min(tokens, left)
         left -= train
-        for split, count, start in (("train", train, 0), ("val", tokens - train, train)):
-            entry = {
-                "file": name,
-                "tokens": count,
-                "offset": start * dtype.itemsize,
-                "sha256": None,
-            }
-            splits[split]["shards"].append(entry)
+        files.append(("train", name, train, 0))
+        files.append(("val", name, tokens - train, train * dtype.itemsize))
         end = (folder / name).stat().st_size - dtype.itemsize
         last = np.fromfile(folder / name, dtype, offset=max(0, end))
         if tokens and last.tolist() != [tokenizer["end_of_text"]]:
             tokenizer = {**tokenizer, "end_of_text": None}  # documents are not separated
-    about = {"version": 1, "tokenizer": tokenizer, "dtype": dtype.name, "splits": splits}
-    return {**about, "source": f"{folder} as it is"}
+    return tokenizer, dtype, files
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,6 +1,7 @@
 """Loss on a fixed set of windows of prepared data."""
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.data.loader import EvalLoader, open_split
-from gpt2_accel.data.prefetch import Prefetch
+from gpt2_accel.data.prefetch import prefetch
 from gpt2_accel.data.shards import UnreadableData, check_tokenizer, read_manifest
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
@@ -45,7 +46,7 @@ def validation_loss(
     Raises `UnreadableData` on all ranks if one could not read its windows.
     """
     found: list[torch.Tensor] = []  # nats and tokens of each window, (2, batch_size) per batch
-    with evaluating(model), Prefetch(loader, accelerator.device) as batches:
+    with evaluating(model), closing(prefetch(loader, accelerator.device)) as batches:
         rounds = zip(range(loader.rounds), batches, strict=False)
         for _, (input_ids, targets, documents, _) in progress(
             rounds, f"evaluating {prefix}", loader.rounds, shown=accelerator.is_main_process

@@ -1,18 +1,17 @@
 """Prepared data on the Hub: push, pull, and training from it without a download, by `--data_dir hub:USER/NAME`.
 
-A repository is a data set that holds what `data/shards.py` describes, or token files of llm.c's or modded-nanogpt's kind.
+A repository is a data set that holds what `data/shards.py` describes, X.
 """
 
 import fnmatch
 import os
 import shutil
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.remote import AT_ONCE, SUMS, RemoteShards, write_sums
+from gpt2_accel.data.remote import SUMS, RemoteShards, write_sums
 from gpt2_accel.data.shards import (
     HUB,
     MANIFEST,
@@ -22,7 +21,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     verify_data,
 )
-from gpt2_accel.data.third_party import NAME
+from gpt2_accel.data.sources import data_set_info
 from gpt2_accel.hf.hub import check_push, push
 from gpt2_accel.runtime.files import (
     atomic_directory,
@@ -34,9 +33,23 @@ from gpt2_accel.runtime.files import (
 )
 
 COMMIT = "commit.txt"  # in the cached folder of a repository: the commit whose files it describes
-HEADER = 2**10  # bytes of a token file that are kept in that folder: its header is there
 TIMEOUT = 10.0  # seconds of a request without an answer
 CACHE_GB = 100.0  # of pieces of shards, unless GPT2_ACCEL_CACHE_GB says otherwise
+CARD = """---
+license: other
+tags: [gpt2_accel]
+---
+
+# {repo_id}
+
+Token shards of gpt2_accel.
+
+- Source: {manifest[source]}. The license is that of the source: check it, and name it here.
+- Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
+- Training split: {manifest[splits][train][tokens]:,} tokens; `manifest.json` lists the others
+
+Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
+"""
 
 
 def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | None:
@@ -55,7 +68,16 @@ def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | Non
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMMIT).exists():
-            describe(repo_id, revision or None, folder)
+            commit = data_set_info(repo_id, revision or None).sha
+            with atomic_directory(folder, replace=True) as scratch:
+                download(repo_id, commit, scratch, allow_patterns=[MANIFEST, "tokenizer/*"])
+                if not (scratch / MANIFEST).exists():
+                    raise ValueError(
+                        f"{repo_id} holds no prepared data, since {MANIFEST} is missing: prepare its text by "
+                        "prepare_data.py hf, or download token files such as train_000001.bin by prepare_data.py pull"
+                    )
+                (scratch / COMMIT).write_text(commit)
+                read_manifest(scratch)
     fetch = partial(fetch_bytes, repo_id, (folder / COMMIT).read_text())
     limit = float(os.environ.get("GPT2_ACCEL_CACHE_GB", CACHE_GB)) * 1e9
     sums = read_manifest(folder).get("sums", {})
@@ -99,44 +121,17 @@ def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int, size
         ) from error
 
 
-def repository(repo_id: str, revision: str | None) -> tuple[str, dict[str, int]]:
-    """Returns the commit of a data set on the Hub, and its files with their sizes in bytes. Raises `OSError`."""
-    from huggingface_hub import HfApi
+def download(repo_id: str, commit: str, folder: Path, **files: list[str]) -> None:
+    """Downloads a data set on the Hub into a folder; `files` are the patterns of `snapshot_download`. Raises `OSError`."""
+    from huggingface_hub import snapshot_download
 
     try:
-        found = HfApi().dataset_info(repo_id, revision=revision, files_metadata=True)
-    except Exception as error:  # the HTTP client's errors differ between its versions
+        snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=folder, **files)
+    except (OSError, ValueError) as error:
         raise OSError(
-            f"{repo_id} cannot be found among the data sets on the Hub ({first_line(error)}): check its name and the "
-            "connection, and log in by `hf auth login` if it is private"
+            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command again, it continues"
         ) from error
-    return found.sha, {file.rfilename: file.size or 0 for file in found.siblings}
-
-
-def describe(repo_id: str, revision: str | None, folder: Path) -> None:
-    """Writes what `open_hub` keeps of a repository. Of token files without a manifest that is their headers: the files
-    have their size, but no other content."""
-    commit, files = repository(repo_id, revision)
-    whole = [name for name in files if name.startswith((MANIFEST, "tokenizer/"))]
-    headers = [] if MANIFEST in files else [name for name in files if NAME.fullmatch(name)]
-    if MANIFEST not in files and not headers:
-        raise ValueError(
-            f"{repo_id} holds no prepared data, neither a manifest.json nor token files such as train_000001.bin: "
-            "prepare its text by prepare_data.py hf"
-        )
-
-    def keep(name: str) -> None:
-        size = files[name]
-        end = min(HEADER, size) if name in headers else size
-        (scratch / name).parent.mkdir(exist_ok=True)
-        write_file(scratch / name, fetch_bytes(repo_id, commit, name, 0, end, size))
-        os.truncate(scratch / name, size)
-
-    with atomic_directory(folder, replace=True) as scratch:
-        with ThreadPool(AT_ONCE) as pool:
-            pool.map(keep, whole + headers)
-        (scratch / COMMIT).write_text(commit)
-        read_manifest(scratch)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
 def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dict:
@@ -145,32 +140,22 @@ def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dic
     `shards` is the number of training shards to take, the first of them. Prints the size first. A download that was
     interrupted continues. Raises the errors of `open_hub` and `verify_data`.
     """
-    from huggingface_hub import snapshot_download
-
     data_dir = Path(data_dir)
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
-    commit, files = repository(repo_id, revision or None)
+    found = data_set_info(repo_id, revision or None, files_metadata=True)
+    files = {file.rfilename: file.size or 0 for file in found.siblings}
     training = sorted(fnmatch.filter(files, "*train_[0-9]*.bin"))
-    left_out = training[shards:] if shards else []
+    left_out = training[shards or len(training) :]
     left_out += [f"{file}{SUMS}" for file in left_out]
-    for file in left_out:
-        files.pop(file, None)
-    print(f"{repo_id}: {len(files):,} files, {readable_size(sum(files.values()))}", flush=True)
-    work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
-    try:
-        snapshot_download(
-            repo_id, repo_type="dataset", revision=commit, ignore_patterns=left_out, local_dir=work
-        )
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command again, it continues"
-        ) from error
-    shutil.rmtree(work / ".cache", ignore_errors=True)
+    sizes = [size for file, size in files.items() if file not in left_out]
+    print(f"{repo_id}: {len(sizes):,} files, {readable_size(sum(sizes))}", flush=True)
+    work = data_dir.with_name(f".{data_dir.name}.{found.sha[:12]}.partial")
+    download(repo_id, found.sha, work, ignore_patterns=left_out)
     manifest = read_manifest(work)
     if left_out and "format" in manifest:
         train = manifest["splits"]["train"]
-        kept = [shard for shard in train["shards"] if shard["file"] in files]
+        kept = [shard for shard in train["shards"] if shard["file"] not in left_out]
         train |= {"shards": kept, "tokens": sum(shard["tokens"] for shard in kept)}
         train |= {"documents": None, "bytes": None}
         write_json(work / MANIFEST, manifest)
@@ -199,32 +184,5 @@ def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> st
         manifest = {**manifest, "sums": sums}
         write_json(data_dir / MANIFEST, manifest)
     if not (data_dir / "README.md").exists():
-        write_file(data_dir / "README.md", card(manifest, repo_id))
+        write_file(data_dir / "README.md", CARD.format(repo_id=repo_id, manifest=manifest))
     return push(data_dir, repo_id, private=private, repo_type="dataset")
-
-
-CARD = """---
-license: other
-tags: [gpt2_accel]
----
-
-# {name}
-
-Token shards of gpt2_accel.
-
-- Source: {manifest[source]}. The license is that of the source: check it, and name it here.
-- Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
-{splits}
-
-Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
-"""
-
-
-def card(manifest: dict, repo_id: str) -> str:
-    """Returns the data set card of a data folder."""
-    splits = [
-        f"- {split}: {entry['tokens']:,} tokens, {len(entry['shards'])} shards"
-        for split, entry in manifest["splits"].items()
-    ]
-    name = repo_id.rpartition("/")[2]
-    return CARD.format(name=name, repo_id=repo_id, manifest=manifest, splits="\n".join(splits))

@@ -2,15 +2,15 @@
 
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import losses, refused, run
 
-import gpt2_accel.data.loader as loader_module
-from gpt2_accel.data.loader import Batch
-from gpt2_accel.data.prefetch import AHEAD, Prefetch, PrefetchLoader
+from gpt2_accel.data.loader import Batch, TrainLoader
+from gpt2_accel.data.prefetch import AHEAD, PrefetchLoader, prefetch
 from gpt2_accel.optim import BatchSchedule
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_
             started.append(number)
             yield batch(number)
 
-    with Prefetch(read(), CPU) as batches:
+    with closing(prefetch(read(), CPU)) as batches:
         for number, (input_ids, *_) in enumerate(batches):
             assert input_ids.item() == number
             deadline = time.monotonic() + 10
@@ -47,7 +47,7 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
         yield batch(0)
         raise ValueError("shard 7 is damaged")
 
-    with Prefetch(read(), CPU) as batches:
+    with closing(prefetch(read(), CPU)) as batches:
         assert next(batches)[0].item() == 0
         with refused("shard 7 is damaged"):
             next(batches)
@@ -75,7 +75,8 @@ def test_the_thread_never_touches_a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", moved)
     monkeypatch.setattr(torch.Tensor, "to", moved)
-    with Prefetch((batch(number) for number in range(4)), torch.device("cuda:3")) as batches:
+    numbers = map(batch, range(4))
+    with closing(prefetch(numbers, torch.device("cuda:3"))) as batches:
         assert [found.divisor for found in batches] == list(range(4))
     assert set(callers) == {threading.main_thread()} and len(callers) == 16
 
@@ -94,7 +95,7 @@ def test_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
 
 def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, before_update):
     """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
-    read, finished, waiting = loader_module.read_windows, [], []
+    read, finished, waiting = TrainLoader.read, [], []
 
     def slow_read(*args):
         time.sleep(0.01)
@@ -106,7 +107,7 @@ def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, b
         waiting.append(len(finished) < step + 1)
 
     expected = losses(run(tiny("plain", max_steps=20)))
-    monkeypatch.setattr(loader_module, "read_windows", slow_read)
+    monkeypatch.setattr(TrainLoader, "read", slow_read)
     before_update(slow_update)
     assert losses(run(tiny("slow", max_steps=20))) == expected
     assert len(waiting) == 20 and sum(waiting) <= 1

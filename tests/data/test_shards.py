@@ -158,7 +158,7 @@ def test_a_missing_split_manifest_or_shard_is_reported(copied):
     with refused("manifest.json is damaged, or a newer release wrote it"):
         read_manifest(copied)
     (copied / "manifest.json").unlink()
-    with refused("prepare the data first"):
+    with refused("manifest.json is missing beside .*, or prepare the data again"):
         read_manifest(copied)
 
 
