@@ -24,6 +24,7 @@ from launching import launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import gpt2_accel.callbacks as callbacks_module
 from gpt2_accel import GPT, from_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import list_checkpoints
@@ -85,6 +86,72 @@ def test_an_optimizer_resumes_with_all_of_its_state(tiny, tmp_path):
     expected = [config.learning_rate_at(step) for step in range(8)]
     assert [rate for _, rate in rates] == expected
     assert [rate for rate, _ in rates] == pytest.approx([rate / 10 for rate in expected])
+
+
+class Doubling(torch.optim.SGD):
+    """An optimizer with modes, as schedule-free ones have: weights to evaluate and to save are twice those of training."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.training = False  # the model has been built, or loaded
+
+    def switch(self, training, factor):
+        if self.training != training:
+            self.training = training
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(factor)
+
+    def train(self):
+        self.switch(True, 0.5)
+
+    def eval(self):
+        self.switch(False, 2.0)
+
+
+def test_the_modes_of_an_optimizer_are_switched(tiny, tmp_path, monkeypatch):
+    """To evaluation for evaluations, samples and saves, also those that callbacks ask for, and back for updates."""
+    modes, evaluated = [], []
+
+    class Notes:
+        def on_train_begin(self, run):
+            run.model.register_forward_pre_hook(lambda model, _: self.note(run))
+
+        def note(self, run):
+            modes.append((run.model.training, run.optimizer.optimizer.training))
+            if not run.model.training:
+                evaluated.append(run.model.wte.weight[:257].clone())
+
+        def on_step_end(self, run, skipped):
+            if run.step == 4:
+                run.validate("mine/")
+                run.save_model(tmp_path / "mine")
+
+    def noted(model, *arguments):
+        sampled.append(model.wte.weight[:257].clone())
+        return honest(model, *arguments)
+
+    def doubling(model, config):
+        return Doubling(model.parameters(), lr=config.learning_rate)
+
+    sampled, honest = [], callbacks_module.complete
+    monkeypatch.setattr(callbacks_module, "complete", noted)
+    settings = {"max_steps": 6, "save_every": 4, "eval_every": 6, "sample_every": 6}
+    settings |= {"eval_tokens": 64, "sample_tokens": 2}
+    whole = go(tiny("whole", **settings), optimizer=doubling, callbacks=[Notes()])
+    assert set(modes) == {(True, True), (False, False)}
+
+    def saved(folder):
+        return load_file(tmp_path / folder / "model.safetensors")["transformer.wte.weight"]
+
+    for folder in ("mine", "whole/checkpoint-4"):
+        assert torch.equal(saved(folder), evaluated[0])
+    assert torch.equal(saved("whole"), evaluated[-1])
+    assert sampled and all(torch.equal(saved("whole"), weight) for weight in sampled)
+    resumed = go(
+        tiny("more", **settings, resume_from=str(tmp_path / "whole/checkpoint-4")),
+        optimizer=doubling,
+    )
+    assert losses(resumed) == losses(whole)[4:]
 
 
 class Strange(torch.optim.SGD):
@@ -533,6 +600,7 @@ def test_what_callbacks_ask_for_is_not_lost(tiny, tmp_path):
             run.log_metrics({"mine/begin": torch.tensor(1.5)})
 
         def on_step_end(self, run, skipped):
+            skips.append(skipped)
             if run.step == 3:
                 run.request_save()
             if run.step == 6:
@@ -548,12 +616,13 @@ def test_what_callbacks_ask_for_is_not_lost(tiny, tmp_path):
         calls.append(1)
         return model(batch.input_ids, batch.targets) * (math.nan if len(calls) == 4 else 1)
 
-    calls, evaluated = [], []
+    calls, evaluated, skips = [], [], []
     lines = go(tiny("run", eval_every=6), objective=objective, callbacks=[Asks()])
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == [
         "checkpoint-5",
         "checkpoint-6",
     ]
+    assert skips == [False, False, False, True, False, False]
     assert lines[0] == {"step": 0, "tokens": 0, "mine/begin": 1.5}
     assert lines[-1] == {"step": 6, "tokens": 6 * 128, "mine/end": 2.5}
     assert not evaluated

@@ -7,13 +7,15 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import losses, run, tiny_config
+from conftest import losses, reset_accelerate, run, tiny_config
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import GPT, from_pretrained, save_pretrained
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.hf import comparison
+from gpt2_accel.hf.convert import CUSTOM
 from gpt2_accel.models import configured_shape
 from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.train import train
 
 
 def blocks(model):
@@ -85,12 +87,36 @@ def test_a_model_that_differs_a_little_is_found(
     printed = []
     files = comparison.ModelFiles(byte_tokenizer(), printed.append)
     files.save(model, tmp_path)
-    saved_as = json.loads((tmp_path / "config.json").read_text())["model_type"]
     if change is None:
-        assert (files.custom, saved_as, printed) == ("", architecture, [])
+        assert (files.custom, saved_as(tmp_path), printed) == ("", architecture, [])
         assert comparison.difference(model, tmp_path) < comparison.LIMIT / 10
     else:
-        assert "its logits differ by" in files.custom and saved_as == "gpt2_accel_custom"
+        assert "its logits differ by" in files.custom and saved_as(tmp_path) == CUSTOM
         assert "transformers cannot open this model" in printed[0]
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def saved_as(folder):
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def test_the_final_model_is_compared_again(tiny, tmp_path, monkeypatch, capsys):
+    """A change that acts after the first checkpoint."""
+    hidden = GPT.hidden
+
+    class Changes:
+        def on_step_end(self, run, skipped):
+            if run.step == 5:
+                monkeypatch.setattr(GPT, "hidden", lambda self, *a: hidden(self, *a) ** 3)
+
+    reset_accelerate()
+    train(tiny("run", save_every=2, keep_last=9), callbacks=[Changes()])
+    assert saved_as(tmp_path / "run/checkpoint-2") == "gpt2"
+    assert saved_as(tmp_path / "run") == CUSTOM
+    assert capsys.readouterr().out.count("its logits differ by") == 1
+
+
+def test_settings_of_training_are_no_difference(tiny, tmp_path):
+    run(tiny(max_steps=2, dropout=0.3, document_mask=True))
+    assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == "gpt2"
