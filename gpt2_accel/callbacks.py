@@ -3,6 +3,10 @@
 A callback is any object with some of the methods of `Callback`. All ranks call them, in the order of the list.
 """
 
+import shutil
+import threading
+import time
+from concurrent.futures import thread as executors
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,14 +18,17 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, unwrap
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
-from gpt2_accel.hf.hub import PICTURE, Uploads
+from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.hf.loss_plot import draw_loss
 from gpt2_accel.optim import evaluating_optimizer
 from gpt2_accel.run import Run
-from gpt2_accel.runtime.files import first_line, sentence
+from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import all_or_none, main_process_first
+from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.runtime.trackers import start_tracker
+
+LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
 class Callback(Protocol):
@@ -110,8 +117,7 @@ class Evaluations:
                 f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
                 "--learning_rate, or start again with it"
             )
-        run.state.val_loss = loss
-        run.early_stopping.count(loss)
+        run.state.count(loss)
 
 
 class Samples:
@@ -141,24 +147,17 @@ class Samples:
                         run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
 
-class Profiler(AbstractContextManager):
-    """Traces `profile` updates after the first five into `trace-<rank>.json`, for https://ui.perfetto.dev."""
+class Profiler(torch.profiler.profile):
+    """Traces `updates` updates after the first five into `trace-<rank>.json`, for https://ui.perfetto.dev."""
 
     def __init__(self, updates: int, path: Path):
-        self.profile = torch.profiler.profile(
+        super().__init__(
             schedule=torch.profiler.schedule(wait=4, warmup=1, active=updates, repeat=1),
             on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         )
 
-    def __enter__(self) -> "Profiler":
-        self.profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.profile.__exit__(*error)
-
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        self.profile.step()
+        self.step()
 
 
 class Trackers(AbstractContextManager):
@@ -195,39 +194,93 @@ class Trackers(AbstractContextManager):
                 run.log.print_line(f"{tracker.name} failed and gets no further steps: {reason}")
 
 
-class LossPlot:
-    """Draws the loss of a finished run for its model card, on the main process."""
-
-    def on_train_end(self, run: Run, finished: bool) -> None:
-        if finished and run.accelerator.is_main_process:
-            try:
-                draw_loss(run.run_dir, run.run_dir / PICTURE)
-            except (OSError, ValueError) as error:
-                run.log.print_line(f"the loss is not plotted: {sentence(error)}")
-
-
 class Pushes(AbstractContextManager):
-    """Pushes checkpoints and the final model to the Hub, from the main process and in the background."""
+    """Pushes checkpoints and the final model to the Hub, from the main process and in the background.
+
+    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each
+    checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
+
+    Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
+    next one. A failed upload is printed; it never ends the run. Leaving the context waits for the last upload, at most
+    `LONGEST_WAIT` and only while the run's `stop` has seconds left. The threads are daemons: those of the client's
+    `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
+    """
 
     def __init__(self) -> None:
-        self.uploads: Uploads | None = None
-
-    def __exit__(self, *error: Any) -> None:
-        if self.uploads is not None:
-            self.uploads.__exit__(*error)
+        self.run: Run | None = None  # on the main process
+        self.newest: Path | None = None
+        self.thread = threading.Thread()
+        self.uploading = threading.Lock()
 
     def on_train_begin(self, run: Run) -> None:
         if run.accelerator.is_main_process:
-            uploads = Uploads(run.config, run.log.print_line, lambda: run.stop.seconds_left)
-            self.uploads = uploads.__enter__()
+            self.run = run
+            self.scratch = run.run_dir / ".uploads"
+            self.repo_id = run.config.push_to_hub
+            self.print_line = run.log.print_line
+            self.later = f"by {recipe_command('push_to_hub')}"
+            remove(self.scratch)  # of a process that was killed
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if self.run is None:
+            return
+        thread, stop = self.thread, self.run.stop
+        if thread.is_alive() and kind is None:
+            self.print_line(
+                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
+                f"all files are in {self.scratch.parent}"
+            )
+            ends = time.monotonic() + LONGEST_WAIT
+            with suppress(KeyboardInterrupt):
+                while thread.is_alive() and stop.seconds_left > 0 and time.monotonic() < ends:
+                    thread.join(0.1)
+        if thread.is_alive():
+            self.print_line(
+                f"the upload to {self.repo_id} did not end in time: push again, {self.later}"
+            )
+            self.newest = None
+            # The interpreter would join the client's own threads, which may wait for an answer of the Hub forever.
+            executors._threads_queues.clear()
+        remove(self.scratch)
 
     def on_save(self, run: Run, path: Path) -> None:
-        if self.uploads is not None:
-            self.uploads.push(path)
+        if self.run is not None and run.config.hub_strategy != "end":
+            self.push(path, path)
 
     def on_train_end(self, run: Run, finished: bool) -> None:
-        if self.uploads is not None and finished:
-            self.uploads.push(run.run_dir, list_checkpoints(run.run_dir)[-1])
+        if self.run is None or not finished:
+            return
+        try:
+            draw_loss(run.run_dir, run.run_dir / PICTURE)
+        except (OSError, ValueError) as error:
+            self.print_line(f"the loss is not plotted: {sentence(error)}")
+        self.push(run.run_dir, list_checkpoints(run.run_dir)[-1])
+
+    def push(self, directory: Path, checkpoint: Path) -> None:
+        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`."""
+        folder = self.scratch / f"{time.time_ns()}"
+        try:
+            stage(directory, folder, self.repo_id)
+            if self.run.config.hub_strategy == "checkpoint":
+                shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
+        except (OSError, ValueError) as error:  # a full disk must not end the run
+            self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
+            return
+        self.newest = folder
+        self.thread = threading.Thread(target=self._upload, args=[folder], daemon=True)
+        self.thread.start()
+
+    def _upload(self, folder: Path) -> None:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()  # they would break the run's progress bar
+        with self.uploading:
+            if folder == self.newest:
+                try:
+                    self.print_line(f"uploaded to {push(folder, self.repo_id)}")
+                except OSError as error:
+                    self.print_line(f"{error}, {self.later}")
+        remove(folder)
 
 
 class Checkpoints:

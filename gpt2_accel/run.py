@@ -18,16 +18,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.find import read_state, read_status
-from gpt2_accel.checkpoint.state_dict import (
-    CallbackState,
-    OptimizerState,
-    full_model,
-    full_tensor,
-    gather_to_host,
-    unwrap,
-)
-from gpt2_accel.checkpoint.writer import CheckpointWriter, load_training_state, write_manifest
-from gpt2_accel.config import TrainConfig, load_saved
+from gpt2_accel.checkpoint.state_dict import TrainingState, full_model, full_tensor, gather_to_host
+from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
@@ -50,7 +43,7 @@ from gpt2_accel.runtime.files import (
     sync,
     write_json,
 )
-from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged, EarlyStopping
+from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged
 from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import (
     changed_settings,
@@ -77,12 +70,23 @@ Objective = Callable[
 @dataclass
 class RunState:
     """What a checkpoint keeps of a run beside its tensors. `val_loss` is that of this step, None if it was not evaluated;
-    `changes` are the settings that resumes have changed."""
+    `best` is the lowest so far, and `waited` the number of evaluations since; `changes` are the settings that resumes have
+    changed."""
 
     step: int = 0  # updates done
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # in the trackers
     val_loss: float | None = None
+    best: float | None = None
+    waited: int = 0
     changes: list[str] = field(default_factory=list)
+
+    def count(self, loss: float) -> None:
+        """Counts an evaluation, by its validation loss."""
+        self.val_loss = loss
+        self.waited += 1
+        if self.best is None or loss < self.best:
+            self.best = loss
+            self.waited = 0
 
 
 @dataclass
@@ -118,19 +122,20 @@ class Run:
         self.state = RunState()
         self.schedule = config.batch_schedule(accelerator.num_processes)
         self.guard = AnomalyGuard()
-        self.early_stopping = EarlyStopping(config.patience)
-        self.optimizer_state = OptimizerState(unwrap(accelerator, self.model), self.optimizer)
-        self.callback_state = CallbackState(self.callbacks)
+        self.training_state = TrainingState(accelerator, self.model, self.optimizer, self.callbacks)
         # What determines the order of the data.
-        self._order = {"seed": config.seed, "sequence_length": config.tokens_per_sequence}
-        self._data = data_fingerprint(config.data_dir)
+        self._order = {
+            "seed": config.seed,
+            "sequence_length": config.tokens_per_sequence,
+            "data": data_fingerprint(config.data_dir),
+        }
         self._saved_step: int | None = None
         self._asks_save = self._save_asked = self._unreported = False
         self.resumes_here = self.stopping = self.unevaluated = False
         self.figures: dict[str, float] = {}
         self._names: list[str] | None = None  # of the objective's figures
         self.problem = ""
-        self.changes: list[str] = []  # of this resume
+        self.changes: dict[str, str] = {}  # of settings, by this resume
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
         self.state.run_id = on_main_process(lambda: self.state.run_id)
@@ -165,51 +170,50 @@ class Run:
         config, accelerator = self.config, self.accelerator
         with all_or_none():
             saved = read_state(checkpoint)
-            position = saved["position"]
-            before = position | {"data": saved["data"]}
-            for name, value in (self._order | {"data": self._data}).items():
+            before = saved | saved["position"]  # where older releases have the order
+            for name, value in self._order.items():
                 if before[name] != value and not config.ignore_changes:
                     raise ValueError(
                         f"{checkpoint} was trained with the {name} {before[name]}, not {value}, which changes the "
                         "order of the data: resume with the original value, or with --ignore_changes"
                     )
-            seen = position["sequences"] * position["sequence_length"]
-            guard = saved["guard"]
-            self.early_stopping = EarlyStopping(config.patience, guard["waited"], guard["best"])
-            changes = changed_settings(config, saved["settings"], saved["step"], seen)
-            self.changes = list(changes.values())
-            history = saved.get("changes", []) + self.changes
-            self.state = RunState(saved["step"], val_loss=saved["val_loss"], changes=history)
+            seen = before["sequences"] * before["sequence_length"]
+            self.changes = changed_settings(config, saved["settings"], saved["step"], seen)
+            evaluations = saved.get("guard", saved)  # release 0.4 and older
+            self.state = RunState(
+                saved["step"],
+                val_loss=saved["val_loss"],
+                best=evaluations["best"],
+                waited=evaluations["waited"],
+                changes=saved.get("changes", []) + list(self.changes.values()),
+            )
             self.schedule = config.batch_schedule(
                 accelerator.num_processes, self.step, seen // config.tokens_per_sequence
             )
-        load_training_state(checkpoint, saved, accelerator, self.optimizer_state)
+        self.training_state.load_optimizer(checkpoint, saved)
         with all_or_none():
-            notes = self.callback_state.load(checkpoint, saved, config.ignore_changes)
+            notes = self.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
         accelerator.print(f"resumed from {checkpoint}", *notes, sep="\n")
         self.resumes_here = checkpoint.resolve().parent == self.run_dir.resolve()
-        branches = not self.resumes_here and (checkpoint.parent / "run.json").exists()
-        if not branches:  # a branch of another run is a run of its own
-            self.state.run_id = saved["run_id"] or self.state.run_id
         if self.resumes_here:
             self._saved_step = self.step
+        # A branch of another run is a run of its own.
+        if self.resumes_here or not (checkpoint.parent / "run.json").exists():
+            self.state.run_id = saved["run_id"] or self.state.run_id
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state beside the tensors, for a checkpoint.
+    def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """Returns what a checkpoint holds beside the model: the tensors of each file, as `TrainingState.collect` has them, and
+        `state.json`.
 
-        `position` is the number of sequences read and the settings that determine their order, `data` the fingerprint of
-        the data. A resume compares its settings with `settings`. Raises `ValueError` for what JSON changes."""
-        scaler, stopping = self.accelerator.scaler, self.early_stopping
+        `position` is the number of sequences read. A resume compares the settings that determine their order, and
+        `settings`. Raises `ValueError` for what JSON changes."""
+        tensors, values = self.training_state.collect()
         state = {
             **asdict(self.state),
-            "position": {"sequences": self.schedule.first(self.step), **self._order},
-            "guard": {"best": stopping.best, "waited": stopping.waited},
-            "data": self._data,
+            **self._order,
+            "position": {"sequences": self.schedule.first(self.step)},
             "settings": self.config.settings(),
-            "optimizer": self.optimizer_state.name,
-            "optimizer_values": self.optimizer_state.values(),
-            "callbacks": self.callback_state.values(),
-            "scaler": scaler.state_dict() if scaler else None,
+            **values,
         }
         # As text: NaN equals NaN, and a tuple is not a list.
         if repr(json.loads(json.dumps(state, default=repr))) != repr(state):
@@ -217,7 +221,7 @@ class Run:
                 "a checkpoint cannot hold this state, whose tensors belong to the first level, and else numbers, texts, lists: "
                 f"{state['callbacks']} {state['optimizer_values']}"
             )
-        return state
+        return tensors, state
 
     # What surrounds the loop
 
@@ -234,7 +238,7 @@ class Run:
                     stack.enter_context(self.status)
                     self.config.save(self.run_dir / "config.yaml")
                     write_json(self.run_dir / "run.json", self.metadata)
-                    print(start_summary(self), *self.changes, sep="\n", flush=True)
+                    print(start_summary(self), *self.changes.values(), sep="\n", flush=True)
                     self.writer.link(self.step)  # a kill may have prevented it
                 stack.enter_context(self.log)
             for callback in self.callbacks:
@@ -270,15 +274,20 @@ class Run:
                 self.files.save(self.empty, folder, describe_training(self))
                 load_tokenizer(folder)
 
-        self.state_dict()  # raises for what JSON does not have
+        self.collect()  # raises for what JSON does not have
         on_main_process(rehearse)
 
     # What the loop calls
 
     def goes_on(self) -> bool:
         """Whether there is another update to do."""
-        ended = self.stopping or self.diverged or self.early_stopping.ended
+        ended = self.stopping or self.diverged or self.stops_early
         return self.step < self.updates and not ended
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether early stopping ends the run, or has ended it before a resume."""
+        return 0 < self.config.patience <= self.state.waited
 
     @property
     def diverged(self) -> bool:
@@ -304,18 +313,16 @@ class Run:
         The host waits here until the device has done the update. Raises the errors of
         `check_problems`: tokens that a rank could not read are in no update.
         """
-        flags = (self._must_stop(), self._asks_save, self.writer.written is not None)
-        values = [*figures.values(), *map(float, flags)]
-        own = [torch.as_tensor(value, device=self.accelerator.device) for value in values]
-        means = self.accelerator.reduce(torch.stack([value.float() for value in own]), "mean")
-        *found, stop, save, written, norm = torch.cat(
-            (means, full_tensor(grad_norm)[None])
-        ).tolist()
-        self.stopping, self._unreported = stop > 0, written > 0
-        self._save_asked = (
-            self._save_asked or save > 0
-        )  # until it is saved: a skipped update is not
-        self._asks_save = False
+        flags = [self._must_stop(), self._asks_save, self.writer.written is not None]
+        values = [*figures.values(), *flags]
+        kind = {"dtype": torch.float32, "device": self.accelerator.device}
+        own = torch.stack([torch.as_tensor(value, **kind) for value in values])
+        means = self.accelerator.reduce(own, "mean")
+        together = torch.cat((means, full_tensor(grad_norm)[None]))
+        *found, stop, save, written, norm = together.tolist()
+        self.stopping = stop > 0
+        self._save_asked = save > 0
+        self._unreported = written > 0
         if self.stopping:
             self.check_problems()
         return {**dict(zip(figures, found, strict=True)), "grad_norm": norm}
@@ -399,7 +406,7 @@ class Run:
     def save(self, *, again: bool = False) -> None:
         """Waits for the previous checkpoint and starts to write the one of this step, unless it is written; with `again`
         in any case. Raises `OSError` if the run's folder is gone."""
-        self._save_asked = False
+        self._asks_save = self._save_asked = False
         failed = on_main_process(self._end_write)
         if self.step == self._saved_step and not (failed or again):
             return
@@ -408,14 +415,11 @@ class Run:
             sync(metrics)  # a resumed run does not repeat this step
         with evaluating_optimizer(self.optimizer):
             plain = full_model(self.accelerator, self.model, self.empty)
-            state, training = self.state_dict(), describe_training(self)
-            tensors = {
-                "optimizer": gather_to_host(self.accelerator, self.optimizer_state.tensors())
-            }
-            if callbacks := gather_to_host(self.accelerator, self.callback_state.tensors()):
-                tensors["callbacks"] = callbacks
+            tensors, state = self.collect()
+            for file, own in tensors.items():
+                tensors[file] = gather_to_host(self.accelerator, own)
         if plain is not None:
-            self.writer.save(plain, tensors, state, training)
+            self.writer.save(plain, tensors, state, describe_training(self))
         self._saved_step = self.step
 
     def report_save(self) -> None:
@@ -472,8 +476,8 @@ def finish(run: Run) -> bool:
             f"{config.output_dir}/metrics.jsonl"
         )
     run.log.print_line(end_summary(run))
-    finished = run.early_stopping.ended or not (run.step < run.updates or run.unevaluated)
-    if run.early_stopping.ended:
+    finished = run.stops_early or not (run.step < run.updates or run.unevaluated)
+    if run.stops_early:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
@@ -531,20 +535,19 @@ def is_complete(run: Run) -> bool:
 
     Raises `ValueError` if settings were given that the complete run does not have."""
     run_dir = run.run_dir
-    status, has_model = on_main_process(
-        lambda: (read_status(run_dir), any(run_dir.glob("model*.safetensors")))
-    )
-    found = status.get("state"), status.get("step")
-    if run.goes_on() or not (run.resumes_here and has_model and found == ("finished", run.step)):
+
+    def has_finished() -> bool:
+        status = read_status(run_dir)
+        found = status.get("state"), status.get("step")
+        return found == ("finished", run.step) and any(run_dir.glob("model*.safetensors"))
+
+    if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
         return False
     text = (
         f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
         "--epochs or --patience to go on"
     )
-    changes = on_main_process(
-        lambda: changed_settings(run.config, load_saved(run_dir / "config.yaml"), run.step)
-    )
-    unused = [change for name, change in changes.items() if name in run.config.given]
+    unused = [change for name, change in run.changes.items() if name in run.config.given]
     if unused:
         raise ValueError(
             f"{text}, or choose another --output_dir: {', '.join(unused)} was not used"

@@ -15,7 +15,6 @@ from gpt2_accel.callbacks import (
     Checkpoints,
     Evaluations,
     Figures,
-    LossPlot,
     Profiler,
     Pushes,
     Samples,
@@ -172,7 +171,7 @@ def own_callbacks(
     if config.report_to:
         found.append(Trackers(config.report_to))
     if config.push_to_hub:
-        found += [LossPlot(), Pushes()]
+        found.append(Pushes())
     return [*found, Checkpoints()]
 
 

@@ -1,10 +1,10 @@
-"""Converts the tensors of a prepared model and optimizer to the form of a checkpoint, and back.
+"""Converts a prepared model, its optimizer and the callbacks to the form of a checkpoint, and back.
 
-In training they may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the ranks, and the optimizer
+In training the tensors may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the ranks, and the optimizer
 numbers its parameters. In a checkpoint they are unsharded, in host memory, under the parameters' names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded. A tensor
-    that is sharded already is returned unchanged."""
-    if is_shard(full) or not is_shard(tensor):
+    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded. A scalar is
+    not sharded, and a tensor that is sharded already is returned unchanged."""
+    if is_shard(full) or not is_shard(tensor) or full.ndim == 0:
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
 
@@ -75,68 +75,42 @@ def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
 
 
-class CallbackState:
-    """The state of the callbacks that have one, for a checkpoint, by class name; a second of a class is `NAME#2`."""
+States = Mapping[str, Mapping[str, Any]]
 
-    FILE = f"{STATE}/callbacks.safetensors"
 
-    def __init__(self, callbacks: Sequence[Any]):
-        self.callbacks: dict[str, Any] = {}
-        for callback in callbacks:
-            if hasattr(callback, "state_dict"):
-                name = key = type(callback).__name__
-                number = 1
-                while key in self.callbacks:
-                    number += 1
-                    key = f"{name}#{number}"
-                self.callbacks[key] = callback
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors as `<callback>/<name>`, on their devices, sharded as they are."""
-        return {
-            f"{key}/{name}": value
-            for key, callback in self.callbacks.items()
-            for name, value in callback.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def values(self) -> dict[str, dict[str, Any]]:
-        """Returns the other values of each callback."""
-        found: dict[str, dict[str, Any]] = {}
-        for key, callback in self.callbacks.items():
-            state = callback.state_dict().items()
-            found[key] = {k: value for k, value in state if not isinstance(value, torch.Tensor)}
-        return found
-
-    def load(self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool) -> list[str]:
-        """Hands the callbacks what `checkpoint`, with the state `saved`, has of them. Returns a note for each that starts anew.
-
-        Raises `ValueError` for the state of a callback that is absent, unless `ignore_missing`."""
-        values = saved.get("callbacks", {})
-        if (absent := values.keys() - self.callbacks.keys()) and not ignore_missing:
-            raise ValueError(
-                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not have: add it, or give "
-                "--ignore_changes"
-            )
-        file = checkpoint / self.FILE
-        for place, tensor in (load_file(file) if file.is_file() else {}).items():
-            key, _, name = place.partition("/")
-            values[key][name] = tensor.clone()
-        notes = []
-        for key, callback in self.callbacks.items():
-            if key in values:
-                callback.load_state_dict(values[key])
+def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """Returns the tensors of named states as `NAME/KEY`, and their other values by name and key."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = value
             else:
-                notes.append(f"the callback {key} has no state in {checkpoint}: it starts anew")
-        return notes
+                values.setdefault(name, {})[key] = value
+    return tensors, values
 
 
-class OptimizerState:
-    """The state of an optimizer, for a checkpoint. Build it before the first update, and before a resume loads the state.
+def read_states(
+    checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the named states of which a file in `training_state/` has the tensors, if there are some, and `values` the
+    rest. The tensors are on the CPU."""
+    path = checkpoint / STATE / f"{file}.safetensors"
+    for place, tensor in (load_file(path) if path.exists() else {}).items():
+        name, _, key = place.partition("/")
+        # A memory-mapped tensor would keep the file's disk space in use after the checkpoint is removed.
+        values.setdefault(name, {})[key] = tensor.clone()
+    return values
 
-    Tensors are named `<parameter>/<state>`, by the parameter's name in the unwrapped `model`. Other values are numbers, texts,
-    lists and dicts of them, as JSON has them. Of a parameter group only the values that have changed since are part of the
-    state: the others are settings, and a resume may have new ones.
+
+class TrainingState:
+    """What a checkpoint keeps of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
+
+    Build it before the first update, and before a resume loads the state. A parameter's state is named by its name in the
+    unwrapped model, a callback's by its class, a second of a class by `NAME#2`. Values that are not tensors are numbers,
+    texts, lists and dicts of them, as JSON has them. Of a parameter group only the values that have changed since are part of
+    the state: the others are settings, and a resume may have new ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
@@ -144,9 +118,15 @@ class OptimizerState:
     # The loop sets the rate; the parameters are in the model.
     SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr"})
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
-        named = {id(parameter): name for name, parameter in model.named_parameters()}
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        callbacks: Sequence[Any],
+    ):
+        self.accelerator, self.optimizer = accelerator, optimizer
+        named = {id(p): name for name, p in unwrap(accelerator, model).named_parameters()}
         self.parameters: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -157,6 +137,12 @@ class OptimizerState:
                     )
                 self.parameters[named[id(parameter)]] = parameter
         self.start = [self._values(group) for group in optimizer.param_groups]
+        self.callbacks: dict[str, Any] = {}
+        for callback in callbacks:
+            if hasattr(callback, "state_dict"):
+                kind = type(callback).__name__
+                number = 1 + sum(name.split("#")[0] == kind for name in self.callbacks)
+                self.callbacks[f"{kind}#{number}" if number > 1 else kind] = callback
 
     @property
     def name(self) -> str:
@@ -166,42 +152,68 @@ class OptimizerState:
     def _values(self, group: dict[str, Any]) -> dict[str, Any]:
         return {key: copy(value) for key, value in group.items() if key not in self.SETTINGS}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the parameters' state, on their devices, sharded as they are."""
-        return {name: value for name, value in self._entries() if isinstance(value, torch.Tensor)}
-
-    def values(self) -> dict[str, Any]:
-        """Returns the rest: `state` has the other values of the parameters, `groups` the changed values of each group."""
-        others = {k: value for k, value in self._entries() if not isinstance(value, torch.Tensor)}
+    def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """Returns the tensors of each file in `training_state/`, on their devices, sharded as they are, and the rest, for
+        `state.json`."""
+        state, scaler = self.optimizer.state, self.accelerator.scaler
+        tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
+        named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        callbacks, values = split(named)
         groups = []
         for group, start in zip(self.optimizer.param_groups, self.start, strict=True):
             now = self._values(group)
             groups.append({key: value for key, value in now.items() if value != start.get(key)})
-        return {"state": others, "groups": groups}
+        return {"optimizer": tensors, "callbacks": callbacks}, {
+            "optimizer": self.name,
+            "optimizer_values": {"state": others, "groups": groups},
+            "callbacks": {name: {} for name in named} | values,
+            "scaler": scaler.state_dict() if scaler else None,
+        }
 
-    def _entries(self) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self.parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                yield f"{name}/{key}", value
+    def load_optimizer(self, checkpoint: Path, saved: dict[str, Any]) -> None:
+        """Loads the state of the optimizer and the scaler from a checkpoint, whose `state.json` is `saved`; names and shapes
+        are those of the parameters: the model is the checkpoint's. All ranks call it.
 
-    def load(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        """Loads what `tensors` and `values` returned; the other values of the groups stay.
-
-        Names and shapes are those of the parameters: the model is the checkpoint's.
-        """
-        states: dict[str, dict[str, Any]] = {name: {} for name in self.parameters}
-        for key, value in {**tensors, **values.get("state", {})}.items():
-            name, _, kind = key.partition("/")
+        Raises `ValueError` if the state belongs to another optimizer."""
+        if saved["optimizer"] != self.name:
+            raise ValueError(
+                f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
+                "resume with the --optimizer of the first run"
+            )
+        values = saved.get("optimizer_values", {})
+        defaults = self.optimizer.defaults
+        fused = defaults.get("fused") or defaults.get("capturable")
+        for name, state in read_states(checkpoint, "optimizer", values.get("state", {})).items():
             parameter = self.parameters[name]
-            if isinstance(value, torch.Tensor) and value.ndim:
-                value = shard_like(value, parameter)
-            states[name][kind] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, changed in zip(groups, values.get("groups", []), strict=False):
-            group.update(changed)
-        state = dict(enumerate(states.values()))
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for key in tensors:  # torch gave them the dtype of their parameter
-            name, _, kind = key.partition("/")
-            loaded = self.optimizer.state[self.parameters[name]]
-            loaded[kind] = states[name][kind].to(loaded[kind].device)
+            for key, value in state.items():
+                # As torch has it: the kernels read a `step` on the host, unless they are fused.
+                if isinstance(value, torch.Tensor) and (fused or key != "step"):
+                    value = shard_like(value, parameter)
+                self.optimizer.state[parameter][key] = value
+        changed = values.get("groups", [])
+        for group, own in zip(self.optimizer.param_groups, changed, strict=False):
+            group.update(own)
+        if self.accelerator.scaler and saved["scaler"]:
+            self.accelerator.scaler.load_state_dict(saved["scaler"])
+
+    def load_callbacks(
+        self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool
+    ) -> list[str]:
+        """Hands the callbacks what a checkpoint, whose `state.json` is `saved`, has of them. Returns a note for each that
+        starts anew.
+
+        Raises `ValueError` for the state of a callback that is absent, unless `ignore_missing`."""
+        states = read_states(checkpoint, "callbacks", saved.get("callbacks", {}))
+        absent = states.keys() - self.callbacks.keys()
+        if absent and not ignore_missing:
+            raise ValueError(
+                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not have: add it, or give "
+                "--ignore_changes"
+            )
+        notes = []
+        for name, callback in self.callbacks.items():
+            if name in states:
+                callback.load_state_dict(states[name])
+            else:
+                notes.append(f"the callback {name} has no state in {checkpoint}: it starts anew")
+        return notes

@@ -2,9 +2,9 @@
 
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
-        training_state/optimizer.safetensors                   its tensors, by parameter name
+        training_state/optimizer.safetensors                   its tensors, by parameter name, if it has some
         training_state/callbacks.safetensors                   the tensors of callbacks, if they have some
-        training_state/state.json                              step, optimizer, scaler, guard, data, position, …
+        training_state/state.json                              step, optimizer, scaler, data, position, …
         training_state/manifest.json                           size and SHA-256 of every file above
 
 Data order, learning rate and random seeds are functions of the step, so they are not saved. A checkpoint is copied to
@@ -13,12 +13,12 @@ host memory, then written in the background: into a temporary folder, with check
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gpt2_accel.checkpoint.find import (
     MANIFEST,
@@ -29,7 +29,6 @@ from gpt2_accel.checkpoint.find import (
     point_to,
     step_of,
 )
-from gpt2_accel.checkpoint.state_dict import OptimizerState
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.model_card import Training
@@ -37,6 +36,7 @@ from gpt2_accel.models import LanguageModel
 from gpt2_accel.runtime.files import atomic_directory, hide, remove, sentence, write_json
 
 
+@dataclass
 class CheckpointWriter:
     """Writes the checkpoints of a run in the background while training continues.
 
@@ -49,30 +49,17 @@ class CheckpointWriter:
     error in the background is a bug: `bug` holds it, and `join` raises it.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        files: ModelFiles,
-        print_line: Callable[[str], None],
-    ):
-        self.config, self.files, self.print_line = config, files, print_line
-        self.run_dir = Path(config.output_dir)
-        self.written: Path | None = None
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-        self.bug: Exception | None = None
+    config: TrainConfig
+    files: ModelFiles
+    print_line: Callable[[str], None]
+    written: Path | None = None
+    bug: Exception | None = None
+    _error: OSError | None = None
+    _thread: threading.Thread | None = None
 
-    def save(
-        self,
-        model: LanguageModel,
-        tensors: dict[str, dict[str, torch.Tensor]],
-        state: dict[str, Any],
-        training: Training,
-    ) -> None:
-        """Starts to write a checkpoint, after the previous write. `model` and `tensors`, those of each file in
-        `training_state/`, are copies in host memory; `state` is that of `Run.state_dict`."""
+    def save(self, *snapshot: Any) -> None:
+        """Starts to write a checkpoint, after the previous write; `snapshot` are the arguments of `_write`."""
         self.join()
-        snapshot = (model, tensors, state, training)
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
 
@@ -103,14 +90,17 @@ class CheckpointWriter:
         state: dict[str, Any],
         training: Training,
     ) -> None:
-        path = self.run_dir / f"checkpoint-{state['step']}"
+        """Writes a checkpoint. `model` and `tensors`, those of each file in `training_state/`, are copies in host memory;
+        `state` is `state.json`, `training` describes the run for the model card."""
+        path = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
         try:
             self.rotate(state["step"] - 1)  # by now their updates have followed
             with atomic_directory(path, replace=True) as folder:
                 self.files.save(model, folder, training, str(path))
                 (folder / STATE).mkdir()
                 for name, own in tensors.items():
-                    save_file(own, folder / STATE / f"{name}.safetensors")
+                    if own:
+                        save_file(own, folder / STATE / f"{name}.safetensors")
                 write_json(folder / STATE / "state.json", state)
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in files]
@@ -147,35 +137,15 @@ class CheckpointWriter:
         """Points the links to the newest and the best checkpoint up to `step`."""
         checkpoints = self._up_to(step)
         if self.config.keep_best and (best := best_checkpoint(checkpoints)):
-            point_to(self.run_dir / "best", best)
+            point_to(best.with_name("best"), best)
         if checkpoints:
-            point_to(self.run_dir / "latest", checkpoints[-1])
+            point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
 
     def _up_to(self, step: int) -> list[Path]:
-        return [path for path in list_checkpoints(self.run_dir) if step_of(path) <= step]
+        found = list_checkpoints(self.config.output_dir)
+        return [path for path in found if step_of(path) <= step]
 
 
 def write_manifest(folder: Path, manifest: str, names: Iterable[str]) -> None:
     """Writes the manifest of files of a checkpoint or a final model."""
     write_json(folder / manifest, {"files": {name: file_entry(folder / name) for name in names}})
-
-
-def load_training_state(
-    path: Path, state: dict, accelerator: Accelerator, optimizer: OptimizerState
-) -> None:
-    """Loads the optimizer and scaler state of the checkpoint `path`; its weights are loaded by `from_pretrained`.
-
-    `state` is what `read_state` returns. Raises `ValueError` if the state belongs to another optimizer or model.
-    """
-    if state["optimizer"] != optimizer.name:
-        raise ValueError(
-            f"{path} was trained with {state['optimizer']}, not {optimizer.name}: "
-            "resume with the --optimizer of the first run"
-        )
-    tensors = load_file(path / STATE / "optimizer.safetensors")
-    if accelerator.device.type == "cpu":
-        # Memory-mapped tensors would keep the file's disk space in use after the checkpoint is removed.
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    optimizer.load(tensors, state.get("optimizer_values", {}))
-    if accelerator.scaler and state["scaler"]:
-        accelerator.scaler.load_state_dict(state["scaler"])

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: downloads model directories, uploads them, also in the background of a run.
+"""The Hugging Face Hub: downloads model directories, and uploads them; `callbacks.Pushes` does so during a run.
 
 A repository's root is a model directory. With the strategy `checkpoint` its folder `last-checkpoint/` is a checkpoint
 for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
@@ -8,17 +8,12 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import thread as executors
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from gpt2_accel.config import TrainConfig
 from gpt2_accel.hf.model_card import named_card
-from gpt2_accel.runtime.files import first_line, sentence, write_file
-from gpt2_accel.runtime.recipe_command import recipe_command
+from gpt2_accel.runtime.files import first_line, write_file
 
 # The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
 
@@ -41,7 +36,6 @@ REPLACED = {
 }
 # Seconds between the attempts of an upload; the client repeats some requests itself.
 PAUSES = (1.0, 2.0, 4.0)
-LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
 def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
@@ -140,91 +134,3 @@ def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "
                     "login` or an HF_TOKEN that may write there, and push again"
                 ) from error
             time.sleep(pause)
-
-
-class Uploads:
-    """Pushes the checkpoints of a run to the Hub in the background; a context manager around its loop.
-
-    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each
-    checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
-
-    Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
-    next one. A failed upload is reported through `print_line`; it never ends the run. Leaving the context waits for the
-    last upload, at most `LONGEST_WAIT` and only while `seconds_left` is above 0. The threads are daemons: those of the
-    client's `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
-
-    Does nothing without `push_to_hub`.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        print_line: Callable[[str], None],
-        seconds_left: Callable[[], float],
-    ):
-        self.repo_id, self.strategy = config.push_to_hub, config.hub_strategy
-        self.print_line, self.seconds_left = print_line, seconds_left
-        self.scratch = Path(config.output_dir) / ".uploads"
-        self._newest: Path | None = None
-        self._thread = threading.Thread()
-        self._uploading = threading.Lock()
-
-    def __enter__(self) -> "Uploads":
-        shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
-        return self
-
-    def __exit__(self, kind: type | None, *_) -> None:
-        thread, ends = self._thread, time.monotonic() + LONGEST_WAIT
-        if thread.is_alive() and kind is None:
-            self.print_line(
-                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
-                f"all files are in {self.scratch.parent}"
-            )
-            with suppress(KeyboardInterrupt):
-                while thread.is_alive() and time.monotonic() < ends and self.seconds_left() > 0:
-                    thread.join(0.1)
-        if thread.is_alive():
-            self.print_line(
-                f"the upload to {self.repo_id} did not end in time: push again, {by_recipe()}"
-            )
-            self._newest = None
-            # The interpreter would join the client's own threads, which may wait for an answer of the Hub forever.
-            executors._threads_queues.clear()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def push(self, directory: Path, checkpoint: Path | None = None) -> None:
-        """Starts to push the model in `directory`, that of a checkpoint or, with the run's last `checkpoint`, its final one.
-
-        With the strategy `checkpoint` it also pushes that folder.
-        """
-        if self.repo_id is None or (self.strategy == "end" and checkpoint is None):
-            return
-        folder = self.scratch / f"{time.time_ns()}"
-        try:
-            stage(directory, folder, self.repo_id)
-            if self.strategy == "checkpoint":
-                target = folder / LAST_CHECKPOINT
-                shutil.copytree(checkpoint or directory, target, copy_function=link)
-        except (OSError, ValueError) as error:  # a full disk must not end the run
-            self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
-            return
-        self._newest = folder
-        self._thread = threading.Thread(target=self._upload, args=(folder,), daemon=True)
-        self._thread.start()
-
-    def _upload(self, folder: Path) -> None:
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()  # they would break the run's progress bar
-        with self._uploading:
-            if folder == self._newest:
-                try:
-                    self.print_line(f"uploaded to {push(folder, self.repo_id)}")
-                except OSError as error:
-                    self.print_line(f"{error}, {by_recipe()}")
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def by_recipe() -> str:
-    """Formats how to push a model after the run."""
-    return f"by {recipe_command('push_to_hub')}"

@@ -1,4 +1,4 @@
-"""Skips non-finite updates; early stopping."""
+"""Skips non-finite updates."""
 
 import math
 from dataclasses import dataclass
@@ -39,24 +39,3 @@ class AnomalyGuard:
                 return f"the {name} is {value}"
         self.bad_in_a_row = 0
         return None
-
-
-@dataclass
-class EarlyStopping:
-    """Counts evaluations in a row without a lower validation loss. `limit` of them end the run; 0 means never."""
-
-    limit: int = 0
-    waited: int = 0
-    best: float | None = None
-
-    def count(self, loss: float) -> None:
-        """Counts an evaluation."""
-        if self.best is None or loss < self.best:
-            self.best, self.waited = loss, 0
-        else:
-            self.waited += 1
-
-    @property
-    def ended(self) -> bool:
-        """Whether early stopping has ended the run, also before a resume."""
-        return self.limit > 0 and self.waited >= self.limit

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ HEARTBEAT = 30.0
 SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
 
 
+@dataclass
 class RunLog(AbstractContextManager):
     """Logs a run, and measures the training time, without evaluations, samples and checkpoints. A context manager around
     the run's loop.
@@ -36,35 +38,31 @@ class RunLog(AbstractContextManager):
     `seconds` is the training time, including that before a resume. `results` has the newest evaluations.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | None,
-        step: int,
-        updates: int,
-        tokens_at: Callable[[int], int],
-        full_speed: float | None,
-    ):
-        self.step, self._first, self._tokens_at = step, step, tokens_at
-        self.seconds, self._full_speed = 0.0, full_speed
-        self.results: dict[str, float] = {}
-        self._files: list[JsonLines] = []
-        self._run_dir, self._updates = run_dir, updates
-        self._line: dict[str, object] = {}
+    run_dir: Path | None
+    step: int
+    updates: int
+    tokens_at: Callable[[int], int]
+    full_speed: float | None
+    seconds: float = 0.0
+    results: dict[str, float] = field(default_factory=dict)
+    _files: list[JsonLines] = field(default_factory=list)
+    _line: dict[str, object] = field(default_factory=dict)
 
     def __enter__(self) -> "RunLog":
         # An average over all updates: recent ones alone may lie around an evaluation.
         shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
-        shown = self._run_dir is not None
-        self._bar = Progress("training", self._updates, initial=self.step, shown=shown, **shape)
-        if self._run_dir is not None:
+        shown = self.run_dir is not None
+        self._bar = Progress("training", self.updates, initial=self.step, shown=shown, **shape)
+        if self.run_dir is not None:
             names = ("metrics.jsonl", "samples.jsonl")
-            self._files = [JsonLines(self._run_dir / name, self.step) for name in names]
+            self._files = [JsonLines(self.run_dir / name, self.step) for name in names]
             for line in self._files[0].entries:  # before a resume
-                self.seconds = max(self.seconds, line.get("train/seconds", 0.0))
+                self.seconds = line.get("train/seconds", self.seconds)
                 for name, value in line.items():
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
+        self._first = self.step
         self.resume()
         return self
 
@@ -76,7 +74,7 @@ class RunLog(AbstractContextManager):
     @property
     def tokens(self) -> int:
         """The number of tokens trained on."""
-        return self._tokens_at(self.step)
+        return self.tokens_at(self.step)
 
     def resume(self) -> None:
         """Starts the clock again. It stands still from the end of an update until this call."""
@@ -84,9 +82,9 @@ class RunLog(AbstractContextManager):
 
     def advance(self, step: int) -> None:
         """Notes that `step` updates are done."""
-        now = time.perf_counter()
-        self.seconds += now - self._now
-        self.step, self._now = step, now
+        self.seconds += time.perf_counter() - self._now
+        self.step = step
+        self.resume()
         if self._bar.n == self._first:  # the first update may compile: its time says nothing
             self._bar.unpause()
         self._bar.update(step - self._bar.n)
@@ -103,9 +101,9 @@ class RunLog(AbstractContextManager):
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
         }
-        if self._full_speed:
-            figures["mfu"] = speed / self._full_speed
-        self._line |= {f"train/{name}": value for name, value in figures.items()}
+        if self.full_speed:
+            figures["mfu"] = speed / self.full_speed
+        self.add({f"train/{name}": value for name, value in figures.items()})
         shown = {name: f"{figures[name]:.4g}" for name in SHOWN if name in figures}
         self._bar.set_postfix({"at": self.step, **shown}, refresh=False)
 
@@ -117,7 +115,7 @@ class RunLog(AbstractContextManager):
     def evaluation(self, results: dict[str, float]) -> None:
         """Logs and prints the results of an evaluation."""
         results = numbers(results)
-        self._line |= results
+        self.add(results)
         self.results |= results
         self.print_line(in_words(results))
 
@@ -141,7 +139,8 @@ class RunLog(AbstractContextManager):
         `skipped` and `samples` are not numbers."""
         if not self._line:
             return {}
-        line, self._line = {"step": self.step, "tokens": self.tokens, **self._line}, {}
+        line = {"step": self.step, "tokens": self.tokens, **self._line}
+        self._line = {}
         if self._files:
             self._files[0].write(line)
         return line
@@ -162,6 +161,7 @@ def in_words(results: dict[str, float]) -> str:
     )
 
 
+@dataclass
 class Status:
     """Writes `status.json` of a run; a context manager around its loop. `step()` is the number of updates done.
 
@@ -173,12 +173,17 @@ class Status:
     `lost` says that the folder is no longer this run's: it was removed or moved. Then nothing is written.
     """
 
-    def __init__(self, run_dir: str | Path, step: Callable[[], int], stop: StopRequest):
-        self._path, self._stop = Path(run_dir) / "status.json", stop
-        self._step, self._first = step, step()
+    run_dir: Path
+    step: Callable[[], int]
+    stop: StopRequest
+    lost: bool = False
+
+    def __post_init__(self) -> None:
+        self._first = self.step()
+        self._lock = lock_id(self.run_dir)
         self._state = {"state": "running", "reason": "", "requeue": True}
-        self._writing, self._ended = threading.Lock(), threading.Event()
-        self._lock, self.lost = lock_id(run_dir), False
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
 
     def __enter__(self) -> "Status":
         self.write()
@@ -190,8 +195,8 @@ class Status:
             if issubclass(kind, KeyboardInterrupt):
                 self.end("stopped", "SIGINT, twice")
             else:
-                progress = self._step() > self._first
-                requeue = progress if peer_failed(error) else self._stop.reason is not None
+                progress = self.step() > self._first
+                requeue = progress if peer_failed(error) else self.stop.reason is not None
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
 
@@ -208,11 +213,12 @@ class Status:
     def write(self) -> None:
         """Writes the status now, and looks whether the folder is still this run's."""
         with self._writing:
-            self.lost = self.lost or lock_id(self._path.parent) not in (self._lock, UNKNOWN)
+            self.lost = self.lost or lock_id(self.run_dir) not in (self._lock, UNKNOWN)
             if self.lost:
                 return
             now = datetime.now(UTC).isoformat(timespec="seconds")
+            status = self._state | {"step": self.step(), "time": now}
             try:
-                write_json(self._path, {**self._state, "step": self._step(), "time": now})
+                write_json(self.run_dir / "status.json", status)
             except OSError as failure:  # for example a full disk; must not hide why the run ended
                 print(f"could not write {sentence(failure)}", file=sys.stderr)

@@ -67,7 +67,7 @@ def describe_training(run: "Run") -> Training:
 
 
 def changed_settings(
-    config: TrainConfig, before: dict[str, Any], step: int, tokens: int = 0
+    config: TrainConfig, before: dict[str, Any], step: int, tokens: int
 ) -> dict[str, str]:
     """Returns the settings that can change a run's numbers and differ from those of its `step` updates so far, `before`:
     name -> `NAME OLD -> NEW from update STEP`. Also the learning rate that follows after `tokens` tokens."""

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -30,12 +31,12 @@ from huggingface_hub import ModelCard
 from launching import python
 from test_commands import ON_HUB, prepare_folder, run_command
 
+from gpt2_accel.callbacks import Pushes
 from gpt2_accel.checkpoint.find import named_checkpoint
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.evals.results import BASELINES
 from gpt2_accel.hf import hub as hub_module
-from gpt2_accel.hf.hub import Uploads
 from gpt2_accel.runtime import signals
 
 SCRIPT = "tests/train_script.py"
@@ -194,10 +195,18 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
     checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
     here.gate.clear()  # commits wait
     said = []
-    with Uploads(replace(config, push_to_hub=REPO), said.append, lambda: 1.0) as uploads:
+    pretended = SimpleNamespace(
+        config=replace(config, push_to_hub=REPO),
+        run_dir=tmp_path / "run",
+        stop=SimpleNamespace(seconds_left=1.0),
+        log=SimpleNamespace(print_line=said.append),
+        accelerator=SimpleNamespace(is_main_process=True),
+    )
+    with Pushes() as pushes:
+        pushes.on_train_begin(pretended)
         start = time.monotonic()
         for path in checkpoints:
-            uploads.push(path, path)
+            pushes.on_save(pretended, path)
             while not here.requests:  # until the first upload has started
                 time.sleep(0.01)
         assert time.monotonic() - start < 2
@@ -258,14 +267,22 @@ def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
 HELD = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from gpt2_accel.callbacks import Pushes
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.hf.hub import Uploads
+
+class Stop:
+    seconds_left = property(lambda self: 0.0 if enough.exists() else 1.0)
 
 folder, enough = Path(sys.argv[1]), Path(sys.argv[2])
-left = lambda: 0.0 if enough.exists() else 1.0
-config = TrainConfig(output_dir=folder, push_to_hub="user/name", hub_strategy="checkpoint")
-with Uploads(config, print, left) as uploads:
-    uploads.push(folder / "checkpoint-1", folder / "checkpoint-2")
+config = TrainConfig(push_to_hub="user/name", hub_strategy="checkpoint")
+run = SimpleNamespace(
+    config=config, run_dir=folder, stop=Stop(),
+    log=SimpleNamespace(print_line=print), accelerator=SimpleNamespace(is_main_process=True),
+)
+with Pushes() as pushes:
+    pushes.on_train_begin(run)
+    pushes.push(folder / "checkpoint-1", folder / "checkpoint-2")
 """
 
 
