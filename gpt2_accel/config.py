@@ -9,7 +9,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -49,14 +49,13 @@ AUTO = 0  # the micro-batch size `auto`
 
 def setting(default: Any, help: str) -> Any:
     """Returns a dataclass field with a default and a help text."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
 
 
 def required(help: str) -> Any:
     """Returns a dataclass field without a default."""
-    return field(metadata={"help": help})
+    return setting(MISSING, help)
 
 
 # Name -> the rule in words, and as a condition.
@@ -97,11 +96,7 @@ class ModelChoice:
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
 
-# The sections of `--help`, by the first setting of each. A recipe's own settings come first, then `MOST_CHANGED`.
-MOST_CHANGED = (
-    *("data_dir", "output_dir", "init_from", "resume_from", "n_layer"),
-    *("micro_batch_size", "total_batch_size", "max_steps", "epochs", "learning_rate", "eval_every"),
-)
+# The sections of `--help`, by the first setting of each. A recipe's own settings come before them.
 SECTIONS = {
     "data_dir": "changed most often",
     "document_mask": "data and batch",
@@ -131,20 +126,25 @@ class TrainConfig:
     init_from: str | None = setting(
         None, "HF directory or Hub id (USER/NAME@REVISION) to start from"
     )
-
-    document_mask: bool = setting(False, "attention stays inside a document; GPT-2's does not")
-    sequence_length: int | None = setting(None, "tokens per sequence; default n_positions")
+    resume_from: str | None = setting(
+        None, "'latest' (a new run if there is none), checkpoint or Hub id to continue"
+    )
+    n_layer: int = setting(12, "transformer blocks")
     micro_batch_size: int = setting(8, "sequences per device and backward pass, or 'auto'")
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
     max_steps: int = setting(19073, "updates")
     epochs: float | None = setting(None, "passes over the data, in place of max_steps")
+    learning_rate: float = setting(6e-4, "peak learning rate")
+    eval_every: int = setting(250, "updates between evaluations; 0 for none")
+
+    document_mask: bool = setting(False, "attention stays inside a document; GPT-2's does not")
+    sequence_length: int | None = setting(None, "tokens per sequence; default n_positions")
     checkpoint_activations: bool = setting(False, "far less memory, a third more work")
 
     architecture: str | None = setting(
         None, f"{', '.join(ARCHITECTURES)}; default gpt2, or that of init_from"
     )
     depth: int | None = setting(None, "N layers, N heads, and a width of 64 x N")
-    n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")
     n_positions: int = setting(1024, "longest sequence that the model can read")
@@ -152,7 +152,6 @@ class TrainConfig:
     dropout: float = setting(0.0, "of GPT-2's embeddings, attention and residuals")
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the blocks' matrices")
-    learning_rate: float = setting(6e-4, "peak learning rate")
     weight_decay: float = setting(0.1, "decay of matrices and embeddings")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0 for never")
@@ -161,7 +160,6 @@ class TrainConfig:
     min_lr_ratio: float = setting(0.1, "last learning rate, as a share of the peak")
     decay_share: float = setting(0.2, "last share of the updates, in which wsd decays")
 
-    eval_every: int = setting(250, "updates between evaluations; 0 for none")
     eval_tokens: int = setting(10_485_760, "validation tokens per evaluation, at most")
     hellaswag_every: int = setting(0, "updates between HellaSwags; 0 for none")
     hellaswag_data: str | None = setting(None, "JSONL file of its items; default the Hub's")
@@ -172,9 +170,6 @@ class TrainConfig:
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
     sample_tokens: int = setting(100, "new tokens per sample")
 
-    resume_from: str | None = setting(
-        None, "'latest' (a new run if there is none), checkpoint or Hub id to continue"
-    )
     save_every: int = setting(1000, "updates between checkpoints; 0 for the last only")
     keep_last: int = setting(2, "newest checkpoints to keep; one more while it trains")
     keep_every: int = setting(0, "also keep those of each N-th update; 0 for none")
@@ -314,10 +309,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
             )
     if "max_steps" in given:
         values.pop("epochs", None)
-    if values:
-        given |= values.keys()
-        parser.set_defaults(**values)
-        found = parser.parse_args(words)
+    given |= values.keys()
+    parser.set_defaults(**values)
+    found = parser.parse_args(words)
     if missing := [f"--{name}" for name in hints if getattr(found, name) is MISSING]:
         raise ValueError(f"the following arguments are required: {', '.join(missing)}")
     if "dry_run" in given and found.dry_run == []:
@@ -337,32 +331,30 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
         epilog="[...] is the default. A switch without a value is true.",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
-    inherited = []
-    if issubclass(config_class, TrainConfig):
-        inherited = list(dict.fromkeys([*MOST_CHANGED, *get_type_hints(TrainConfig)]))
+    texts: dict[str, str] = {}  # a recipe that has another default keeps the text
+    for base in config_class.__mro__[::-1]:
+        if is_dataclass(base):
+            texts |= {f.name: f.metadata["help"] for f in fields(base) if f.metadata}
+    trains = issubclass(config_class, TrainConfig)
+    inherited = {f.name for f in fields(TrainConfig)} if trains else set()
     section = parser.add_argument_group("this recipe")
-    settings = {setting.name: setting for setting in fields(config_class)}
-    bases = (vars(base).get("__dataclass_fields__", {}) for base in config_class.__mro__[::-1])
-    texts = {f.name: f.metadata["help"] for base in bases for f in base.values() if f.metadata}
-    own = [name for name in hints if name not in inherited]
-    for name in own + inherited:
-        if inherited and name in SECTIONS:
+    for each in sorted(fields(config_class), key=lambda each: each.name in inherited):
+        name, default, text = each.name, each.default, texts[each.name]
+        if trains and name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
-        default, text = settings[name].default, texts[name]
-        if settings[name].default_factory is not MISSING:
-            default = settings[name].default_factory()
+        if each.default_factory is not MISSING:
+            default = each.default_factory()
         if default is MISSING:
             text += " (required)"
         elif default not in (None, [], "") and default is not False:
             text += " [%(default)s]"
         parse, metavar = parser_of(name, hints[name])
-        number: dict[str, Any] = {}
+        shape = {"type": parse, "metavar": metavar, "default": default, "help": text}
         if get_origin(hints[name]) is list:
-            number = {"nargs": "*" if name == "dry_run" else "+"}
+            shape["nargs"] = "*" if name == "dry_run" else "+"
         elif parse is true_or_false:  # or no value, which is true
-            number = {"nargs": "?", "const": True}
-        shape = {"type": parse, "metavar": metavar, **number}
-        section.add_argument(f"--{name}", default=default, help=text, **shape)
+            shape |= {"nargs": "?", "const": True}
+        section.add_argument(f"--{name}", **shape)
     return parser
 
 
@@ -392,19 +384,18 @@ def convert(path: str, name: str, value: Any, hint: Any) -> Any:
     """Converts a YAML value to the type `hint`, through words as on the command line: YAML reads 6e-4 as a string.
 
     Raises `ValueError` if it cannot be converted."""
-    if value is None and type(None) in get_args(hint):
-        return None
     several = get_origin(hint) is list
     parse, _ = parser_of(name, hint)
     try:
-        if isinstance(value, list) != several:
+        if value is None and type(None) in get_args(hint):
+            return None
+        if value is None or isinstance(value, list) != several:
             raise ValueError
-        found = [parse(str(item)) for item in (value if several else [value])]
+        return [parse(str(item)) for item in value] if several else parse(str(value))
     except (ValueError, argparse.ArgumentTypeError) as error:
         expected = str(getattr(hint, "__name__", hint)).replace("|", "or")
         what = f"{name} is {reprlib.repr(value)}, expected {expected}"
         raise ValueError(f"{path}: {what}") from error
-    return found if several else found[0]
 
 
 def load_yaml(path: str, option: str) -> dict:
