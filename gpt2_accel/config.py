@@ -301,12 +301,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     found = parser.parse_args(words)
     given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
     values = {} if found.config is None else read_yaml(found.config, hints)
-    not_null = {name for name, value in values.items() if value is not None}
-    for where, names in (("", given), (f"{found.config}: ", not_null)):
-        if {"max_steps", "epochs"} <= names:
-            raise ValueError(
-                f"{where}max_steps and epochs both give the length of a run: leave one out"
-            )
+    lengths = {"max_steps", "epochs"}
+    if lengths <= given or lengths <= {n for n, value in values.items() if value is not None}:
+        raise ValueError("max_steps and epochs both give the length of a run: leave one out")
     if "max_steps" in given:
         values.pop("epochs", None)
     given |= values.keys()

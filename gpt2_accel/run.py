@@ -415,9 +415,8 @@ class Run:
             sync(metrics)  # a resumed run does not repeat this step
         with evaluating_optimizer(self.optimizer):
             plain = full_model(self.accelerator, self.model, self.empty)
-            tensors, state = self.collect()
-            for file, own in tensors.items():
-                tensors[file] = gather_to_host(self.accelerator, own)
+            parts, state = self.collect()
+            tensors = {name: gather_to_host(self.accelerator, own) for name, own in parts.items()}
         if plain is not None:
             self.writer.save(plain, tensors, state, describe_training(self))
         self._saved_step = self.step

@@ -126,6 +126,8 @@ class TrainingState:
         callbacks: Sequence[Any],
     ):
         self.accelerator, self.optimizer = accelerator, optimizer
+        # The class inside Accelerate's wrapper, such as `AdamW`.
+        self.name = type(getattr(optimizer, "optimizer", optimizer)).__name__
         named = {id(p): name for name, p in unwrap(accelerator, model).named_parameters()}
         self.parameters: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
@@ -143,11 +145,6 @@ class TrainingState:
                 kind = type(callback).__name__
                 number = 1 + sum(name.split("#")[0] == kind for name in self.callbacks)
                 self.callbacks[f"{kind}#{number}" if number > 1 else kind] = callback
-
-    @property
-    def name(self) -> str:
-        """The class name of the optimizer inside Accelerate's wrapper, such as `AdamW`."""
-        return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
 
     def _values(self, group: dict[str, Any]) -> dict[str, Any]:
         return {key: copy(value) for key, value in group.items() if key not in self.SETTINGS}

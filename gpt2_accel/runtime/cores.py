@@ -4,8 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
-
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA's and AMD's drivers, and of WSL
 
 
@@ -23,5 +21,6 @@ def missing_gpu() -> str:
 
 def usable_cpus() -> int:
     """Returns the number of CPU cores that this process may run on."""
-    own = psutil.Process()
-    return len(own.cpu_affinity()) if hasattr(own, "cpu_affinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

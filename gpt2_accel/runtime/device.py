@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
@@ -49,15 +49,14 @@ GPUS = {
 }
 # The dtypes of mixed precision, by Accelerate's names.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
+Question = TypeVar("Question", bound=Callable)
 
 
-def overridable(question: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+def overridable(question: Question) -> Question:
     """Decorates a function whose return value `GPT2_ACCEL_DEVICE` can override."""
 
     @functools.wraps(question)
-    def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+    def answer(*args: Any, **kwargs: Any) -> Any:
         overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
         name = question.__name__
         return overrides[name] if name in overrides else question(*args, **kwargs)

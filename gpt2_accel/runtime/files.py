@@ -84,7 +84,7 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
     with scratch_directory(path) as scratch, disk_errors(scratch, path):
         yield scratch
         sync_tree(scratch)
-        old = hide(path) if replace and path.exists() else None
+        old = hide(path) if path.exists() else None
         try:
             scratch.rename(path)
         except BaseException:
@@ -186,17 +186,16 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if wait:
-                print(f"waiting for {folder}, which another process uses", flush=True)
-            lock.acquire(timeout=wait)
-    except Timeout as error:
+    for seconds in (0.0, wait):
+        with suppress(Timeout):
+            lock.acquire(timeout=seconds)
+            break
+        if wait > seconds:
+            print(f"waiting for {folder}, which another process uses", flush=True)
+    else:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
-        ) from error
+        )
     held = lock_id(folder)
     try:
         remove_leftovers(folder)

@@ -23,7 +23,7 @@ class Progress(tqdm):
         if sys.stderr.isatty():
             shape = {"delay": DELAY, "dynamic_ncols": True}
         else:
-            shape = {"delay": PAUSE, "mininterval": PAUSE, "maxinterval": 2 * PAUSE, "miniters": 1}
+            shape = {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
             shape |= {"file": Lines(), "bar_format": LINE}
         super().__init__(
             desc=what, total=total, disable=not shown, **{"leave": False, **shape, **options}

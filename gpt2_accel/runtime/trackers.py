@@ -24,28 +24,24 @@ def start_tracker(name: str, config: TrainConfig, metadata: dict, step: int) -> 
     """Starts a tracker, with the settings and `metadata`, the content of `run.json`. `step` updates are done before.
 
     Raises `OSError` if it cannot be started."""
+    folder, run_id = Path(config.output_dir), metadata["run_id"]
+    title = folder.resolve().name
+    about = {"config": config.settings() | metadata, "resume": "allow"}
     try:
-        return _start(name, config, metadata, step)
+        if name == "wandb":
+            project = os.environ.get("WANDB_PROJECT", PROJECT)
+            tracker = WandBTracker(project, id=run_id, name=title, dir=str(folder), **about)
+        elif name == "trackio":
+            tracker = TrackioTracker(PROJECT, name=f"{title}-{run_id}", **about)
+        else:  # the folder has release 0.3's name: its runs resume as one curve
+            tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=step + 1)
+        tracker.start()
+        if name == "wandb":
+            tracker.tracker.define_metric("tokens")
+            tracker.tracker.define_metric("*", step_metric="tokens")
     except Exception as error:  # each library has its own types
         fix = f"pip install '{name}'" if isinstance(error, ImportError) else "correct that"
         raise OSError(
             f"{name} cannot be started ({first_line(error)}): {fix}, or leave it out of --report_to"
         ) from error
-
-
-def _start(name: str, config: TrainConfig, metadata: dict, step: int) -> GeneralTracker:
-    folder, run_id = Path(config.output_dir), metadata["run_id"]
-    title = folder.resolve().name
-    about = {"config": {**config.settings(), **metadata}, "resume": "allow"}
-    if name == "wandb":
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        tracker = WandBTracker(project, id=run_id, name=title, dir=str(folder), **about)
-    elif name == "trackio":
-        tracker = TrackioTracker(PROJECT, name=f"{title}-{run_id}", **about)
-    else:  # the folder has release 0.3's name: its runs resume as one curve
-        tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=step + 1)
-    tracker.start()
-    if name == "wandb":
-        tracker.tracker.define_metric("tokens")
-        tracker.tracker.define_metric("*", step_metric="tokens")
     return tracker
