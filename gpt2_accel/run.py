@@ -74,7 +74,7 @@ class RunState:
     changed."""
 
     step: int = 0  # updates done
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # in the trackers
+    run_id: str = ""  # in the trackers
     val_loss: float | None = None
     best: float | None = None
     waited: int = 0
@@ -138,7 +138,7 @@ class Run:
         self.changes: dict[str, str] = {}  # of settings, by this resume
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
-        self.state.run_id = on_main_process(lambda: self.state.run_id)
+        self.state.run_id = on_main_process(lambda: self.state.run_id or secrets.token_hex(4))
         self.updates = self.schedule.updates(config.max_steps)
         self.metadata = describe_run(self)
         self.stop = StopRequest(config.max_hours)
@@ -199,7 +199,7 @@ class Run:
             self._saved_step = self.step
         # A branch of another run is a run of its own.
         if self.resumes_here or not (checkpoint.parent / "run.json").exists():
-            self.state.run_id = saved["run_id"] or self.state.run_id
+            self.state.run_id = saved["run_id"]
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns what a checkpoint holds beside the model: the tensors of each file, as `TrainingState.collect` has them, and

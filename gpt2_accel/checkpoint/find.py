@@ -54,25 +54,17 @@ def find_checkpoint(
             f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the model: "
             "choose another --output_dir"
         )
-    if resume_from is None:
-        if newest is not None:
-            raise FileExistsError(
-                f"{run_dir} holds {newest.name} of an earlier run: continue it with "
-                "--resume_from latest, or choose another --output_dir"
-            )
-        return None
     if resume_from == "latest":
         path = newest_intact(checkpoints, print_line)
-        if path is None:
-            return None
     else:
-        path = named_checkpoint(resume_from)
-        if newest is not None and newest.resolve() != path.resolve():
+        path = None if resume_from is None else named_checkpoint(resume_from)
+        if newest is not None and (path is None or path.resolve() != newest.resolve()):
             raise FileExistsError(
-                f"{run_dir} holds {newest.name}, which a resume from {path} would overwrite: "
-                "choose another --output_dir"
+                f"{run_dir} holds {newest.name} of an earlier run, which this one would overwrite: continue it with "
+                "--resume_from latest, or choose another --output_dir"
             )
-    read_state(path)  # raises for release 0.1
+    if path is not None:
+        read_state(path)  # raises for release 0.1
     return path
 
 

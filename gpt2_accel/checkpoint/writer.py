@@ -13,6 +13,7 @@ host memory, then written in the background: into a temporary folder, with check
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from gpt2_accel.runtime.files import atomic_directory, hide, remove, sentence, w
 
 
 @dataclass
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager):
     """Writes the checkpoints of a run in the background while training continues.
 
     It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0: none), and with
@@ -62,9 +63,6 @@ class CheckpointWriter:
         self.join()
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
 
     def __exit__(self, kind: type | None, *_) -> None:
         """Waits for a running write, also after an error, but not after a second Ctrl-C."""

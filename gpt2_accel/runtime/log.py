@@ -62,6 +62,7 @@ class RunLog(AbstractContextManager):
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
+        self._first = self.step
         self.resume()
         return self
 
@@ -84,7 +85,7 @@ class RunLog(AbstractContextManager):
         self.seconds += time.perf_counter() - self._now
         self.step = step
         self.resume()
-        if self._bar.n == self._bar.initial:  # the first update may compile: its time says nothing
+        if self._bar.n == self._first:  # the first update may compile: its time says nothing
             self._bar.unpause()
         self._bar.update(step - self._bar.n)
 
