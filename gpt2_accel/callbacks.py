@@ -24,7 +24,7 @@ from gpt2_accel.optim import evaluating_optimizer
 from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.runtime.processes import all_or_none, main_process_first
+from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.runtime.trackers import start_tracker
 
@@ -138,13 +138,15 @@ class Samples:
                 plain = full_model(accelerator, run.model, run.empty)
             else:
                 plain = unwrap(accelerator, run.model)
-            with main_process_first():  # may exceed the time limit of a collective
-                if accelerator.is_main_process:
-                    plain = plain.to(accelerator.device)
-                    sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-                    samples = complete(plain, run.tokenizer, self.prompts, sampling)
-                    for prompt, sample in zip(config.sample_prompts, samples, strict=True):
-                        run.log.sample(prompt, whole_text(run.tokenizer, sample))
+
+            def generate() -> None:
+                sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+                model = plain.to(accelerator.device)
+                samples = complete(model, run.tokenizer, self.prompts, sampling)
+                for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                    run.log.sample(prompt, whole_text(run.tokenizer, sample))
+
+            on_main_process(generate)
 
 
 class Profiler(torch.profiler.profile):
@@ -176,9 +178,11 @@ class Trackers(AbstractContextManager):
                 tracker.finish()
 
     def on_train_begin(self, run: Run) -> None:
-        with all_or_none():
-            for name in dict.fromkeys(self.names) if run.accelerator.is_main_process else ():
+        def start() -> None:
+            for name in dict.fromkeys(self.names):
                 self.trackers.append(start_tracker(name, run.config, run.metadata, run.step))
+
+        on_main_process(start)
 
     def on_log(self, run: Run, logs: dict[str, Any]) -> None:
         values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}

@@ -116,10 +116,10 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
     # Cosine from 0.01 was at its end, a tenth; 10 of 12 updates follow the warmup, 6 of them done.
     rate = 1e-3 * (0.1 + 0.9 * (1 + math.cos(0.6 * math.pi)) / 2)
     first = [
-        "document_mask False -> True from update 8",
         "max_steps 8 -> 12 from update 8",
-        "dropout 0.0 -> 0.1 from update 8",
         "learning_rate 0.01 -> 0.001 from update 8",
+        "document_mask False -> True from update 8",
+        "dropout 0.0 -> 0.1 from update 8",
         f"the schedule's learning rate 0.001 -> {rate:.3g} from update 8",
     ]
     assert changes() == first
