@@ -22,7 +22,6 @@ import psutil
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"  # the name of a lock file
-UNKNOWN = -1  # in place of an inode
 
 _numbers = itertools.count()
 
@@ -225,15 +224,15 @@ def check_renames(folder: Path) -> None:
             ) from error
 
 
-def lock_id(folder: str | Path) -> int:
-    """Returns the inode of a folder's lock file; 0 if there is none, `UNKNOWN` if the disk does not answer. It changes if
+def lock_id(folder: str | Path) -> int | None:
+    """Returns the inode of a folder's lock file; 0 if there is none, None if the disk does not answer. It changes if
     another process locks a new folder under the same name."""
     try:
         return (Path(folder) / LOCK).stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except OSError:
-        return UNKNOWN
+        return None
 
 
 # Checks

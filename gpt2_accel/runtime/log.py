@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_accel.runtime.device import memory_gb
-from gpt2_accel.runtime.files import UNKNOWN, JsonLines, lock_id, sentence, write_json
+from gpt2_accel.runtime.files import JsonLines, lock_id, sentence, write_json
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
@@ -213,7 +213,7 @@ class Status:
     def write(self) -> None:
         """Writes the status now, and looks whether the folder is still this run's."""
         with self._writing:
-            self.lost = self.lost or lock_id(self.run_dir) not in (self._lock, UNKNOWN)
+            self.lost = self.lost or lock_id(self.run_dir) not in (self._lock, None)
             if self.lost:
                 return
             now = datetime.now(UTC).isoformat(timespec="seconds")
