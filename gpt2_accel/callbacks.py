@@ -150,7 +150,8 @@ class Samples:
 
 
 class Profiler(torch.profiler.profile):
-    """Traces `updates` updates after the first five into `trace-<rank>.json`, for https://ui.perfetto.dev."""
+    """Traces `updates` updates after the first five into `trace-<rank>.json`, for
+    https://ui.perfetto.dev."""
 
     def __init__(self, updates: int, path: Path):
         super().__init__(
@@ -199,15 +200,17 @@ class Trackers(AbstractContextManager):
 
 
 class Pushes(AbstractContextManager):
-    """Pushes checkpoints and the final model to the Hub, from the main process and in the background.
+    """Pushes checkpoints and the final model to the Hub, from the main process and in the
+    background.
 
-    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save` also the model of each
-    checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
+    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save`
+    also the model of each checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
 
-    Hard links keep a checkpoint's files until they are sent. During an upload only the newest checkpoint waits for the
-    next one. A failed upload is printed; it never ends the run. Leaving the context waits for the last upload, at most
-    `LONGEST_WAIT` and only while the run's `stop` has seconds left. The threads are daemons: those of the client's
-    `run_as_future` are joined when the interpreter exits, also if the Hub never answers.
+    Hard links keep a checkpoint's files until they are sent. During an upload only the newest
+    checkpoint waits for the next one. A failed upload is printed; it never ends the run. Leaving
+    the context waits for the last upload, at most `LONGEST_WAIT` and only while the run's `stop`
+    has seconds left. The threads are daemons: those of the client's `run_as_future` are joined when
+    the interpreter exits, also if the Hub never answers.
     """
 
     def __init__(self) -> None:
@@ -243,7 +246,7 @@ class Pushes(AbstractContextManager):
                 f"the upload to {self.repo_id} did not end in time: push again, {self.later}"
             )
             self.newest = None
-            # The interpreter would join the client's own threads, which may wait for an answer of the Hub forever.
+            # The interpreter would join the client's own threads, which may wait forever.
             executors._threads_queues.clear()
         remove(self.scratch)
 
@@ -261,7 +264,8 @@ class Pushes(AbstractContextManager):
         self.push(run.run_dir, list_checkpoints(run.run_dir)[-1])
 
     def push(self, directory: Path, checkpoint: Path) -> None:
-        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder `checkpoint`."""
+        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder
+        `checkpoint`."""
         folder = self.scratch / f"{time.time_ns()}"
         try:
             stage(directory, folder, self.repo_id)

@@ -69,9 +69,9 @@ Objective = Callable[
 
 @dataclass
 class RunState:
-    """What a checkpoint keeps of a run beside its tensors. `val_loss` is that of this step, None if it was not evaluated;
-    `best` is the lowest so far, and `waited` the number of evaluations since; `changes` are the settings that resumes have
-    changed."""
+    """What a checkpoint keeps of a run beside its tensors. `val_loss` is that of this step, None if
+    it was not evaluated; `best` is the lowest so far, and `waited` the number of evaluations since;
+    `changes` are the settings that resumes have changed."""
 
     step: int = 0  # updates done
     run_id: str = ""  # in the trackers
@@ -93,13 +93,16 @@ class RunState:
 class Run:
     """A training run, whose folder is locked.
 
-    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective`; the data's tokenizer; `empty`, the
-    model without memory (`models.skeleton`); the loaders of this rank's share of the data, `val_loader` None if nothing is
-    evaluated; the callbacks, in the order of their calls; and the checkpoint to resume, None for a new run.
+    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective`; the
+    data's tokenizer; `empty`, the model without memory (`models.skeleton`); the loaders of this
+    rank's share of the data, `val_loader` None if nothing is evaluated; the callbacks, in the order
+    of their calls; and the checkpoint to resume, None for a new run.
 
-    `schedule` has the sequences of each update, `updates` is their number, other than `max_steps` after a resume with
-    another batch size. `resumes_here` says that the checkpoint is in the run's own folder. `stopping` says that a rank has to
-    stop, and is equal on all ranks; `unevaluated`, that an evaluation was due then. `figures` are those of the last update, `problem` is why the last bad one was skipped.
+    `schedule` has the sequences of each update, `updates` is their number, other than `max_steps`
+    after a resume with another batch size. `resumes_here` says that the checkpoint is in the run's
+    own folder. `stopping` says that a rank has to stop, and is equal on all ranks; `unevaluated`,
+    that an evaluation was due then. `figures` are those of the last update, `problem` is why the
+    last bad one was skipped.
 
     Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
     """
@@ -202,11 +205,11 @@ class Run:
             self.state.run_id = saved["run_id"]
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Returns what a checkpoint holds beside the model: the tensors of each file, as `TrainingState.collect` has them, and
-        `state.json`.
+        """Returns what a checkpoint holds beside the model: the tensors of each file, as
+        `TrainingState.collect` has them, and `state.json`.
 
-        `position` is the number of sequences read. A resume compares the settings that determine their order, and
-        `settings`. Raises `ValueError` for what JSON changes."""
+        `position` is the number of sequences read. A resume compares the settings that determine
+        their order, and `settings`. Raises `ValueError` for what JSON changes."""
         tensors, values = self.training_state.collect()
         state = {
             **asdict(self.state),

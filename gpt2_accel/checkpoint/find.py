@@ -60,8 +60,8 @@ def find_checkpoint(
         path = None if resume_from is None else named_checkpoint(resume_from)
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
             raise FileExistsError(
-                f"{run_dir} holds {newest.name} of an earlier run, which this one would overwrite: continue it with "
-                "--resume_from latest, or choose another --output_dir"
+                f"{run_dir} holds {newest.name} of an earlier run, which this one would overwrite: "
+                "continue it with --resume_from latest, or choose another --output_dir"
             )
     if path is not None:
         read_state(path)  # raises for release 0.1

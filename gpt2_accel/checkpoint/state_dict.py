@@ -1,7 +1,8 @@
 """Converts a prepared model, its optimizer and the callbacks to the form of a checkpoint, and back.
 
-In training the tensors may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the ranks, and the optimizer
-numbers its parameters. In a checkpoint they are unsharded, in host memory, under the parameters' names.
+In training the tensors may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the
+ranks, and the optimizer numbers its parameters. In a checkpoint they are unsharded, in host memory,
+under the parameters' names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,8 +66,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if that is sharded. A scalar is
-    not sharded, and a tensor that is sharded already is returned unchanged."""
+    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if
+    that is sharded. A scalar is not sharded, and a tensor that is sharded already is returned
+    unchanged."""
     if is_shard(full) or not is_shard(tensor) or full.ndim == 0:
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
@@ -94,23 +96,25 @@ def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the named states of which a file in `training_state/` has the tensors, if there are some, and `values` the
-    rest. The tensors are on the CPU."""
+    """Returns the named states of which a file in `training_state/` has the tensors, if there are
+    some, and `values` the rest. The tensors are on the CPU."""
     path = checkpoint / STATE / f"{file}.safetensors"
     for place, tensor in (load_file(path) if path.exists() else {}).items():
         name, _, key = place.partition("/")
-        # A memory-mapped tensor would keep the file's disk space in use after the checkpoint is removed.
+        # A memory-mapped tensor would keep the disk space of a removed checkpoint in use.
         values.setdefault(name, {})[key] = tensor.clone()
     return values
 
 
 class TrainingState:
-    """What a checkpoint keeps of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
+    """What a checkpoint keeps of the optimizer, the fp16 gradient scaler, and the callbacks that
+    have state.
 
-    Build it before the first update, and before a resume loads the state. A parameter's state is named by its name in the
-    unwrapped model, a callback's by its class, a second of a class by `NAME#2`. Values that are not tensors are numbers,
-    texts, lists and dicts of them, as JSON has them. Of a parameter group only the values that have changed since are part of
-    the state: the others are settings, and a resume may have new ones.
+    Build it before the first update, and before a resume loads the state. A parameter's state is
+    named by its name in the unwrapped model, a callback's by its class, a second of a class by
+    `NAME#2`. Values that are not tensors are numbers, texts, lists and dicts of them, as JSON has
+    them. Of a parameter group only the values that have changed since are part of the state: the
+    others are settings, and a resume may have new ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
@@ -150,8 +154,8 @@ class TrainingState:
         return {key: copy(value) for key, value in group.items() if key not in self.SETTINGS}
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Returns the tensors of each file in `training_state/`, on their devices, sharded as they are, and the rest, for
-        `state.json`."""
+        """Returns the tensors of each file in `training_state/`, on their devices, sharded as they
+        are, and the rest, for `state.json`."""
         state, scaler = self.optimizer.state, self.accelerator.scaler
         tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
@@ -168,8 +172,9 @@ class TrainingState:
         }
 
     def load_optimizer(self, checkpoint: Path, saved: dict[str, Any]) -> None:
-        """Loads the state of the optimizer and the scaler from a checkpoint, whose `state.json` is `saved`; names and shapes
-        are those of the parameters: the model is the checkpoint's. All ranks call it.
+        """Loads the state of the optimizer and the scaler from a checkpoint, whose `state.json` is
+        `saved`; names and shapes are those of the parameters: the model is the checkpoint's. All
+        ranks call it.
 
         Raises `ValueError` if the state belongs to another optimizer."""
         if saved["optimizer"] != self.name:
@@ -196,16 +201,16 @@ class TrainingState:
     def load_callbacks(
         self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool
     ) -> list[str]:
-        """Hands the callbacks what a checkpoint, whose `state.json` is `saved`, has of them. Returns a note for each that
-        starts anew.
+        """Hands the callbacks what a checkpoint, whose `state.json` is `saved`, has of them.
+        Returns a note for each that starts anew.
 
         Raises `ValueError` for the state of a callback that is absent, unless `ignore_missing`."""
         states = read_states(checkpoint, "callbacks", saved.get("callbacks", {}))
         absent = states.keys() - self.callbacks.keys()
         if absent and not ignore_missing:
             raise ValueError(
-                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not have: add it, or give "
-                "--ignore_changes"
+                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not "
+                "have: add it, or give --ignore_changes"
             )
         notes = []
         for name, callback in self.callbacks.items():

@@ -59,7 +59,8 @@ class CheckpointWriter(AbstractContextManager):
     _thread: threading.Thread | None = None
 
     def save(self, *snapshot: Any) -> None:
-        """Starts to write a checkpoint, after the previous write; `snapshot` are the arguments of `_write`."""
+        """Starts to write a checkpoint, after the previous write; `snapshot` are the arguments of
+        `_write`."""
         self.join()
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
@@ -88,8 +89,9 @@ class CheckpointWriter(AbstractContextManager):
         state: dict[str, Any],
         training: Training,
     ) -> None:
-        """Writes a checkpoint. `model` and `tensors`, those of each file in `training_state/`, are copies in host memory;
-        `state` is `state.json`, `training` describes the run for the model card."""
+        """Writes a checkpoint. `model` and `tensors`, those of each file in `training_state/`, are
+        copies in host memory; `state` is `state.json`, `training` describes the run for the model
+        card."""
         path = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
         try:
             self.rotate(state["step"] - 1)  # by now their updates have followed

@@ -1,7 +1,9 @@
-"""The Hugging Face Hub: downloads model directories, and uploads them; `callbacks.Pushes` does so during a run.
+"""The Hugging Face Hub: downloads model directories, and uploads them; `callbacks.Pushes` does so
+during a run.
 
-A repository's root is a model directory. With the strategy `checkpoint` its folder `last-checkpoint/` is a checkpoint
-for `--resume_from USER/NAME`. The Hub client finds the access token itself: `hf auth login` or `HF_TOKEN`.
+A repository's root is a model directory. With the strategy `checkpoint` its folder
+`last-checkpoint/` is a checkpoint for `--resume_from USER/NAME`. The Hub client finds the access
+token itself: `hf auth login` or `HF_TOKEN`.
 """
 
 import os

@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors. Those that are not contiguous, as the transposed ones of GPT-2, are copied first: for the 124M 0.34 GB of
-    further memory."""
+    """Writes tensors. Those that are not contiguous, as the transposed ones of GPT-2, are copied
+    first: for the 124M 0.34 GB of further memory."""
     own = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(own, path, {"format": "pt"})
 

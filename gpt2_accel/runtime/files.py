@@ -225,8 +225,8 @@ def check_renames(folder: Path) -> None:
 
 
 def lock_id(folder: str | Path) -> int | None:
-    """Returns the inode of a folder's lock file; 0 if there is none, None if the disk does not answer. It changes if
-    another process locks a new folder under the same name."""
+    """Returns the inode of a folder's lock file; 0 if there is none, None if the disk does not
+    answer. It changes if another process locks a new folder under the same name."""
     try:
         return (Path(folder) / LOCK).stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
