@@ -83,14 +83,14 @@ def run(words: list[str]) -> None:
 def help_text() -> str:
     """Returns the text of `gpt2-accel --help`."""
     stems = {name: RECIPES[name].stem for name in TRAINED} | COMMANDS
-    commands = "\n".join(f"  {name:24}{summary(stem)}" for name, stem in stems.items())
-    return HELP.format(commands=commands, configs=" ".join(CONFIGS), settings=" ".join(SETTINGS))
-
-
-def summary(recipe: str) -> str:
-    """Returns the first line of a recipe's docstring, without the full stop."""
-    text = (folder("recipes") / f"{recipe}.py").read_text(encoding="utf-8")
-    return text.split('"""')[1].partition("\n")[0].removesuffix(".")
+    commands = []
+    for name, stem in stems.items():
+        text = (folder("recipes") / f"{stem}.py").read_text(encoding="utf-8")
+        summary = text.removeprefix('"""').partition("\n")[0].removesuffix(".")
+        commands.append(f"  {name:24}{summary}")
+    return HELP.format(
+        commands="\n".join(commands), configs=" ".join(CONFIGS), settings=" ".join(SETTINGS)
+    )
 
 
 def launch(*args: str) -> None:

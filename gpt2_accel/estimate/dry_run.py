@@ -1,6 +1,5 @@
 """The summary of `--dry_run`: parameters, tokens, FLOPs, memory, time. It needs no accelerator."""
 
-import math
 import os
 from pathlib import Path
 
@@ -49,14 +48,13 @@ def dry_run(config: TrainConfig) -> str:
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, length)
+    gpus = [gpu] if gpu else DEVICES
     times = ", ".join(
         f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"
-        for name in ([gpu] if gpu else DEVICES)
+        for name in gpus
     )
-    available = GPUS[gpu].memory if gpu else math.inf
-    logits = None
-    if gpu or not launch.use_cpu:
-        logits = logits_at_once(GPUS[gpu or DEVICES[0]].memory, precision)
+    on_gpu = gpu or not launch.use_cpu
+    logits = logits_at_once(GPUS[gpus[0]].memory, precision) if on_gpu else None
     memory = memory_by_part(config, shape, launch, size, logits)
     parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
     needed = sum(memory.values())
@@ -65,12 +63,13 @@ def dry_run(config: TrainConfig) -> str:
         f"data          {config.data_dir}: {data}",
         f"training      {config.max_steps:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.is_fsdp2 else ''}",
-        f"memory        {readable_size(needed)} per device{f' of {readable_size(available)}' if gpu else ''}: {parts}; "
+        f"memory        {readable_size(needed)} per device{f' of {readable_size(GPUS[gpu].memory)}' if gpu else ''}: {parts}; "
         f"micro-batch {size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
-        *filter(None, [note]),
     ]
-    if needed > available:
+    if note:
+        lines.append(note)
+    if gpu and needed > GPUS[gpu].memory:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations true, "
             "or shard the model"

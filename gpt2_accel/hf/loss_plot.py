@@ -75,9 +75,9 @@ def chart(
         falls = y and y[0] > y[-1] and np.ptp(y) > 2 * np.ptp(rest)
         shown += rest if falls else y
     low, high = min(shown, default=0.0), max(shown, default=1.0)
-    span = max(high - low, LEAST_SPAN * max(abs(low), abs(high))) or 1.0
     middle = (low + high) / 2
-    ax.set_ylim(middle - 0.55 * span, middle + 0.55 * span)
+    half = 0.55 * max(high - low, LEAST_SPAN * abs(middle)) or 1.0
+    ax.set_ylim(middle - half, middle + half)
     if from_zero:
         ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)

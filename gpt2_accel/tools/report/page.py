@@ -60,34 +60,31 @@ def report_of(runs: list[Run]) -> Page:
         settings = {name: cells for name, cells in settings.items() if len(set(cells)) > 1}
     sections = draw([run for run in runs if run.lines], metrics)
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    document = (
-        Environment(autoescape=True)
-        .from_string(source)
-        .render(
-            runs=runs,
-            facts=rows_of(columns),
-            sections=sections,
-            entries=entries,
-            results={name: results[name] for name in comparable(runs, entries.values())},
-            notes=notes,
-            settings=settings,
-            svg=figures.themed_svg,
-        )
+    template = Environment(autoescape=True).from_string(source)
+    document = template.render(
+        runs=runs,
+        facts=rows_of(columns),
+        sections=sections,
+        entries=entries,
+        results={name: results[name] for name in comparable(runs, entries.values())},
+        notes=notes,
+        settings=settings,
+        svg=figures.themed_svg,
     )
     return Page(document, ChainMap(*sections.values()))
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: Run) -> dict[str, object]:
     """Returns a run's metadata and progress by title; the state is such as `stopped at update 120: SIGTERM`."""
-    known, last, status = run.metadata, run.lines[-1] if run.lines else {}, run.status
+    known, status = run.metadata, run.status
     reason = f": {status['reason']}" if status.get("reason") else ""
-    hours, flops = (run.curve("step", axis)[0][-1:] for axis in ("hours", "flops"))
+    tokens, hours, flops = (run.curve("step", axis)[0][-1:] for axis in AXES)
     return {
         "state": f"{status['state']} at update {run.step:,}{reason}" if status else "",
-        "tokens": f"{last['tokens']:,}" if "tokens" in last else "",
+        "tokens": f"{tokens[0]:,}" if tokens else "",
         "training": duration(hours[0] * 3600) if hours else "",
         "FLOPs": f"{flops[0]:.3g}" if flops else "",
-        **{name: str(known.get(name) or "") for name in METADATA},
+        **{name: known.get(name) or "" for name in METADATA},
         "changes": "; ".join(known.get("changes", [])),
     }
 
