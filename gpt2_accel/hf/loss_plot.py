@@ -34,7 +34,7 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     if find_spec("matplotlib") is None or not lines:
         return
     curves = [
-        (*values(lines, name, "tokens"), {**style, "color": COLOURS[0]})
+        (*values(lines, name, "tokens"), dict(style, color=COLOURS[0]))
         for name, style in LOSS_STYLES.items()
     ]
     save_png(chart(LOSSES, "tokens", curves, height=3.2), path)

@@ -229,8 +229,10 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http" and (refused := self.refusal(scope)):
-            app = PlainTextResponse(refused[1], refused[0])
+        refused = self.refusal(scope) if scope["type"] == "http" else None
+        if refused is not None:
+            status, text = refused
+            app = PlainTextResponse(text, status)
         await app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:

@@ -61,7 +61,7 @@ def metric_figure(
     curves = []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         for name, style in styles.items():
-            curves.append((*run.curve(name, axis), {**style, "color": colour}))
+            curves.append((*run.curve(name, axis), dict(style, color=colour)))
         curves.append(([], [], {"label": run.name, "color": colour}))
     from_zero = title.startswith("train/")
     return chart(title, AXES[axis][0], curves, height=height, from_zero=from_zero)
