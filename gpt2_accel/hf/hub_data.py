@@ -46,9 +46,10 @@ Token shards of gpt2_accel.
 
 - Source: {manifest[source]}. The license is that of the source: check it, and name it here.
 - Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
-- Training split: {manifest[splits][train][tokens]:,} tokens; `manifest.json` lists the others
+- Training split: {manifest[splits][train][tokens]:,} tokens
 
-Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
+Download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`. If it has a `manifest.json`, `--data_dir hub:{repo_id}`
+trains on it without a download.
 """
 
 
@@ -127,7 +128,7 @@ def download(repo_id: str, commit: str, folder: Path, **files: list[str]) -> Non
 
     try:
         snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=folder, **files)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
             f"{repo_id} could not be downloaded ({first_line(error)}): start the same command again, it continues"
         ) from error
