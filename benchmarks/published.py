@@ -192,7 +192,7 @@ def optimizers(folder: Path) -> str:
 
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    return intervals.plus_minus(*intervals.interval([*values]), form)
+    return intervals.plus_minus([*values], form)
 
 
 def architectures(folder: Path) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
 from gpt2_accel.runtime.files import write_file
-from gpt2_accel.tools.study.options import EngineOptions
+from gpt2_accel.tools.study.study_file import StudyOptions, read_study
 
 
 @dataclass(kw_only=True)
-class Compare(EngineOptions):
+class Compare(StudyOptions):
     study: str = required("YAML file of the study")
 
 
@@ -29,23 +29,19 @@ def main() -> None:
         words.insert(0, "--study")
     config = parse_config(Compare, words)
     path = Path(config.study)
-    engine = config.engine(Path("runs") / path.stem)
+    engine = config.engine(f"runs/{path.stem}")
     from gpt2_accel.tools.study.compare import compare, dry_run
     from gpt2_accel.tools.study.engine import require_scipy
-    from gpt2_accel.tools.study.outcome import comparison_text
-    from gpt2_accel.tools.study.study_file import read_study
 
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:
         print(dry_run(study, engine))
         return
     require_scipy()
-    outcome = compare(study, engine)
-    text, written = comparison_text(outcome), engine.folder / "study.md"
+    text = compare(study, engine)
+    written = engine.folder / "study.md"
     write_file(written, text + "\n")
-    print(f"{text}\n\n{written}")
-    if engine.table.exists():
-        print(engine.table)
+    print(f"{text}\n\n{written}\n{engine.table}")
     if engine.failed:
         sys.exit(1)
 

@@ -2,8 +2,8 @@
 
     python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14
 
-For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays for, until at least two sizes
-lie on each side of the lowest loss; docs/scaling.md describes it. One run per GPU, or per CPU core, trains at a time; the same
+For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays for; docs/scaling.md describes
+it. One run per GPU, or per CPU core, trains at a time; the same
 command continues what was killed. `--dry_run true` prints the runs and their time first.
 Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
 `scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
@@ -16,29 +16,28 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.evals.results import markdown
 from gpt2_accel.runtime.files import write_file, write_json
 from gpt2_accel.tools.report.figures import require_matplotlib, save_png
 from gpt2_accel.tools.study.engine import Engine, require_scipy
-from gpt2_accel.tools.study.options import EngineOptions
-from gpt2_accel.tools.study.outcome import RUNS, run_rows, runs_figure, scaling_text
-from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, QUIET, SIDE, Grid
+from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, SIZES, Grid
+from gpt2_accel.tools.study.study_file import StudyOptions
 from gpt2_accel.tools.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 
 
 @dataclass(kw_only=True)
-class ScalingLaws(EngineOptions):
+class ScalingLaws(StudyOptions):
     data_dir: str = required("folder of token shards that `prepare_data` wrote")
     budgets: list[float] = required("FLOPs of a run, several numbers")
     architecture: str = setting("gpt2", f"one of {', '.join(ARCHITECTURES)}")
+    sizes: int = setting(SIZES, "sizes of each budget, around 20 tokens per parameter")
     n_positions: int = setting(128, "tokens per sequence")
     learning_rate: float = setting(
         LEARNING_RATE, "Muon's peak rate for a width of 64 and 2,048 tokens per update"
     )
     eval_tokens: int = setting(262_144, "validation tokens of the last evaluation, at most")
-    max_epochs: float = setting(MAX_EPOCHS, "leave out runs that read the data more often")
+    max_epochs: float = setting(MAX_EPOCHS, "times that a run may read the data")
     target_flops: float | None = setting(
         None, "FLOPs of a run: its best size, its loss and its command"
     )
@@ -46,7 +45,7 @@ class ScalingLaws(EngineOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         above_zero = "learning_rate max_epochs target_flops"
-        check_ranges(self, positive="n_positions eval_tokens", above_zero=above_zero)
+        check_ranges(self, positive="sizes n_positions eval_tokens", above_zero=above_zero)
         if not all(0 < budget < float("inf") for budget in self.budgets):
             raise ValueError(f"budgets must be above 0, got {self.budgets}")
         self.budgets = sorted(set(self.budgets))
@@ -57,26 +56,25 @@ class ScalingLaws(EngineOptions):
             raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
         names = ("data_dir", "architecture", "n_positions", "eval_tokens")
         settings = {name: getattr(self, name) for name in names}
-        base = read_trial(RECIPE, settings | QUIET, engine.precision)
-        return Grid(base, engine, self.budgets, self.learning_rate, self.max_epochs)
+        base = read_trial(RECIPE, settings)
+        return Grid(base, engine, self.budgets, self.sizes, self.learning_rate, self.max_epochs)
 
 
 def main() -> None:
     config = parse_config(ScalingLaws)
-    engine = config.engine(Path("runs/scaling_laws"))
+    engine = config.engine("runs/scaling_laws")
     grid = config.grid(engine)
     if config.dry_run:
-        largest = grid.runs[grid.budgets[-1]][SIDE]
-        print(f"{markdown(RUNS, run_rows(grid))}\n\n{engine.forecast(grid.left(), largest)}")
+        print(engine.forecast(grid.runs, grid.runs[-1]))
         return
     require_scipy()
     require_matplotlib()
     law = grid.train()
-    text = scaling_text(grid, law, config.target_flops)
+    text = grid.text(law, config.target_flops)
     print(text)
     files = [engine.table, engine.folder / "scaling.md", engine.folder / "scaling.png"]
     write_file(files[1], text + "\n")
-    save_png(runs_figure(grid, law), files[2])
+    save_png(grid.figure(law), files[2])
     if law is not None:
         record = {"settings": grid.base.changes, "budgets": grid.budgets, **asdict(law)}
         write_json(path := engine.folder / "law.json", record)

@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401  for compiled runs
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # noqa: F401
 
 import gpt2_accel.data.prepare
-import gpt2_accel.tools.study.outcome
+import gpt2_accel.tools.study.compare
 import gpt2_accel.train  # noqa: F401
 
 with suppress(ImportError):  # the extra [report]

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
@@ -21,35 +21,40 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import gpt2_accel
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.files import digest, first_line
-from gpt2_accel.runtime.signals import end_with_parent
+
+if TYPE_CHECKING:
+    from gpt2_accel.tools.study.trials import Trial
 
 GRACE = 30.0  # seconds in which a child that has to stop may save a checkpoint
+LOG = "log.txt"  # in a run's folder: its terminal output
 PACKAGE = Path(gpt2_accel.__file__).parent
+OTHERS = {
+    PACKAGE,
+    Path(sysconfig.get_paths()["stdlib"]),
+}  # folders of modules on which no study depends
+INSTALLED = {"site-packages", "dist-packages"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(  # torch._dynamo takes 1.6 s of each run: an optimizer imports it
-    ["gpt2_accel.train", "gpt2_accel.cli", "gpt2_accel.tools.study.outcome", "torch._dynamo"]
+    ["gpt2_accel.train", "gpt2_accel.cli", "gpt2_accel.tools.study.engine", "torch._dynamo"]
 )
 
 
-def slots(limit: int | None, each: int) -> list[str]:
-    """Returns where a run at a time trains: the numbers or UUIDs of `each` GPUs, or an empty text for each `each` CPU cores
-    if there is no GPU or the launch is for the CPU. At most `limit`. Raises `ValueError` if there are fewer GPUs."""
+def slots(limit: int | None) -> list[str]:
+    """Returns where a run at a time trains: the number or UUID of each visible GPU, or an empty text for each CPU core if
+    there is no GPU or the launch is for the CPU. At most `limit`."""
     from gpt2_accel.runtime.device import accelerator_count
 
+    found = [""] * usable_cpus()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    if not on_cpu and (count := accelerator_count()):
-        names = re.findall(r"[^\s,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        gpus = names or [str(number) for number in range(count)]
-        found = [",".join(gpus[i : i + each]) for i in range(0, count - each + 1, each)]
-        if not found:
-            raise ValueError(f"gpus_per_run is {each}: give at most the {count} that are visible")
-    else:
-        found = [""] * max(1, usable_cpus() // each)
+    count = 0 if on_cpu else accelerator_count()
+    if count:
+        visible = re.findall(r"[^\s,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        found = visible or [str(number) for number in range(count)]
     return found[:limit]
 
 
@@ -100,50 +105,27 @@ def run_recipe(recipe: Path, source: bytes, arguments: Sequence[str]) -> None:
     exec(compile(source, recipe, "exec"), vars(main))
 
 
-def train_recipe(
-    recipe: Path,
-    source: bytes,
-    arguments: Sequence[str],
-    files: Mapping[str, str],
-    gpus: str,
-    processes: int,
-    log: Path,
-) -> None:
-    """Trains a run in this child, or in several processes with the launcher of torchrun. Its output is appended to `log`.
+def train_recipe(trial: "Trial", source: bytes, folder: Path, gpu: str) -> None:
+    """Trains a trial in this child and in `folder`, where it resumes; `source` is the text of its recipe. The output is
+    appended to `LOG`.
 
-    Raises `SystemExit` if one of `files` no longer has the SHA-256 here.
+    Raises `SystemExit` if one of the trial's files no longer has its SHA-256.
     """
     stop_with_parent()
     import torch
 
-    log.parent.mkdir(parents=True, exist_ok=True)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    output = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for path, sha in files.items():
+    for path, sha in trial.files.items():
         if not Path(path).exists() or digest(Path(path)) != sha:
             sys.exit(f"{path} has changed since the study started: start it again")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     else:
         os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         torch.set_num_threads(1)
-    if processes == 1:
-        return run_recipe(recipe, source, arguments)
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    free_port = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    config = LaunchConfig(1, 1, processes, **free_port, max_restarts=0, start_method="fork")
-    elastic_launch(config, one_of_several)(os.getpid(), recipe, source, arguments)
-
-
-def one_of_several(parent: int, recipe: Path, source: bytes, arguments: Sequence[str]) -> None:
-    """Trains one process of a run of several. Ends when the launcher, the process `parent`, ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the launcher's handler
-    end_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
-    run_recipe(recipe, source, arguments)
+    run_recipe(trial.recipe, source, trial.arguments(folder))
 
 
 class Captured(BaseException):
@@ -165,7 +147,8 @@ def settings_of(
         raise Captured(config.settings())
 
     gpt2_accel.train.train = capture
-    before, printed = {*sys.modules}, io.StringIO()
+    before = set(sys.modules)
+    printed = io.StringIO()
     try:
         with redirect_stdout(printed):
             run_recipe(recipe, source, arguments)
@@ -181,19 +164,10 @@ def settings_of(
 
 def own_modules(names: Iterable[str]) -> list[Path]:
     """Returns the files of those modules that are not installed, nor Python's or this package's."""
-    files = {getattr(sys.modules[name], "__file__", None) or "" for name in names}
-    others = {PACKAGE, Path(sysconfig.get_paths()["stdlib"])}
-    return [
-        path
-        for path in map(Path, sorted(files))
-        if path.suffix == ".py" and path.is_file() and not others & {*path.parents}
-        if not {"site-packages", "dist-packages"} & {*path.parts}
-    ]
-
-
-def precision(processes: int) -> dict[str, str]:
-    """Returns what of the launch of a run changes its numbers: its precision, its compiler, and the number of its processes if
-    it is above 1. Runs have those of this process, which `accelerate launch` sets."""
-    names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
-    found = {kind: os.environ.get(name, "no").lower() for kind, name in names.items()}
-    return found | ({"processes": str(processes)} if processes > 1 else {})
+    found = []
+    for name in sorted(names):
+        path = Path(getattr(sys.modules[name], "__file__", None) or "")
+        other = not OTHERS.isdisjoint(path.parents) or not INSTALLED.isdisjoint(path.parts)
+        if path.suffix == ".py" and path.is_file() and not other:
+            found.append(path)
+    return found

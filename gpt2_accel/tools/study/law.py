@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from gpt2_accel.evals.results import markdown
+
 UNKNOWNS = ("E", "A", "alpha", "B", "beta")
 STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
 LEAST, MOST = 0.02, 3.0  # of both
@@ -54,12 +56,6 @@ class FittedLaw:
     form: dict[str, float]
 
     @property
-    def has_best(self) -> bool:
-        """Whether a number of FLOPs has a best size: no term is missing."""
-        _, A, _, B, _ = self.law
-        return A > 0 and B > 0
-
-    @property
     def holds(self) -> bool:
         """Whether no test refuses the law's form. If one does, no interval has a stated coverage."""
         return bool(self.form) and min(self.form.values()) >= LEVEL / len(self.form)
@@ -68,6 +64,25 @@ class FittedLaw:
         """Returns the 95% interval of the loss of one run, if the form `holds`: the uncertainty of the law, and a run's noise."""
         *drawn, noise = np.array(self.samples).T[:, :, None]
         return bootstrap_interval(loss_of(drawn, N, D) + noise * NOISE)
+
+    def table(self) -> str:
+        """Returns the law as a Markdown table; without intervals if the form does not hold."""
+        rows = {}
+        for name, value, drawn in zip(UNKNOWNS, self.law, np.array(self.samples).T, strict=False):
+            low, high = bootstrap_interval(drawn)
+            rows[name] = [f"{value:.4g}", f"{low:.4g} to {high:.4g}" if self.holds else "none"]
+        return markdown(("law", "value", "95% interval"), rows)
+
+    def remark(self) -> str:
+        """Returns whether the law's form holds over its runs."""
+        tests = ", ".join(f"by {name} p = {p:.2g}" for name, p in self.form.items())
+        tests = f"F tests of the residuals' means {tests or 'need more runs'}"
+        if self.holds:
+            return f"no test refuses the form of the law: {tests}; the residuals spread by {self.spread:.4f} nats"
+        return (
+            f"do not extrapolate this law: its form does not hold over its own runs, and no interval covers that error ({tests}); add a "
+            "larger budget and leave out the smallest"
+        )
 
 
 def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> FittedLaw:
@@ -89,13 +104,11 @@ def fit_law(
     residuals in nats, with the degrees of freedom of five unknowns."""
     from scipy.optimize import least_squares, nnls
 
-    logs = np.log([N, D])
-    centres = logs.mean(1)
-    offsets = logs - centres[:, None]  # so that the columns of the linear problem are of one size
-
     def linear(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        X = np.stack([np.ones_like(losses), *np.exp(-np.exp(theta)[:, None] * offsets)], 1)
-        c = nnls(X, losses)[0]
+        alpha, beta = np.exp(theta)
+        X = np.stack([np.ones_like(losses), N**-alpha, D**-beta], 1)
+        size = X.max(0)  # so that the columns of the linear problem are of one size
+        c = nnls(X / size, losses)[0] / size
         return c, losses - X @ c
 
     fits = [
@@ -104,7 +117,7 @@ def fit_law(
     ]
     best = min(fits, key=lambda fit: fit.cost)
     alpha, beta = np.exp(best.x)
-    E, A, B = linear(best.x)[0] * np.exp([0, alpha * centres[0], beta * centres[1]])
+    E, A, B = linear(best.x)[0]
     spread = math.sqrt(2 * best.cost / max(1, len(N) - len(UNKNOWNS)))
     return np.array([E, A, alpha, B, beta]), spread
 

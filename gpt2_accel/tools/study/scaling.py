@@ -1,25 +1,27 @@
-"""Scaling laws: trains sizes with equal FLOPs (Hoffmann et al., 2022, arXiv:2203.15556, approach 2), and fits a law to all runs.
-
-The runs of a budget grow until at least two sizes lie on each side of the one with the lowest loss.
-"""
+"""Scaling laws: trains sizes with equal FLOPs (Hoffmann et al., 2022, arXiv:2203.15556, approach 2), and fits a law to all runs."""
 
 import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain, cycle
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.tools.report.figures import COLOURS, add_legend, new_figure, short_number
 from gpt2_accel.tools.study.engine import Engine
 from gpt2_accel.tools.study.law import FittedLaw, fit, loss_of
 from gpt2_accel.tools.study.trials import Trial
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # Up to 8,192, from 64 on four in each doubling.
 WIDTHS = (16, 32, 48, *(m * 2**k for k in range(4, 11) for m in (4, 5, 6, 7)), 8192)
-SIDE = 2  # sizes on each side of the lowest loss
-TOKENS_PER_PARAMETER = 20  # of the middle one of a budget's first sizes
+SIZES = 7  # of each budget
+TOKENS_PER_PARAMETER = 20  # of the middle one of them
 FEWEST_UPDATES = 20  # of a run that a law can learn from
 FEWEST_RUNS, FEWEST_BUDGETS = 8, 2  # for a fit
 MAX_EPOCHS = 4.0  # up to which repeated data is about as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
@@ -55,10 +57,10 @@ def settings_for(width: int, tokens: float, batch: int, learning_rate: float) ->
     The rate grows as the square root of the batch (Malladi et al., 2022, arXiv:2205.10287) and the inverse root of the
     width; the decay grows as the square root of the batch and falls as the tokens, as in nanochat.
     """
-    updates, root = max(1, round(tokens / batch)), math.sqrt(batch / BATCH)
+    updates = max(1, round(tokens / batch))
+    root = math.sqrt(batch / BATCH)
     rate = learning_rate * root * (WIDTH / width) ** WIDTH_EXPONENT
-    return {
-        **FIXED,
+    return FIXED | {
         "total_batch_size": batch,
         "max_steps": updates,
         "warmup_steps": round(WARMUP_SHARE * updates),
@@ -67,116 +69,138 @@ def settings_for(width: int, tokens: float, batch: int, learning_rate: float) ->
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grid:
-    """The runs of a scaling study: for each of `budgets`, in FLOPs, sizes of `WIDTHS`, which `engine` trains.
+    """The runs of a scaling study: for each of `budgets`, in FLOPs, `sizes` of `WIDTHS`, which `engine` trains.
 
-    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. No run has fewer than `FEWEST_UPDATES`, or reads
-    the data more than `max_epochs` times.
+    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. Raises `ValueError` for a run with fewer than
+    `FEWEST_UPDATES`, or that reads the data more than `max_epochs` times.
     """
 
     base: Trial
     engine: Engine
     budgets: Sequence[float]
+    sizes: int = SIZES
     learning_rate: float = LEARNING_RATE
     max_epochs: float = MAX_EPOCHS
 
-    def trial(self, width: int, budget: float) -> Trial:
-        """Returns the run of a width with the tokens that a budget pays for, in whole updates."""
-        sized = self.base.changed(f"{budget:.3g}-width{width}", **size_of(width))
+    def __post_init__(self) -> None:
+        self.data_tokens = read_manifest(self.base.config.data_dir)["splits"]["train"]["tokens"]
+        self.by_budget = {budget: self.runs_of(budget) for budget in self.budgets}
+        self.runs = [*chain.from_iterable(self.by_budget.values())]
+
+    def trial(self, width: int, budget: float, **changes: Any) -> Trial:
+        """Returns the run of a width with the tokens that a budget pays for, in whole updates, and other changed settings."""
+        label = f"{budget:.3g}-width{width}"
+        sized = self.base.changed(label, **size_of(width), **changes)
         tokens = budget / sized.flops_per_token
         batch = batch_for(tokens, sized.config.tokens_per_sequence)
-        return sized.changed(**settings_for(width, tokens, batch, self.learning_rate))
+        return sized.changed(label, **settings_for(width, tokens, batch, self.learning_rate))
 
-    def best(self, law: FittedLaw, flops: float) -> Trial:
-        """Returns the run of the lowest loss by a law with `flops` FLOPs."""
-        trials = [self.trial(width, flops) for width in WIDTHS]
-        return min(
-            trials,
-            key=lambda t: loss_of(
-                law.law, float(t.shape.parameter_count), flops / t.flops_per_token
-            ),
-        )
-
-    def words(self, trial: Trial, name: str) -> list[str]:
-        """Returns the command line that trains a run alone, in a folder `name`, with evaluations and samples on the way."""
-        changes = {n: value for n, value in trial.changes.items() if n not in QUIET}
-        return replace(trial, changes=changes).arguments(self.engine.folder / name)
-
-    def loss(self, trial: Trial) -> float:
-        """Returns the loss in nats per token, infinite if the run diverged or has no result."""
-        result = self.engine.results.get(trial.id)
-        return math.inf if result is None else result.loss
-
-    def lowest(self, trials: Sequence[Trial]) -> int:
-        """Returns the place of the lowest loss."""
-        return min(range(len(trials)), key=lambda place: self.loss(trials[place]))
+    def runs_of(self, budget: float) -> list[Trial]:
+        """Returns the runs of a budget, from the smallest: around `TOKENS_PER_PARAMETER`."""
+        trials = [self.trial(width, budget, **QUIET) for width in WIDTHS]
+        ratios = [t.tokens / (TOKENS_PER_PARAMETER * t.shape.parameter_count) for t in trials]
+        middle = int(np.argmin(np.abs(np.log(ratios))))
+        low = max(0, middle - self.sizes // 2)
+        chosen = trials[low : low + self.sizes]
+        for trial in chosen:
+            if trial.config.max_steps < FEWEST_UPDATES or self.epochs(trial) > self.max_epochs:
+                raise ValueError(
+                    f"with {budget:.3g} FLOPs a width of {trial.config.n_embd} trains {trial.config.max_steps} updates and "
+                    f"reads the data {self.epochs(trial):.2g} times, and a run needs {FEWEST_UPDATES} updates and may read it "
+                    f"{self.max_epochs:g} times: prepare more text, change --budgets or --sizes, or raise --max_epochs"
+                )
+        return chosen
 
     def epochs(self, trial: Trial) -> float:
         """Returns how often a run reads the training data."""
-        manifest = read_manifest(self.base.config.data_dir)
-        return trial.tokens / manifest["splits"]["train"]["tokens"]
+        return trial.tokens / self.data_tokens
 
-    def allowed(self, trial: Trial) -> bool:
-        """Whether a run has enough updates and does not read the data too often."""
-        enough = trial.config.max_steps >= FEWEST_UPDATES
-        return enough and self.epochs(trial) <= self.max_epochs
-
-    @cached_property
-    def possible(self) -> dict[float, list[Trial]]:
-        """The runs that each budget may have, from the smallest. Raises `ValueError` if one of the first is not allowed."""
-        found = {}
-        for budget in self.budgets:
-            trials = [self.trial(width, budget) for width in WIDTHS]
-            low, high = first(trials)
-            for trial in (trials[low], trials[high - 1]):
-                if not self.allowed(trial):
-                    raise ValueError(
-                        f"with {budget:.3g} FLOPs a width of {trial.config.n_embd} trains {trial.config.max_steps} updates and "
-                        f"reads the data {self.epochs(trial):.2g} times, and a run needs {FEWEST_UPDATES} updates and may read it "
-                        f"{self.max_epochs:g} times: prepare more text, change --budgets, or raise --max_epochs"
-                    )
-            found[budget] = [trial for trial in trials if self.allowed(trial)]
-        return found
-
-    @property
-    def runs(self) -> dict[float, list[Trial]]:
-        """The runs of each budget by size, as far as the results tell which ones are needed."""
-        found = {}
-        for budget, trials in self.possible.items():
-            low, high = first(trials)
-            while all(map(self.engine.knows, trials[low:high])):
-                best = low + self.lowest(trials[low:high])
-                wider = max(0, min(low, best - SIDE)), min(len(trials), max(high, best + SIDE + 1))
-                if wider == (low, high):
-                    break
-                low, high = wider
-            found[budget] = trials[low:high]
-        return found
-
-    def left(self) -> list[Trial]:
-        """Returns the needed runs that have not been trained."""
-        return [t for trials in self.runs.values() for t in trials if not self.engine.knows(t)]
+    def points(self) -> np.ndarray:
+        """Returns parameters, tokens, loss and budget of each run, of shape (4, runs)."""
+        rows = []
+        for budget, trials in self.by_budget.items():
+            rows += [
+                (t.shape.parameter_count, t.tokens, self.engine.metric(t), budget) for t in trials
+            ]
+        return np.array(rows, float).T
 
     def train(self) -> FittedLaw | None:
         """Trains the runs and fits a law to those with a loss; returns None if they are too few for a fit."""
-        while left := self.left():
-            self.engine.run(left)
-        rows = [
-            (trial.shape.parameter_count, trial.tokens, self.loss(trial), budget)
-            for budget, trials in self.runs.items()
-            for trial in trials
-            if math.isfinite(self.loss(trial))
-        ]
-        if len(rows) < FEWEST_RUNS or len({budget for *_, budget in rows}) < FEWEST_BUDGETS:
+        self.engine.run(self.runs)
+        points = self.points()
+        points = points[:, np.isfinite(points[2])]
+        if points.shape[1] < FEWEST_RUNS or len({*points[3]}) < FEWEST_BUDGETS:
             return None
-        return fit(*np.array(rows).T)
+        return fit(*points)
 
+    def best(self, law: FittedLaw, flops: float) -> Trial:
+        """Returns the run of the lowest loss by a law with `flops` FLOPs."""
 
-def first(trials: Sequence[Trial]) -> tuple[int, int]:
-    """Returns where the runs that a budget begins with start and end: the one next to `TOKENS_PER_PARAMETER` in their middle."""
-    ratios = [
-        abs(math.log(t.tokens / (TOKENS_PER_PARAMETER * t.shape.parameter_count))) for t in trials
-    ]
-    middle = min(max(ratios.index(min(ratios)), SIDE), len(trials) - 1 - SIDE)
-    return middle - SIDE, middle + SIDE + 1
+        def loss(trial: Trial) -> float:
+            N = float(trial.shape.parameter_count)
+            return loss_of(law.law, N, flops / trial.flops_per_token)
+
+        return min((self.trial(width, flops) for width in WIDTHS), key=loss)
+
+    def text(self, law: FittedLaw | None, target: float | None) -> str:
+        """Returns the outcome as Markdown: the law, its remarks, with the best run of `target` FLOPs, the runs."""
+        parts = ["Law"]
+        if law is None:
+            lines = [
+                f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
+            ]
+        else:
+            parts.append(law.table())
+            lines = [law.remark()]
+            if target:
+                lines += self.target_remarks(law, target)
+        for budget, trials in self.by_budget.items():
+            lowest = min(trials, key=self.engine.metric)
+            if lowest in (trials[0], trials[-1]):
+                lines.append(
+                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the sizes: its minimum is not certain, "
+                    "raise --sizes"
+                )
+        lines += self.engine.caveats(self.runs)
+        bullets = "\n".join(f"- {line}" for line in lines)
+        parts += [bullets, "Runs", self.engine.runs_table(self.runs)]
+        return "\n\n".join(parts)
+
+    def target_remarks(self, law: FittedLaw, flops: float) -> list[str]:
+        """Returns the best run with `flops` FLOPs, its predicted loss, and its command, or that there is none."""
+        _, A, _, B, _ = law.law
+        if A == 0 or B == 0:
+            return ["the law has no best size, since a term is 0: add a larger budget"]
+        run = self.best(law, flops)
+        command = run.arguments(self.engine.folder / f"best-{flops:.3g}")
+        N, D, epochs = run.shape.parameter_count, run.tokens, self.epochs(run)
+        sure = "without an interval, since the law does not fit its own runs"
+        if law.holds:
+            sure = "95% interval {:.4f} to {:.4f}".format(*law.interval(N, D))
+        lines = [
+            f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} times the largest budget, has "
+            f"{short_number(N)} parameters and {short_number(D)} tokens, {epochs:.2g} times the data: "
+            f"val/loss {loss_of(law.law, N, D):.4f}, {sure}, by these settings and on this text",
+            f"train it: gpt2-accel {shlex.join([run.recipe.stem, *command])}",
+        ]
+        if epochs > self.max_epochs:
+            lines.append("the law knows no repetition of data: prepare more text for the best run")
+        return lines
+
+    def figure(self, law: FittedLaw | None) -> "Figure":
+        """Draws the loss over the size for each budget, with the law's."""
+        figure, ax = new_figure(
+            "val/loss in nats per token by budget in FLOPs; lines: the fitted law"
+        )
+        points = self.points()
+        for budget, colour in zip(self.budgets, cycle(COLOURS), strict=False):
+            N, D, losses, _ = points[:, points[3] == budget]
+            ax.plot(N, losses, "o", color=colour, markersize=4, label=short_number(budget, True))
+            if law:
+                ax.plot(N, loss_of(law.law, N, D), linewidth=1.3, color=colour)
+        ax.set_xscale("log")
+        ax.set_xlabel("parameters")
+        add_legend(ax)
+        return figure

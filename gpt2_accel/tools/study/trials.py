@@ -1,17 +1,17 @@
 """The runs of a study: a trial is a recipe with its settings, a result what its run's folder recorded; `runs.csv` lists them."""
 
-import ast
 import csv
 import functools
 import hashlib
 import io
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig
@@ -24,9 +24,10 @@ from gpt2_accel.runtime.files import digest, read_json_lines, write_file
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.tools.study.children import PACKAGE, ask, settings_of
 
-WARMUP = "warmup_share"  # of the updates; may stand for warmup_steps until the number of updates is known
 CODE = "code.txt"  # in a run's folder: the fingerprint of the code that trained it
 NOT_TRAINED = {"cli", "generation", "tools"}  # rooms on which no loss depends
+# Launch options that affect results. Runs have those of this process, which `accelerate launch` sets.
+LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
 
 
 @dataclass(frozen=True)
@@ -35,31 +36,22 @@ class Trial:
 
     `changes` are the settings on the command line; `resolved` are all settings of the run, as `TrainConfig` has them.
     `files` holds the SHA-256 of the modules of the project that the recipe imports, and of the model of `init_from`, by
-    path; `precision` what of the launch changes numbers; `label` what a run's folder is called beside its id.
+    path; `label` is the name of the run's folder beside its id.
     """
 
     recipe: Path
     changes: Mapping[str, Any]
     resolved: Mapping[str, Any]
     files: Mapping[str, str] = field(default_factory=dict)
-    precision: Mapping[str, str] = field(default_factory=dict)
     label: str = "run"
 
-    def changed(self, label: str | None = None, **changes: Any) -> "Trial":
-        """Returns the trial with other values of settings of `TrainConfig`. Raises `ValueError` for one that is out of its
-        range."""
-        both = {"changes": {**self.changes, **changes}, "resolved": {**self.resolved, **changes}}
-        trial = replace(self, **both, label=label or self.label)
+    def changed(self, label: str, **changes: Any) -> "Trial":
+        """Returns the trial with another label and other values of settings of `TrainConfig` on which no other setting
+        depends. Raises `ValueError` for a value that is out of its range."""
+        both = {"changes": self.changes | changes, "resolved": self.resolved | changes}
+        trial = replace(self, label=label, **both)
         assert trial.config
         return trial
-
-    def lasting(self, updates: int) -> "Trial":
-        """Returns the trial with this number of updates, the warmup steps of its `WARMUP`, if it has
-        one, and the settings that the recipe derives from them. Raises the errors of `read_trial`."""
-        changes = {**self.changes, "max_steps": updates}
-        if WARMUP in changes:
-            changes["warmup_steps"] = round(changes.pop(WARMUP) * updates)
-        return replace(read_trial(self.recipe, changes, self.precision), label=self.label)
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -91,56 +83,52 @@ class Trial:
     @cached_property
     def id(self) -> str:
         """What identifies the run: 12 hexadecimal digits of the SHA-256 of its settings that differ from the defaults and
-        change numbers, its data, the content of `files`, and its precision."""
-        default, missing = TrainConfig().settings(), object()
-        own: dict[str, Any] = {
-            name: value
-            for name, value in self.resolved.items()
-            if name not in INERT | {"init_from"} and default.get(name, missing) != value
-        }
-        own["recipe"] = self.recipe.name
+        change numbers, its data, the content of `files`, and the launch options that affect results."""
+        default = TrainConfig().settings()
+        own: dict[str, Any] = {"recipe": self.recipe.name}
+        for name, value in self.resolved.items():
+            usual = name in default and default[name] == value
+            if not usual and name not in INERT and name != "init_from":
+                own[name] = value
         if self.files:
             own["files"] = sorted((Path(path).name, sha) for path, sha in self.files.items())
-        content = [own, data_fingerprint(self.config.data_dir), self.precision]
+        launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
+        content = [own, data_fingerprint(self.config.data_dir), launch]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def arguments(self, output_dir: Path) -> list[str]:
-        """Returns the command line of the recipe."""
-        settings = {**self.changes, "output_dir": str(output_dir), "resume_from": "latest"}
-        return [word for name, v in settings.items() for word in (f"--{name}", *as_words(name, v))]
+        """Returns the command line of the recipe. Raises `ValueError` for a value that is neither a scalar nor a list of
+        scalars."""
+        words = []
+        for name, value in self.changes.items():
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, str | int | float) for item in values):
+                raise ValueError(f"{name} cannot be {value!r}")
+            words += [f"--{name}", *map(str, values)]
+        return [*words, "--output_dir", str(output_dir), "--resume_from", "latest"]
 
 
-def read_trial(
-    recipe: Path, changes: Mapping[str, Any], precision: Mapping[str, str] | None = None
-) -> Trial:
+def read_trial(recipe: Path, changes: Mapping[str, Any]) -> Trial:
     """Returns the trial of a recipe's command line, with all settings that the recipe trains with. Raises `ValueError` for
     settings that the recipe refuses."""
     words = Trial(recipe, changes, {}).arguments(Path("runs/.settings"))  # a folder of no run
     resolved, files = ask_settings(recipe, *words)
-    if resolved["init_from"]:
-        folder = Path(local_directory(model_directory(resolved["init_from"])))
-        weights = [path for kind in ("safetensors", "bin") for path in folder.glob(f"*.{kind}")]
-        files = files | {str(path): digest(path) for path in (folder / "config.json", *weights)}
     typed = {name: resolved.get(name, value) for name, value in changes.items()}
-    return Trial(recipe, typed, resolved, files, precision or {})
+    return Trial(recipe, typed, resolved, files)
 
 
 @functools.cache  # runs that differ in their seeds only have the same settings
 def ask_settings(recipe: Path, *words: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what `settings_of` returns in a child. Raises the errors of `ask`."""
-    return ask(settings_of, recipe, recipe_source(recipe), words)
+    """Returns what `settings_of` returns in a child, with the files of the model of `init_from`. Raises the errors of `ask`."""
+    resolved, files = ask(settings_of, recipe, recipe_source(recipe), words)
+    if resolved["init_from"]:
+        folder = Path(local_directory(model_directory(resolved["init_from"])))
+        for name in ("config.json", "*.safetensors", "*.bin"):
+            files |= {str(path): digest(path) for path in folder.glob(name)}
+    return resolved, files
 
 
-def as_words(name: str, value: Any) -> list[str]:
-    """Returns the value of a setting as words of a command line. Raises `ValueError` for what is no scalar or list of scalars."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, (str, bool, int, float)) for item in values):
-        raise ValueError(f"{name} cannot be {value!r}")
-    return [str(item) for item in values]
-
-
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A recorded run.
 
     `id` is that of its trial; `settings` is the JSON of those that the study changed. `loss` is the val/loss after the last
@@ -159,13 +147,6 @@ class Result:
     bits_per_byte: float | None = None
     code: str = ""
 
-    def metric(self, name: str) -> float:
-        """Returns `loss` or `bits_per_byte`. Raises `ValueError` if it is unknown."""
-        value = math.inf if math.isinf(self.loss) else getattr(self, name)
-        if value is None:
-            raise ValueError(f"run {self.id} has no {name}: compare by loss")
-        return value
-
 
 @functools.cache
 def recipe_source(recipe: Path) -> bytes:
@@ -175,25 +156,13 @@ def recipe_source(recipe: Path) -> bytes:
 
 @functools.cache  # of what this process has imported: files may change later
 def code_fingerprint(recipe: Path) -> str:
-    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the parts of this package on
-    which a run's numbers depend, without comments and docstrings."""
-    code = hashlib.sha256(syntax(recipe_source(recipe)))
+    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the parts of this package on which a run's numbers
+    depend."""
+    code = hashlib.sha256(recipe_source(recipe))
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in NOT_TRAINED:
-            code.update(syntax(path.read_bytes()))
+            code.update(path.read_bytes())
     return code.hexdigest()[:12]
-
-
-def syntax(source: bytes) -> bytes:
-    """Returns the syntax tree of a Python file as text, without docstrings."""
-    return ast.dump(WithoutConstants().visit(ast.parse(source))).encode()
-
-
-class WithoutConstants(ast.NodeTransformer):
-    """Removes the statements that are a constant, as docstrings are."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
 
 
 def recorded_code(folder: Path) -> str:
@@ -202,27 +171,22 @@ def recorded_code(folder: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def caveats(recipe: Path, results: Collection[Result]) -> list[str]:
-    """Returns a remark on the runs that other code recorded, if there are any."""
-    other = sum(result.code != code_fingerprint(recipe) for result in results)
-    return (
-        [f"{other} of {len(results)} runs were recorded by other code than this"] if other else []
-    )
-
-
 def read_run(trial: Trial, folder: Path) -> Result | None:
     """Returns the result of the run in `folder`, None if it neither finished nor diverged.
 
     Raises `ValueError` if its metrics lack the evaluation after its last update."""
     status = read_status(folder)
-    diverged = status.get("state") == "failed" and status["reason"].startswith(Diverged.__name__)
-    if status.get("state") != "finished" and not diverged:
+    state = status.get("state")
+    diverged = state == "failed" and status["reason"].startswith(Diverged.__name__)
+    if state != "finished" and not diverged:
         return None
-    [*_, line] = {}, *read_json_lines(folder / "metrics.jsonl")
-    loss, tokens = line.get("val/loss"), line.get("tokens", 0)
+    lines = read_json_lines(folder / "metrics.jsonl")
+    line = lines[-1] if lines else {}
+    loss = math.inf if diverged else line.get("val/loss")
     if not diverged and (loss is None or line["step"] != status["step"]):
         raise ValueError(f"its metrics lack the last val/loss: remove {folder}")
     settings = {n: v for n, v in trial.changes.items() if n not in INERT or n == "data_dir"}
+    tokens = line.get("tokens", 0)
     return Result(
         trial.id,
         json.dumps(settings, sort_keys=True),
@@ -230,7 +194,7 @@ def read_run(trial: Trial, folder: Path) -> Result | None:
         status["step"],
         tokens,
         float(tokens * trial.flops_per_token),
-        math.inf if diverged else loss,
+        loss,
         None if diverged else line.get("val/bits_per_byte"),
         recorded_code(folder),
     )
@@ -242,12 +206,12 @@ def read_table(path: Path) -> dict[str, Result]:
     Raises `ValueError` with the number of the first line that is cut, lacks a column, has one that
     cannot be read, or contradicts another line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kinds = {part.name: part.type for part in fields(Result)} | {"bits_per_byte": float}
-    names, found = None, {}
+    kinds = Result.__annotations__ | {"bits_per_byte": float}
+    found: dict[str, Result] = {}
     for number, line in enumerate(lines, 1):
         try:
             [cells] = csv.reader([line.decode()], strict=True)
-            if names is None:
+            if number == 1:
                 names = {name: kinds[name] for name in cells}
             elif cells:
                 pairs = zip(names.items(), cells, strict=True)
@@ -267,8 +231,7 @@ def read_table(path: Path) -> dict[str, Result]:
 def write_table(path: Path, results: Iterable[Result]) -> None:
     """Writes the CSV file atomically, in the order of the settings, so that the same runs give the same file."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Result)], lineterminator="\n")
-    writer.writeheader()
-    for result in sorted(results, key=lambda result: (result.settings, result.id)):
-        writer.writerow(asdict(result))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Result._fields)
+    writer.writerows(sorted(results, key=lambda result: (result.settings, result.id)))
     write_file(path, text.getvalue())
