@@ -160,8 +160,8 @@ class Grid:
             lowest = min(trials, key=self.engine.metric)
             if lowest in (trials[0], trials[-1]):
                 lines.append(
-                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the sizes: its minimum is not certain, "
-                    "raise --sizes"
+                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the sizes: its minimum is not certain: "
+                    "give other --sizes or --budgets"
                 )
         lines += self.engine.caveats(self.runs)
         bullets = "\n".join(f"- {line}" for line in lines)
