@@ -113,19 +113,18 @@ def read_trial(recipe: Path, changes: Mapping[str, Any]) -> Trial:
     settings that the recipe refuses."""
     words = Trial(recipe, changes, {}).arguments(Path("runs/.settings"))  # a folder of no run
     resolved, files = ask_settings(recipe, *words)
+    if resolved["init_from"]:
+        folder = Path(local_directory(model_directory(resolved["init_from"])))
+        for name in ("config.json", "*.safetensors", "*.bin"):
+            files = files | {str(path): digest(path) for path in folder.glob(name)}
     typed = {name: resolved.get(name, value) for name, value in changes.items()}
     return Trial(recipe, typed, resolved, files)
 
 
 @functools.cache  # runs that differ in their seeds only have the same settings
 def ask_settings(recipe: Path, *words: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what `settings_of` returns in a child, with the files of the model of `init_from`. Raises the errors of `ask`."""
-    resolved, files = ask(settings_of, recipe, recipe_source(recipe), words)
-    if resolved["init_from"]:
-        folder = Path(local_directory(model_directory(resolved["init_from"])))
-        for name in ("config.json", "*.safetensors", "*.bin"):
-            files |= {str(path): digest(path) for path in folder.glob(name)}
-    return resolved, files
+    """Returns what `settings_of` returns in a child. Raises the errors of `ask`."""
+    return ask(settings_of, recipe, recipe_source(recipe), words)
 
 
 class Result(NamedTuple):
