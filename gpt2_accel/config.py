@@ -22,6 +22,7 @@ from gpt2_accel.runtime.options import REMOVED, Parser, parser_of, suggestion, t
 ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
+WEIGHT_DTYPES = ("float32", "bfloat16")
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Fields that say what to do in this call. They are no settings of the run: a run does not save them.
 COMMANDS = ("dry_run", "profile")
@@ -142,8 +143,14 @@ class TrainConfig:
     checkpoint_activations: bool = setting(False, "far less memory, a third more work")
 
     architecture: str | None = setting(
-        None, f"{', '.join(ARCHITECTURES)}; default gpt2, or that of init_from"
+        None,
+        f"{', '.join(ARCHITECTURES)}, or HF directory or Hub id of a config.json; default gpt2",
     )
+    attn_implementation: str | None = setting(None, "take transformers' class, with this attention")
+    router_aux_loss: float | None = setting(
+        None, "weight of the experts' load balancing loss; default the model's"
+    )
+    dtype: str = setting("float32", "of the weights: float32, or bfloat16 to save memory")
     depth: int | None = setting(None, "N layers, N heads, and a width of 64 x N")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")
@@ -197,7 +204,7 @@ class TrainConfig:
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
             "eval_tokens sample_tokens keep_last depth",
-            not_negative="learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
+            not_negative="router_aux_loss learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
             "sample_every save_every keep_every seed micro_batch_size patience profile",
             above_zero="max_hours epochs",
             share="min_lr_ratio decay_share",
@@ -206,11 +213,11 @@ class TrainConfig:
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
         choice_of = {
-            "architecture": (*ARCHITECTURES, None),
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
             "hub_strategy": HUB_STRATEGIES,
             "report_to": TRACKERS,
+            "dtype": WEIGHT_DTYPES,
         }
         for name, choices in choice_of.items():
             value = getattr(self, name)

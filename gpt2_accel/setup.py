@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 
 from gpt2_accel import kernels
 from gpt2_accel.callbacks import (
@@ -43,6 +44,7 @@ from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
     check_finite,
+    configured_shape,
     from_pretrained,
     is_custom,
     load_weights,
@@ -54,9 +56,9 @@ from gpt2_accel.models import (
     LanguageModel,
     ModelConfig,
     check_loaded,
-    configured_shape,
     skeleton,
 )
+from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import prepare
@@ -102,7 +104,7 @@ def setup(
         for prompt in prompts if config.sample_every else []:
             encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
         plain = build_model(config, tokenizer, checkpoint, model)
-        plain.checkpoint_activations = config.checkpoint_activations
+        adapt(plain, config, accelerator, packed=conversations)
         if config.document_mask and not conversations:
             plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
@@ -134,6 +136,33 @@ def setup(
         [*callbacks, *own_callbacks(config, accelerator, evaluations, prompts)],
         checkpoint,
     )
+
+
+def adapt(
+    model: LanguageModel, config: TrainConfig, accelerator: Accelerator, packed: bool
+) -> None:
+    """Makes a model compute as the settings say. `packed` says that batches have `documents`.
+
+    Raises `ValueError` if documents have to stay apart and the class does not keep them apart."""
+    model.to(getattr(torch, config.dtype))
+    model.checkpoint_activations = config.checkpoint_activations
+    if not isinstance(model, AnyModel):
+        return
+    accelerator.print(model.config.note)
+    if config.router_aux_loss is not None:
+        model.aux_coefficient = config.router_aux_loss
+    if config.document_mask or packed:
+        plugin = accelerator.state.dynamo_plugin
+        backend = None if plugin.backend == DynamoBackend.NO else plugin.backend.value.lower()
+        crosses = on_main_process(
+            lambda: documents_cross(model.config, config.checkpoint_activations, backend)
+        )
+        if crosses:
+            name = type(model.inner).__name__
+            raise ValueError(
+                f"{name} does not keep documents apart: leave out --document_mask, or prepare conversations with "
+                "--packing false"
+            )
 
 
 def is_dry_run(config: TrainConfig) -> bool:
@@ -233,6 +262,8 @@ def build_model(
         directory = verified_directory(source, checkpoint is None, "use another checkpoint")
         model = load_model(config, tokenizer, Path(local_directory(directory)), given)
     length, n_positions = config.tokens_per_sequence, model.config.n_positions
+    if config.sequence_length is None and "n_positions" not in config.given:
+        config.sequence_length = length = min(length, n_positions)
     if length > n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(
@@ -257,7 +288,8 @@ def load_model(
         model = given
         load_weights(model, source)
     else:
-        model = from_pretrained(source, config.dropout)
+        attention = config.attn_implementation
+        model = from_pretrained(source, config.dropout, attention=attention)
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         own = load_tokenizer(source)
@@ -279,7 +311,7 @@ def load_model(
     elif not config.ignore_changes:
         shape = configured_shape(config, len(tokenizer))
         differing = []
-        for name in ("architecture", *vars(shape)):
+        for name in ("architecture", *(field.name for field in fields(shape) if field.compare)):
             wanted = getattr(shape, name)
             found = getattr(model.config, name, wanted)
             if found != wanted:

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def next_token_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The default objective: the mean cross-entropy of the batch's targets in nats, a scalar."""
-    return model(batch.input_ids, batch.targets, documents=batch.documents)
+def next_token_loss(
+    model: torch.nn.Module, batch: Batch
+) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The default objective: the mean cross-entropy of the batch's targets in nats, a scalar. A mixture of experts adds its load
+    balancing loss, which is also a figure."""
+    found = model(batch.input_ids, batch.targets, documents=batch.documents)
+    return (found[0], {"aux_loss": found[1]}) if isinstance(found, tuple) else found
 
 
 def train(

@@ -107,7 +107,7 @@ def decay_for(config: Quickstart) -> float:
     """Returns the weight decay: that of the run that continues, or a stronger one for a little text
     that is read often."""
     from gpt2_accel.checkpoint.find import find_checkpoint, read_state
-    from gpt2_accel.models import configured_shape
+    from gpt2_accel.hf.convert import configured_shape
     from gpt2_accel.runtime.processes import on_main_process, processes
 
     def saved_settings() -> dict:

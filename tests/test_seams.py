@@ -33,7 +33,8 @@ from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf import comparison
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.models import configured_shape, gpt2
+from gpt2_accel.hf.convert import configured_shape
+from gpt2_accel.models import gpt2
 from gpt2_accel.train import train
 
 

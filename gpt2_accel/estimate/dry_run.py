@@ -10,8 +10,8 @@ from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
 from gpt2_accel.hf import hub
-from gpt2_accel.hf.convert import read_config
-from gpt2_accel.models import ModelConfig, check_loaded, configured_shape
+from gpt2_accel.hf.convert import configured_shape, read_config
+from gpt2_accel.models import ModelConfig, check_loaded
 from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.runtime.files import readable_size
 from gpt2_accel.runtime.recipe_command import folder

@@ -5,13 +5,18 @@ Rows of several lengths have padding at their left, so all end at the same slot.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.parts import Past
 from gpt2_accel.runtime.device import best_device, has_cpp_compiler
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 class KVCache:
@@ -28,9 +33,13 @@ class KVCache:
         self.decode = compiled() if slots else next_logits
         self.new_layer = functools.partial(StaticLayer, slots) if slots else DynamicLayer
 
+    def empty_layers(self) -> "list[Past] | Cache | None":
+        """Returns the cache before the first token."""
+        return [self.new_layer() for _ in range(self.model.config.n_layer)]
+
     def start(self, rows: Sequence[list[int]]) -> torch.Tensor:
         """Forgets what was read and reads rows of token ids, none empty; returns the logits of the token after each, (B, V)."""
-        self.layers: list[Past] = [self.new_layer() for _ in range(self.model.config.n_layer)]
+        self.layers = self.empty_layers()
         ids = [torch.tensor(row, device=self.model.device) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_side="left")
         self.end = 0
@@ -49,6 +58,40 @@ class KVCache:
         return forward(
             self.model, input_ids, places, self.padding, self.layers, self.slots or self.end
         )
+
+
+class ClassCache(KVCache):
+    """A `KVCache` of an `AnyModel`, with the cache of its class. A class that has none reads its rows again for each token."""
+
+    model: AnyModel
+
+    def empty_layers(self) -> "Cache | None":
+        self.input_ids: torch.Tensor | None = None
+        return self.model.new_cache()
+
+    def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
+        self.end += input_ids.shape[1]
+        if self.layers is None:
+            old = [] if self.input_ids is None else [self.input_ids]
+            self.input_ids = torch.cat([*old, input_ids], dim=1)
+            rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]
+            return torch.cat([self.model(row, logits_to_keep=1)[:, -1] for row in rows])
+        places = torch.arange(self.end, device=input_ids.device)
+        mask = places >= self.padding[:, None]
+        positions = (places - self.padding[:, None]).clamp(min=0)[:, -input_ids.shape[1] :]
+        logits = self.model(
+            input_ids,
+            position_ids=positions,
+            attention_mask=mask,
+            logits_to_keep=1,
+            cache=self.layers,
+        )
+        return logits[:, -1]
+
+
+def cache_of(model: LanguageModel, slots: int = 0) -> KVCache:
+    """Returns the cache for a model; `slots` as in `KVCache`, which a class of `transformers` does not use."""
+    return ClassCache(model) if isinstance(model, AnyModel) else KVCache(model, slots)
 
 
 def next_logits(

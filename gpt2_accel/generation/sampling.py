@@ -14,7 +14,7 @@ import torch
 
 from gpt2_accel.checkpoint.find import open_newest
 from gpt2_accel.config import check_ranges, setting
-from gpt2_accel.generation.kv_cache import KVCache
+from gpt2_accel.generation.kv_cache import cache_of
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.runtime.device import best_device
@@ -210,11 +210,11 @@ def tokens(
         for i in samples
     ]
     with evaluating(model):
-        cache = KVCache(model)
+        cache = cache_of(model)
         if sampling.compile and len(rows) == 1:
             longest = max(256, len(rows[0]) + sampling.max_new_tokens)
             # Few lengths, since each is compiled.
-            cache = KVCache(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
+            cache = cache_of(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
             next_ids = choose(logits.float(), sampling, generators)

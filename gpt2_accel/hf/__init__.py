@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class DifferentModel(ValueError):
+    """A `config.json` describes a model that the module in `models/` does not compute."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """How the files of `transformers` differ from an architecture in `models/`; the `CONVERSION` of `hf/NAME.py`.
@@ -23,7 +27,7 @@ class Conversion:
     ignored: tuple[str, ...] = ()  # buffers in old files
     fields: Mapping[str, str]  # HF's field of `config.json` -> the config's in `models/`
     supported: Mapping[str, tuple]  # HF's option -> the values for which the models are equal
-    # (HF's values, dropout) -> the config's other fields. Raises `ValueError` if `models/` has no such model.
+    # (HF's values, dropout) -> the config's other fields. Raises `DifferentModel` if `models/` computes another model.
     read: Callable[[Mapping[str, Any], float], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]  # the config -> HF's other fields
     # The config -> llama.cpp's metadata, as arguments of `GGUFWriter.add_NAME`. Raises `ValueError` if it has none.

@@ -13,6 +13,7 @@ import torch
 
 from gpt2_accel.hf.convert import build, conversion, model_tokenizer, padded
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.tokenizer import conversation_tokens
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     mean of the known logits (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models"). They take
     rows that pad the vocabulary, or that a published model has beyond its tokenizer, and only then make it larger.
     """
+    if isinstance(model, AnyModel):
+        return with_rows_of_class(model, known, tokens)
     config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     state = model.state_dict()
     names = [name for name in conversion(config.architecture).padded if name in state]
@@ -103,3 +106,15 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     for tensor in grown.values():
         tensor[known:tokens] = tensor[:known].mean(dim=0)
     return build(config, state | grown)
+
+
+@torch.no_grad()
+def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
+    """Returns what `with_rows` does, of a class of `transformers`."""
+    inner, size = model.inner, max(model.config.vocab_size, tokens)
+    if size > model.config.vocab_size:
+        inner.resize_token_embeddings(size, mean_resizing=False)
+    weights = {inner.get_input_embeddings().weight, inner.get_output_embeddings().weight}
+    for weight in weights:  # one, if they are tied
+        weight[known:tokens] = weight[:known].mean(dim=0)
+    return AnyModel(model.config.resized(size), inner)

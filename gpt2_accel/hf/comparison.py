@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpt2_accel.hf.any_model import open_class
 from gpt2_accel.hf.convert import HEAD, hf_config, save_pretrained, special_ids, to_hf
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.models.any_model import AnyModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +48,8 @@ class ModelFiles:
         tensors already tell.
 
         Raises the errors of `save_pretrained`."""
+        if isinstance(model, AnyModel):
+            self.compared = True  # it is a class of transformers
         if not (self.custom or self.compared):
             self.custom = unknown_tensors(model)
 
@@ -90,16 +94,7 @@ def difference(model: LanguageModel, directory: Path) -> float:
 
     Both models are compared twice, the second time with all weights an eighth as large: the activations of a trained model
     are so large that another epsilon of a norm is hardly visible in its logits."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    theirs = open_class(directory).eval()
     config = model.config
     generator = torch.Generator().manual_seed(0)
     shape = 1, min(TOKENS, config.n_positions)

@@ -6,7 +6,7 @@ config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is 
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.hf import Conversion, hub
+from gpt2_accel.config import ARCHITECTURES, TrainConfig
+from gpt2_accel.hf import Conversion, DifferentModel, hub
+from gpt2_accel.hf.any_model import any_config, open_any, write_any
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     DTYPES,
@@ -26,6 +27,7 @@ from gpt2_accel.hf.safetensors_files import (
     write_safetensors,
 )
 from gpt2_accel.models import LanguageModel, ModelConfig, config_class
+from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
@@ -50,7 +52,10 @@ def conversion(architecture: str) -> Conversion:
 
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Returns the weights under HF's names and shapes, as views where possible, so not all are contiguous."""
-    table, state = conversion(model.config.architecture), model.state_dict()
+    state = model.state_dict()
+    if isinstance(model, AnyModel):
+        return {name.removeprefix("inner."): tensor for name, tensor in state.items()}
+    table = conversion(model.config.architecture)
     tensors = {}
     for name, tensor in state.items():
         if name in table.padded:
@@ -164,24 +169,27 @@ def save_pretrained(
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
+    # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
+    generation = GenerationConfig(
+        max_new_tokens=max(1, min(256, config.n_positions // 2)),
+        do_sample=True,
+        top_k=min(50, config.vocab_size),
+        **{"pad_token_id": ids["eos_token_id"], **ids},
+    )
+    if len(ends) > 1:
+        generation.eos_token_id = ends
     with atomic_files(directory) as folder:
-        if model.device.type != "meta":
+        if isinstance(model, AnyModel):
+            write_any(model, folder, ids, ends, generation)
+        elif model.device.type != "meta":
             if custom:  # its buffers have any dtype
                 save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
             else:
                 write_safetensors(folder / WEIGHTS, to_hf(model))
-        if not custom:
-            hf_config(config, ids, model.dtype).save_pretrained(folder)
-        # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
-        generation = GenerationConfig(
-            max_new_tokens=max(1, min(256, config.n_positions // 2)),
-            do_sample=True,
-            top_k=min(50, config.vocab_size),
-            **{"pad_token_id": ids["eos_token_id"], **ids},
-        )
-        if len(ends) > 1:
-            generation.eos_token_id = ends
-        generation.save_pretrained(folder)
+        if not isinstance(model, AnyModel):
+            generation.save_pretrained(folder)
+            if not custom:
+                hf_config(config, ids, model.dtype).save_pretrained(folder)
         chat = tokenizer is not None and bool(tokenizer.chat_template)
         card = model_card(
             name or str(directory),
@@ -238,23 +246,30 @@ def hf_config(
 
 def describe(config: ModelConfig) -> str:
     """Describes the model in one sentence, for its card."""
+    any_class = isinstance(config, AnyConfig)
+    kind = config.architecture if any_class else conversion(config.architecture).name
     return (
-        f"A {conversion(config.architecture).name} of {config.parameter_count:,} parameters: {config.n_layer} layers, "
+        f"A {kind} of {config.parameter_count:,} parameters: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
         f"{config.vocab_size:,}."
     )
 
 
 def from_pretrained(
-    name: str | Path, dropout: float = 0.0, model_class: str | None = None
+    name: str | Path,
+    dropout: float = 0.0,
+    model_class: str | None = None,
+    attention: str | None = None,
 ) -> LanguageModel:
-    """Loads an HF model of one of `config.ARCHITECTURES`, in fp32 on CPU, in training mode.
+    """Loads a causal language model, in fp32 on CPU, in training mode: the module in `models/` if it computes the same, else
+    the class of `transformers`.
 
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
-    value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`.
+    value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`. `attention`, an
+    `attn_implementation`, takes the class of `transformers`.
 
-    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if the model is none that
-    `models/` has, or is damaged; the message names the file or tensor. Files are never run as code.
+    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if `transformers` has no such model of
+    text, or if it is damaged; the message names the file or tensor. Files are never run as code.
     """
     directory = local_directory(name)
     if model_class is not None:
@@ -262,8 +277,10 @@ def from_pretrained(
         model = kind(kind.config_class(**read_custom(directory, kind)))
         load_weights(model, directory)
         return model
-    config, tensors = read_config(directory, dropout), read_tensors(weight_files(directory))
-    return build(config, from_hf(tensors, config, str(directory)))
+    config, files = read_config(directory, dropout, attention), weight_files(directory)
+    if isinstance(config, AnyConfig):
+        return open_any(directory, config)
+    return build(config, from_hf(read_tensors(files), config, str(directory)))
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:
@@ -344,19 +361,29 @@ def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     return load_tokenizer(directory)
 
 
-def read_config(directory: Path, dropout: float = 0.0) -> ModelConfig:
-    """Reads the shape in a directory's `config.json`. Raises `ValueError` if `models/` has no such model."""
+def read_config(directory: Path, dropout: float = 0.0, attention: str | None = None) -> ModelConfig:
+    """Reads the shape in a directory's `config.json`: that of a module in `models/` if it computes the same, else an `AnyConfig`.
+    `attention` as in `from_pretrained`. Raises `ValueError` for what cannot be trained, see `any_config`."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
-        return _own_config(parse_json(path.read_text(encoding="utf-8")), dropout)
+        values = parse_json(path.read_text(encoding="utf-8"))
+        note = attention and f"--attn_implementation {attention}"
+        if not note:
+            found = _own_config(values, dropout)
+            if isinstance(found, ModelConfig):
+                return found
+            note = found
+        if dropout:
+            raise ValueError("--dropout is a setting of GPT-2: leave it out")
+        return any_config(values, note, attention)
     except Exception as error:  # HF's classes raise several types
         raise ValueError(f"{path}: {sentence(error)}") from error
 
 
-def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
-    """Converts what a `config.json` holds."""
+def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
+    """Converts what a `config.json` holds; returns a reason if no module in `models/` computes the same."""
     from transformers import CONFIG_MAPPING
 
     model_type = values.get("model_type")
@@ -365,16 +392,31 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
             f"it is a model of the class {values.get('class')}, which transformers does not have: name its code by "
             "--model_class FILE.py:CLASS"
         )
+    if file := values.get("transformers_weights"):
+        raise ValueError(f"its weights are in {file!r}: save the model again, in model.safetensors")
     if model_type not in ARCHITECTURES:
-        names = ", ".join(ARCHITECTURES)
-        raise ValueError(f"it is of the type {model_type!r}; only {names} can load")
+        return f"models/ has no {model_type}"
     table = conversion(model_type)
     # HF's class checks types, reads old spellings and adds what the file leaves out.
     values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
-    if file := values.get("transformers_weights"):
-        raise ValueError(f"its weights are in {file!r}: save the model again, in model.safetensors")
     for key, allowed in table.supported.items():
         if values[key] not in allowed:
-            raise ValueError(f"{key} = {values[key]!r}; only {allowed[0]!r} can load")
+            return f"its {key} is {values[key]!r}"
     sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
-    return config_class(model_type)(**sizes, **table.read(values, dropout))
+    try:
+        return config_class(model_type)(**sizes, **table.read(values, dropout))
+    except DifferentModel as error:
+        return str(error)
+
+
+def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
+    """Returns the shape of a new model that a `TrainConfig` describes, by `architecture`: a name, or the directory or Hub id of a
+    model. Raises `ValueError` for settings that the architecture does not have."""
+    name = settings.architecture
+    if name in (None, *ARCHITECTURES):
+        return config_class(name).from_settings(settings, vocab_size)
+    directory = Path(name) if Path(name).is_dir() else hub.download(name, ("config.json",))
+    shape = read_config(directory, settings.dropout, settings.attn_implementation)
+    if isinstance(shape, AnyConfig):
+        return shape.resized(vocab_size)
+    return replace(shape, vocab_size=vocab_size)

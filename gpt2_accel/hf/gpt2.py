@@ -7,7 +7,7 @@ HF stores the transpose of four matrices per block. It always has biases, so a m
 from collections.abc import Mapping
 from typing import Any
 
-from gpt2_accel.hf import Conversion
+from gpt2_accel.hf import Conversion, DifferentModel
 from gpt2_accel.models.gpt2 import GPTConfig
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -19,7 +19,7 @@ SAME_NAMES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "bias"
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     """Returns the fields that `Conversion.fields` cannot give."""
     if values["n_inner"] not in (None, 4 * values["n_embd"]):
-        raise ValueError(f"n_inner = {values['n_inner']}, but only 4 * n_embd can load")
+        raise DifferentModel(f"its n_inner is {values['n_inner']}, not 4 * n_embd")
     return {"gelu": ACTIVATIONS[values["activation_function"]], "dropout": dropout}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpt2_accel.hf import Conversion
+from gpt2_accel.hf import Conversion, DifferentModel
 from gpt2_accel.models import config_class
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.parts import RotaryScaling
@@ -27,12 +27,10 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     rotary = values["rope_parameters"]
     kind = rotary["rope_type"]
     if kind not in SCALINGS:
-        raise ValueError(
-            f"the rotary positions are scaled ({kind}); only {', '.join(SCALINGS)} can load"
-        )
+        raise DifferentModel(f"its rotary positions are scaled ({kind})")
     known = {"rope_type", "type", "rope_theta", *SCALINGS[kind]}
     if unknown := rotary.keys() - known:
-        raise ValueError(f"the rotary positions have {min(unknown)}, which cannot load")
+        raise DifferentModel(f"its rotary positions have {min(unknown)}")
     scaling = [rotary[name] for name in SCALINGS[kind]]
     return {
         "rope_theta": float(rotary["rope_theta"]),

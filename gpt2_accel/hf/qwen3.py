@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpt2_accel.hf import llama
+from gpt2_accel.hf import DifferentModel, llama
 from gpt2_accel.models.qwen3 import Qwen3Config
 
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     """Returns the fields that `Conversion.fields` cannot give."""
     if set(values["layer_types"]) - {"full_attention"}:
-        raise ValueError("layer_types has other layers than full_attention, which cannot load")
+        raise DifferentModel("it has layers with a sliding window")
     return llama.read(values, dropout)
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import ClassVar
 
@@ -57,6 +58,10 @@ class ModelConfig:
         """Builds a model of this shape with newly initialised weights."""
         raise NotImplementedError
 
+    def with_depth(self, n_layer: int) -> "ModelConfig":
+        """Returns the shape with its first `n_layer` layers."""
+        return replace(self, n_layer=n_layer)
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128, for faster matrix products."""
@@ -66,12 +71,6 @@ class ModelConfig:
 def config_class(name: str | None) -> type[ModelConfig]:
     """Returns the config of an architecture in `config.ARCHITECTURES`; None is GPT-2. `models/NAME.py` has it as `CONFIG`."""
     return import_module(f"gpt2_accel.models.{name or 'gpt2'}").CONFIG
-
-
-def configured_shape(settings: object, vocab_size: int) -> ModelConfig:
-    """Returns the shape that a `TrainConfig` describes. Raises `ValueError` for settings that the architecture does not
-    have."""
-    return config_class(settings.architecture).from_settings(settings, vocab_size)
 
 
 def check_loaded(settings: object, shape: ModelConfig) -> None:
@@ -228,6 +227,9 @@ class LanguageModel(nn.Module):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
+    def tie_weights(self) -> None:
+        """Ties parameters again that are one, after `load_state_dict` has assigned them separately."""
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
@@ -250,6 +252,7 @@ def filled(empty: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> Languag
     """Returns a copy of a `skeleton` that uses the tensors of a state dict without copying them."""
     model = copy.deepcopy(empty)
     model.load_state_dict(tensors, assign=True)
+    model.tie_weights()
     return model
 
 

@@ -192,15 +192,23 @@ def head_loss(
         loss = cross_entropy.linear_cross_entropy(
             x, weight, flat, vocab_size=vocab_size, reduction=reduction, z_loss=z_loss
         )
-    else:
-        # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
-        # softmax without another copy of the logits.
-        bias = x.new_zeros(len(weight))
-        bias[vocab_size:] = -math.inf
-        logits = F.linear(x, weight, bias)
-        loss = F.cross_entropy(logits, flat, reduction=reduction)
-        if z_loss:
-            log_sum = logits.to(loss.dtype).logsumexp(dim=1)
-            z = log_sum.square().where(flat != -100, math.nan).nanmean()
-            return loss + z_loss * z, z.detach()
+        return loss.view_as(targets) if reduction == "none" else loss
+    # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
+    # softmax without another copy of the logits.
+    bias = x.new_zeros(len(weight))
+    bias[vocab_size:] = -math.inf
+    return logits_loss(F.linear(x, weight, bias), targets, reduction, z_loss)
+
+
+def logits_loss(
+    logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", z_loss: float = 0.0
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cross-entropy of logits, as `head_loss` does. logits: (B·T, V) or (B, T, V), targets: (B, T)."""
+    flat = targets.flatten()
+    logits = logits.flatten(0, -2)
+    loss = F.cross_entropy(logits, flat, reduction=reduction)
+    if z_loss:
+        log_sum = logits.to(loss.dtype).logsumexp(dim=1)
+        z = log_sum.square().where(flat != -100, math.nan).nanmean()
+        return loss + z_loss * z, z.detach()
     return loss.view_as(targets) if reduction == "none" else loss

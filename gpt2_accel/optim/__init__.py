@@ -7,7 +7,7 @@ The settings of a run import this module, so the functions that need torch impor
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -146,10 +146,38 @@ def build_optimizer(
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
-    """Returns the parameters that Muon updates: all matrices except the embeddings and the output head."""
+    """Returns the parameters that Muon updates: all matrices except the embeddings and the output head, of a class of
+    `transformers` those of `matrices_of_units`."""
     from torch import nn
 
+    if units := getattr(model, "_no_split_modules", None):
+        return matrices_of_units(model, units)
     others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     others.add(id(getattr(model, "head_weight", None)))
     named = model.named_parameters()
     return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in others]
+
+
+def matrices_of_units(
+    model: "nn.Module", units: Collection[str]
+) -> list[tuple[str, "nn.Parameter"]]:
+    """Returns the weights of the linear layers inside the modules of these class names, and their experts, (experts, rows,
+    columns). Routers and gates of experts are not among them, nor adapters."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    inside = [
+        f"{name}." for name, module in model.named_modules() if type(module).__name__ in units
+    ]
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and not name.endswith(("gate", "router", "lora_A.default", "lora_B.default"))
+    }
+    found = []
+    for name, parameter in model.named_parameters():
+        expert = parameter.ndim == 3 and "experts." in name
+        if name.startswith(tuple(inside)) and (name in linear or expert):
+            found.append((name, parameter))
+    return found

@@ -16,7 +16,7 @@ class Muon(torch.optim.AdamW):
     by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is scaled by
     0.2·sqrt(max(rows, columns)), the size of an AdamW update, so that Muon and AdamW share one learning rate and
     weight decay (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). The result equals `torch.optim.Muon`;
-    matrices of one shape go through the iteration in one batch.
+    matrices of one shape go through the iteration in one batch. A parameter of three dimensions is a matrix for each expert.
 
     `stacked` gives the number of equal matrices that a parameter, by its name, stacks along its rows, such as 3 for queries,
     keys and values. Muon updates each of them separately, with the scale of its own shape.
@@ -59,7 +59,10 @@ class Muon(torch.optim.AdamW):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.grad is not None:
                 by_shape.setdefault((param.shape, self.stacked.get(name, 1)), []).append(param)
-        for ((rows, columns), count), params in by_shape.items():
+        for (shape, stacked), params in by_shape.items():
+            count = shape[0] if len(shape) == 3 else stacked  # a matrix of each expert
+            columns = shape[-1]
+            rows = shape.numel() // columns
             for param in params:
                 if not self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param)
@@ -68,8 +71,15 @@ class Muon(torch.optim.AdamW):
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             nesterov = torch.stack(torch._foreach_lerp(grads, buffers, self.momentum))
             nesterov = nesterov.to(iteration_dtype(nesterov.device))
-            shared = orthogonalize_rows if is_shard(params[0]) else orthogonalize_shared
-            updates = shared(nesterov, rows, count).to(params[0].dtype)
+            matrices = nesterov.flatten(1, -2)
+            if not is_shard(params[0]):
+                updates = orthogonalize_shared(matrices, rows, count)
+            elif len(shape) == 2:
+                updates = orthogonalize_rows(matrices, rows, count)
+            else:  # a rank has whole experts, or none
+                own = nesterov.shape[1]
+                updates = orthogonalize(matrices, own) if own else matrices
+            updates = updates.view_as(nesterov).to(params[0].dtype)
             weights = [own_rows(param) for param in params]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(rows // count, columns))

@@ -128,6 +128,8 @@ def prepare(
     By Accelerate's defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
     dtype = DTYPES.get(accelerator.mixed_precision)
+    if accelerator.is_fsdp2 and (units := getattr(model, "_no_split_modules", None)):
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)
     if not accelerator.is_fsdp2 or dtype is None:
         return accelerator.prepare(model, optimizer)
     from torch.distributed.fsdp import MixedPrecisionPolicy

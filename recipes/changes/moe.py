@@ -16,7 +16,7 @@ from torch import nn
 from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.models import configured_shape
+from gpt2_accel.hf.convert import configured_shape
 from gpt2_accel.models.gpt2 import MLP
 from gpt2_accel.train import train
 

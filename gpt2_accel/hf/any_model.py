@@ -1,0 +1,114 @@
+"""Opens and writes the directories of `models/any_model.py`: what `transformers` itself reads and writes."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpt2_accel.models.any_model import AnyConfig, AnyModel
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+
+def any_config(values: Mapping[str, Any], note: str, attention: str | None = None) -> AnyConfig:
+    """Returns the shape that a `config.json` describes, for the class of `transformers`. `note` and `attention` as in `AnyConfig`.
+
+    Raises `ValueError` if it is not a causal language model of text, is quantized, or needs remote code.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"transformers has no model of the type {model_type!r} without remote code: choose another, or a newer transformers"
+        )
+    config = CONFIG_MAPPING[model_type].from_dict(dict(values))
+    kinds = AutoModelForCausalLM._model_mapping
+    if type(config) not in kinds.keys() or config.is_encoder_decoder:
+        raise ValueError(f"{model_type} is not a causal language model: choose a model of text")
+    if config.get_text_config() is not config:
+        name = kinds[type(config)].__name__
+        raise ValueError(f"{name} is a multimodal model: choose a model of text only")
+    if getattr(config, "quantization_config", None):
+        raise ValueError("its weights are quantized: choose the model before it was quantized")
+    shape = AnyConfig(
+        config.to_dict(), attention, f"transformers' {kinds[type(config)].__name__}: {note}"
+    )
+    if not shape.is_causal:
+        raise ValueError(
+            f"{kinds[type(config)].__name__} sees later tokens, so it cannot learn to predict them: choose a causal language model"
+        )
+    return shape
+
+
+def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
+    """Loads the weights of a directory in fp32 on the CPU, in training mode.
+
+    Raises `ValueError` for a missing or misshapen tensor, which `transformers` would initialise at random."""
+    options = {} if shape.attention is None else {"attn_implementation": shape.attention}
+    inner, found = open_class(directory, output_loading_info=True, **options)
+    if wrong := sorted(found["missing_keys"]) + sorted(found["mismatched_keys"]):
+        raise ValueError(
+            f"{directory} does not fit its config.json: {wrong[0]} is missing or has another shape"
+        )
+    return AnyModel(shape, inner.train())
+
+
+def open_class(directory: Path, **options: Any) -> "PreTrainedModel | tuple[PreTrainedModel, dict]":
+    """Opens a directory with the class of `transformers`, in fp32. `options` are those of its `from_pretrained`."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, **options
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides the progress bars and the reports of `transformers` inside the block."""
+    from transformers.utils import logging as library
+
+    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if shown:
+            library.enable_progress_bar()
+
+
+def write_any(
+    model: AnyModel,
+    folder: Path,
+    ids: Mapping[str, int | None],
+    ends: list[int],
+    generation: "GenerationConfig",
+) -> None:
+    """Writes what `save_pretrained` of the class writes; of a model on the meta device all but the weights.
+
+    `ids` are the tokenizer's special tokens, which the model's config keeps its own of, and `ends` the tokens that end a text,
+    which generation must end with. `generation` is for a model without a generation config of its own."""
+    inner = model.inner
+    if inner.generation_config._from_model_config:
+        inner.generation_config = generation
+    for target in (inner.config, inner.generation_config):
+        for name, value in ids.items():
+            if getattr(target, name, None) is None:
+                setattr(target, name, value)
+        known = target.eos_token_id
+        known = known if isinstance(known, list) else [known]
+        if not set(ends) <= set(known):
+            target.eos_token_id = ends[0] if len(ends) == 1 else ends
+    if model.device.type != "meta":
+        with quiet():
+            inner.save_pretrained(folder, max_shard_size=inner.num_parameters() * 8)
+        return
+    inner.config.save_pretrained(folder)
+    inner.generation_config.save_pretrained(folder)

@@ -1,0 +1,391 @@
+"""Any causal language model of `transformers`, in the form that the rest of the package uses.
+
+The class of `transformers` computes everything, also its KV cache. The loss is computed in chunks where the class's logits
+are exactly its head applied to the hidden states.
+
+Shape letters: B batch, T sequence, C width, V vocabulary.
+"""
+
+import copy
+import inspect
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt2_accel.models import LanguageModel, ModelConfig
+from gpt2_accel.models.parts import document_positions, head_loss, logits_loss, sequence_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
+
+# Fields of a `config.json` that say nothing about the shape of the model.
+NOT_SHAPE = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "output_router_logits",
+)
+POSITIONS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_positions",
+    "n_ctx",
+)
+UNLIMITED = 2**20  # positions of a model without a limit, such as Mamba
+LARGE = 100.0  # a soft cap on logits shows at hidden states of this scale
+SAME = 1e-6  # of the largest logit
+SAMPLE_VOCABULARY = 128
+CUTS = ([8, 13, 11], [19, 13])  # lengths of the documents of two rows
+CROSSES = 1e-3  # of the error of a planted crossing, or of the logits' standard deviation
+ROUNDING = 1e-4  # of the logits' standard deviation: a planted crossing has to be larger
+
+
+@dataclass
+class AnyConfig(ModelConfig):
+    """The shape of a model of `transformers`: the fields of its `config.json`.
+
+    `attention` is transformers' `attn_implementation`, None for the choice of the class. `note` says why none of the modules in
+    `models/` is taken.
+    """
+
+    values: dict[str, Any]
+    attention: str | None = field(default=None, compare=False)
+    note: str = field(default="", compare=False)
+    dropout = 0.0  # the rates of the class's config are used
+
+    def __post_init__(self) -> None:
+        self.values = {name: v for name, v in self.values.items() if name not in NOT_SHAPE}
+
+    @property
+    def hf(self) -> "PreTrainedConfig":
+        """The config of `transformers`, without special tokens."""
+        return config_from(json.dumps(self.values, sort_keys=True))
+
+    @property
+    def architecture(self) -> str:
+        return self.hf.model_type
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hf.vocab_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return self.vocab_size
+
+    @property
+    def n_positions(self) -> int:
+        found = (getattr(self.hf, name, None) for name in POSITIONS)
+        return next((number for number in found if number), UNLIMITED)
+
+    @property
+    def n_layer(self) -> int:
+        return self.hf.num_hidden_layers
+
+    @property
+    def n_head(self) -> int:
+        return getattr(self.hf, "num_attention_heads", 0)
+
+    @property
+    def n_kv_head(self) -> int:
+        return getattr(self.hf, "num_key_value_heads", None) or self.n_head
+
+    @property
+    def n_embd(self) -> int:
+        return self.hf.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        own = getattr(self.hf, "head_dim", None)
+        return own or self.n_embd // max(self.n_head, 1)
+
+    @property
+    def parameter_count(self) -> int:
+        return parameter_counts(json.dumps(self.values, sort_keys=True))[0]
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that compute on a token: without embeddings that are only looked up and without the experts that are not
+        chosen."""
+        return parameter_counts(json.dumps(self.values, sort_keys=True))[1]
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the class's logits are its head applied to the hidden states: without a bias, a scale, a soft cap."""
+        return plain_head(json.dumps(self.values, sort_keys=True))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the class predicts each token from the tokens before it only."""
+        return not sees_later_tokens(json.dumps(self.values, sort_keys=True))
+
+    def resized(self, vocab_size: int) -> "AnyConfig":
+        """Returns the shape with another vocabulary."""
+        return AnyConfig({**self.values, "vocab_size": vocab_size}, self.attention, self.note)
+
+    def with_layers(self, layers: list[int]) -> "AnyConfig":
+        """Returns the shape with these layers, by number, of its own."""
+        changed = copy.deepcopy(self.hf)
+        if kinds := self.values.get("layer_types"):
+            changed.layer_types = [kinds[number] for number in layers]
+        changed.num_hidden_layers = len(layers)
+        return AnyConfig(changed.to_dict(), self.attention, self.note)
+
+    def with_depth(self, n_layer: int) -> "AnyConfig":
+        return self.with_layers(list(range(n_layer)))
+
+    def sample(self) -> "AnyConfig":
+        """Returns the shape with a small vocabulary and one layer of each kind, without dropout: what the class computes is tried
+        on it."""
+        kinds = self.values.get("layer_types") or ["any"]
+        shape = self.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
+        rates = {n: 0.0 for n in shape.values if n.endswith(("dropout", "_pdrop", "_dropout_rate"))}
+        return AnyConfig({**shape.values, **rates, "vocab_size": SAMPLE_VOCABULARY}, self.attention)
+
+    def build_inner(self) -> "PreTrainedModel":
+        """Builds the class of `transformers` with newly initialised weights."""
+        from transformers import AutoModelForCausalLM
+
+        options = {} if self.attention is None else {"attn_implementation": self.attention}
+        return AutoModelForCausalLM.from_config(copy.deepcopy(self.hf), **options)
+
+    def build(self) -> "AnyModel":
+        return AnyModel(self, self.build_inner())
+
+
+@cache
+def config_from(values: str) -> "PreTrainedConfig":
+    """Returns the config of `transformers` with these fields, as JSON."""
+    from transformers import CONFIG_MAPPING
+
+    fields = json.loads(values)
+    # A class's own ids may lie beyond the vocabulary, as Phi3's padding does.
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields | ids)
+
+
+@cache
+def parameter_counts(values: str) -> tuple[int, int]:
+    """Returns the parameters of a model, and those that compute on a token. Takes no memory for weights."""
+    shape = AnyConfig(json.loads(values))
+    with torch.device("meta"):
+        inner = shape.build_inner()
+    lookup = {id(m.weight) for m in inner.modules() if isinstance(m, nn.Embedding)}
+    head = inner.get_output_embeddings()
+    if head is not None:
+        lookup.discard(id(head.weight))  # if it is tied
+    chosen, experts = experts_of(shape.hf)
+    total = active = 0
+    for name, parameter in inner.named_parameters():
+        total += parameter.numel()
+        if id(parameter) in lookup:
+            continue
+        share = chosen / experts if is_expert(name, parameter) else 1
+        active += int(parameter.numel() * share)
+    return total, active
+
+
+def experts_of(config: "PreTrainedConfig") -> tuple[int, int]:
+    """Returns how many experts a token uses, and of how many; (1, 1) for a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((found for name in names if (found := getattr(config, name, None))), 1)
+    return min(getattr(config, "num_experts_per_tok", None) or 1, experts), experts
+
+
+def is_expert(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds a matrix for each expert, (experts, rows, columns)."""
+    return parameter.ndim == 3 and "experts." in name
+
+
+@cache
+def plain_head(values: str) -> bool:
+    """Whether the logits of a class are its head applied to the hidden states. Tries it on hidden states of a large scale."""
+    model = random_model(AnyConfig(json.loads(values)).sample())
+    head = model.get_output_embeddings()
+    plain = type(head) is nn.Linear and head.bias is None
+    if not plain or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return False
+    seen: list[torch.Tensor] = []
+
+    def enlarge(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        seen.append(inputs[0] * LARGE)
+        return (seen[-1],)
+
+    head.__class__ = Head
+    head.register_forward_pre_hook(enlarge)
+    input_ids = torch.arange(4)[None]
+    with torch.no_grad():
+        logits = model(input_ids, use_cache=False).logits
+        head.skipped = True
+        hidden = model(input_ids, use_cache=False).logits
+        expected = F.linear(seen[0], head.weight)
+    if logits.shape != expected.shape or not torch.equal(hidden, seen[1]):
+        return False
+    return bool((logits - expected).abs().max() <= SAME * expected.abs().max())
+
+
+def random_model(shape: AnyConfig) -> "PreTrainedModel":
+    """Builds the class with random weights, on the CPU, in evaluation mode. Torch's random state does not change."""
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.manual_seed(0)
+        return shape.build_inner().eval()
+
+
+class Head(nn.Linear):
+    """The output head of a class. With `skipped` it returns its input: the class's forward then returns the hidden states."""
+
+    skipped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, C) -> (B, T, V), or x."""
+        return x if self.skipped else super().forward(x)
+
+
+class AnyModel(LanguageModel):
+    """A causal language model of `transformers`, `inner`, as a `LanguageModel`.
+
+    `chunked` says that the loss is computed in chunks. `aux_coefficient` is the weight of the load balancing loss of a mixture of
+    experts, 0 for other models.
+    """
+
+    config_class = AnyConfig
+
+    def __init__(self, config: AnyConfig, inner: "PreTrainedModel"):
+        super().__init__(config)
+        self.inner = inner
+        self._no_split_modules = sorted(inner._no_split_modules or ())  # Accelerate shards these
+        self.accepts = frozenset(inspect.signature(inner.forward).parameters)
+        self.aux_coefficient = float(getattr(inner.config, "router_aux_loss_coef", None) or 0)
+        self.chunked = config.has_plain_head
+        if self.chunked:
+            inner.get_output_embeddings().__class__ = Head
+
+    @property
+    def checkpoint_activations(self) -> bool:
+        """Whether the class stores only the input of each block."""
+        return self.inner.is_gradient_checkpointing
+
+    @checkpoint_activations.setter
+    def checkpoint_activations(self, enabled: bool) -> None:
+        if enabled:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def tie_weights(self) -> None:
+        """Ties the head to the token embedding, if the class does."""
+        self.inner.tie_weights()
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return self.inner.get_output_embeddings().weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        z_loss: float = 0.0,
+        documents: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+        cache: "Cache | None" = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits, or the loss if there are `targets`, as `LanguageModel.forward` does.
+
+        `attention_mask` is (B, keys), True where a token is not padding, and `cache` a cache of the class. In training a mixture of
+        experts returns a pair: the loss plus `aux_coefficient` times the load balancing loss, and that loss, detached.
+        """
+        if documents is None and self.separator is not None and cache is None:
+            documents = (input_ids == self.separator).cumsum(dim=1)
+        if documents is not None:
+            # Positions that begin anew keep the documents apart; see `crossing`.
+            position_ids = document_positions(documents, self.config.n_positions)
+        elif cache is None:
+            sequence_positions(input_ids, self.config.n_positions)  # raises for too many
+        balanced = bool(self.aux_coefficient) and self.training and targets is not None
+        chunked = self.chunked and targets is not None
+        options: dict[str, Any] = {
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "use_cache": cache is not None,
+            "logits_to_keep": logits_to_keep,
+            "output_router_logits": True if balanced else None,
+        }
+        options = {k: v for k, v in options.items() if v is not None and k in self.accepts}
+        head = self.inner.get_output_embeddings()
+        if self.chunked:
+            head.skipped = chunked
+        found = self.inner(input_ids, **options)
+        out = found.logits[:, -logits_to_keep:]
+        if targets is None:
+            return out
+        if chunked:
+            vocab_size = head.weight.shape[0]
+            loss = head_loss(out, head.weight, targets, vocab_size, reduction, z_loss)
+        else:
+            loss = logits_loss(out, targets, reduction, z_loss)
+        if not balanced:
+            return loss
+        loss, figure = loss if isinstance(loss, tuple) else (loss, found.aux_loss.detach())
+        return loss + self.aux_coefficient * found.aux_loss, figure
+
+    def new_cache(self) -> "Cache | None":
+        """Returns an empty KV cache of the class, None if its forward takes none."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.inner.config) if "past_key_values" in self.accepts else None
+
+
+@cache
+def sees_later_tokens(values: str) -> bool:
+    """Whether the logits of a class depend on later tokens, as those of BERT do."""
+    shape = AnyConfig(json.loads(values)).sample()
+    model = random_model(shape)
+    input_ids = torch.arange(16)[None]
+    changed = input_ids.clone()
+    changed[:, -1] += 1
+    with torch.no_grad():
+        first, second = (model(ids, use_cache=False).logits[:, :-1] for ids in (input_ids, changed))
+    return bool((first - second).abs().max() > CROSSES * first.std())
+
+
+def documents_cross(
+    shape: AnyConfig, checkpoint_activations: bool = False, backend: str | None = None
+) -> bool:
+    """Whether attention crosses from one document to the next although positions begin anew.
+
+    Compares two rows of different documents with the documents alone, in fp32 and in training mode, and the error with that of
+    positions that run on. `backend` is that of `torch.compile`, None for eager.
+    """
+    sample = shape.sample()
+    model = AnyModel(sample, random_model(sample)).train()
+    model.checkpoint_activations = checkpoint_activations
+    run = model if backend is None else torch.compile(model, backend=backend, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(sample.vocab_size, (2, sum(CUTS[0])), generator=generator)
+    numbers = [torch.arange(len(cuts)).repeat_interleave(torch.tensor(cuts)) for cuts in CUTS]
+    together = run(input_ids, documents=torch.stack(numbers))
+    crossing = model(input_ids)
+    alone = torch.stack(
+        [
+            torch.cat([model(part[None])[0] for part in row.split(cuts)])
+            for row, cuts in zip(input_ids, CUTS, strict=True)
+        ]
+    )
+    error, planted = ((logits - alone).abs().max().item() for logits in (together, crossing))
+    return not (planted > ROUNDING * alone.std() and error <= CROSSES * planted)
