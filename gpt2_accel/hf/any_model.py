@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt2_accel.models.any_model import AnyConfig, AnyModel
+from gpt2_accel.models.any_model import AnyConfig, AnyModel, sees_later_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -38,7 +38,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
     shape = AnyConfig(
         config.to_dict(), attention, f"transformers' {kinds[type(config)].__name__}: {note}"
     )
-    if not shape.is_causal:
+    if sees_later_tokens(shape):
         raise ValueError(
             f"{kinds[type(config)].__name__} sees later tokens, so it cannot learn to predict them: choose a causal language model"
         )

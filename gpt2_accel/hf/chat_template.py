@@ -117,4 +117,4 @@ def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
     weights = {inner.get_input_embeddings().weight, inner.get_output_embeddings().weight}
     for weight in weights:  # one, if they are tied
         weight[known:tokens] = weight[:known].mean(dim=0)
-    return AnyModel(model.config.resized(size), inner)
+    return AnyModel(model.config.changed(vocab_size=size), inner)

@@ -418,5 +418,5 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
     directory = Path(name) if Path(name).is_dir() else hub.download(name, ("config.json",))
     shape = read_config(directory, settings.dropout, settings.attn_implementation)
     if isinstance(shape, AnyConfig):
-        return shape.resized(vocab_size)
+        return shape.changed(vocab_size=vocab_size)
     return replace(shape, vocab_size=vocab_size)

@@ -8,20 +8,20 @@ Shape letters: B batch, T sequence, C width, V vocabulary.
 
 import copy
 import inspect
-import json
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.models.parts import document_positions, head_loss, logits_loss, sequence_positions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
 # Fields of a `config.json` that say nothing about the shape of the model.
@@ -58,7 +58,7 @@ class AnyConfig(ModelConfig):
     """The shape of a model of `transformers`: the fields of its `config.json`.
 
     `attention` is transformers' `attn_implementation`, None for the choice of the class. `note` says why none of the modules in
-    `models/` is taken.
+    `models/` is taken. `hf` is the config of `transformers`, without special tokens.
     """
 
     values: dict[str, Any]
@@ -67,74 +67,49 @@ class AnyConfig(ModelConfig):
     dropout = 0.0  # the rates of the class's config are used
 
     def __post_init__(self) -> None:
+        from transformers import CONFIG_MAPPING
+
         self.values = {name: v for name, v in self.values.items() if name not in NOT_SHAPE}
-
-    @property
-    def hf(self) -> "PreTrainedConfig":
-        """The config of `transformers`, without special tokens."""
-        return config_from(json.dumps(self.values, sort_keys=True))
-
-    @property
-    def architecture(self) -> str:
-        return self.hf.model_type
-
-    @property
-    def vocab_size(self) -> int:
-        return self.hf.vocab_size
+        # A class's own ids may lie beyond the vocabulary, as Phi3's padding does.
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        self.hf = CONFIG_MAPPING[self.values["model_type"]].from_dict(self.values | ids)
+        self.architecture = self.hf.model_type
+        self.vocab_size = self.hf.vocab_size
+        positions = (getattr(self.hf, name, None) for name in POSITIONS)
+        self.n_positions = next((number for number in positions if number), UNLIMITED)
+        self.n_layer = self.hf.num_hidden_layers
+        self.n_head = getattr(self.hf, "num_attention_heads", 0)
+        self.n_embd = self.hf.hidden_size
+        own = getattr(self.hf, "head_dim", None)
+        self.head_dim = own or self.n_embd // max(self.n_head, 1)
 
     @property
     def padded_vocab_size(self) -> int:
         return self.vocab_size
 
-    @property
-    def n_positions(self) -> int:
-        found = (getattr(self.hf, name, None) for name in POSITIONS)
-        return next((number for number in found if number), UNLIMITED)
-
-    @property
-    def n_layer(self) -> int:
-        return self.hf.num_hidden_layers
-
-    @property
-    def n_head(self) -> int:
-        return getattr(self.hf, "num_attention_heads", 0)
-
-    @property
-    def n_kv_head(self) -> int:
-        return getattr(self.hf, "num_key_value_heads", None) or self.n_head
-
-    @property
-    def n_embd(self) -> int:
-        return self.hf.hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        own = getattr(self.hf, "head_dim", None)
-        return own or self.n_embd // max(self.n_head, 1)
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        return count_parameters(self)
 
     @property
     def parameter_count(self) -> int:
-        return parameter_counts(json.dumps(self.values, sort_keys=True))[0]
+        return self._counts[0]
 
     @property
     def matmul_parameters(self) -> int:
         """Parameters that compute on a token: without embeddings that are only looked up and without the experts that are not
         chosen."""
-        return parameter_counts(json.dumps(self.values, sort_keys=True))[1]
+        return self._counts[1]
 
-    @property
+    @cached_property
     def has_plain_head(self) -> bool:
         """Whether the class's logits are its head applied to the hidden states: without a bias, a scale, a soft cap."""
-        return plain_head(json.dumps(self.values, sort_keys=True))
+        with unset_fake_temporarily():  # it computes, also while memory is estimated
+            return plain_head(self)
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether the class predicts each token from the tokens before it only."""
-        return not sees_later_tokens(json.dumps(self.values, sort_keys=True))
-
-    def resized(self, vocab_size: int) -> "AnyConfig":
-        """Returns the shape with another vocabulary."""
-        return AnyConfig({**self.values, "vocab_size": vocab_size}, self.attention, self.note)
+    def changed(self, **values: Any) -> "AnyConfig":
+        """Returns the shape with other values, such as another `vocab_size`."""
+        return AnyConfig({**self.values, **values}, self.attention, self.note)
 
     def with_layers(self, layers: list[int]) -> "AnyConfig":
         """Returns the shape with these layers, by number, of its own."""
@@ -152,8 +127,9 @@ class AnyConfig(ModelConfig):
         on it."""
         kinds = self.values.get("layer_types") or ["any"]
         shape = self.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
-        rates = {n: 0.0 for n in shape.values if n.endswith(("dropout", "_pdrop", "_dropout_rate"))}
-        return AnyConfig({**shape.values, **rates, "vocab_size": SAMPLE_VOCABULARY}, self.attention)
+        ends = ("dropout", "_pdrop", "_dropout_rate")
+        rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
+        return shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
 
     def build_inner(self) -> "PreTrainedModel":
         """Builds the class of `transformers` with newly initialised weights."""
@@ -166,43 +142,22 @@ class AnyConfig(ModelConfig):
         return AnyModel(self, self.build_inner())
 
 
-@cache
-def config_from(values: str) -> "PreTrainedConfig":
-    """Returns the config of `transformers` with these fields, as JSON."""
-    from transformers import CONFIG_MAPPING
-
-    fields = json.loads(values)
-    # A class's own ids may lie beyond the vocabulary, as Phi3's padding does.
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields | ids)
-
-
-@cache
-def parameter_counts(values: str) -> tuple[int, int]:
+def count_parameters(shape: AnyConfig) -> tuple[int, int]:
     """Returns the parameters of a model, and those that compute on a token. Takes no memory for weights."""
-    shape = AnyConfig(json.loads(values))
     with torch.device("meta"):
         inner = shape.build_inner()
     lookup = {id(m.weight) for m in inner.modules() if isinstance(m, nn.Embedding)}
     head = inner.get_output_embeddings()
     if head is not None:
         lookup.discard(id(head.weight))  # if it is tied
-    chosen, experts = experts_of(shape.hf)
+    chosen = getattr(shape.hf, "num_experts_per_tok", None) or 1
     total = active = 0
     for name, parameter in inner.named_parameters():
         total += parameter.numel()
-        if id(parameter) in lookup:
-            continue
-        share = chosen / experts if is_expert(name, parameter) else 1
-        active += int(parameter.numel() * share)
+        if id(parameter) not in lookup:
+            experts = len(parameter) if is_expert(name, parameter) else chosen
+            active += parameter.numel() * chosen // experts
     return total, active
-
-
-def experts_of(config: "PreTrainedConfig") -> tuple[int, int]:
-    """Returns how many experts a token uses, and of how many; (1, 1) for a dense model."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((found for name in names if (found := getattr(config, name, None))), 1)
-    return min(getattr(config, "num_experts_per_tok", None) or 1, experts), experts
 
 
 def is_expert(name: str, parameter: torch.Tensor) -> bool:
@@ -210,10 +165,17 @@ def is_expert(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 3 and "experts." in name
 
 
-@cache
-def plain_head(values: str) -> bool:
+def random_model(shape: AnyConfig) -> "PreTrainedModel":
+    """Builds the class with random weights, on the CPU, in evaluation mode. Torch's random state does not change."""
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.manual_seed(0)
+        return shape.build_inner().eval()
+
+
+@torch.no_grad()
+def plain_head(shape: AnyConfig) -> bool:
     """Whether the logits of a class are its head applied to the hidden states. Tries it on hidden states of a large scale."""
-    model = random_model(AnyConfig(json.loads(values)).sample())
+    model = random_model(shape.sample())
     head = model.get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None
     if not plain or "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -226,22 +188,25 @@ def plain_head(values: str) -> bool:
 
     head.__class__ = Head
     head.register_forward_pre_hook(enlarge)
-    input_ids = torch.arange(4)[None]
-    with torch.no_grad():
-        logits = model(input_ids, use_cache=False).logits
-        head.skipped = True
-        hidden = model(input_ids, use_cache=False).logits
-        expected = F.linear(seen[0], head.weight)
+    input_ids = torch.arange(4, device="cpu")[None]
+    logits = model(input_ids, use_cache=False).logits
+    head.skipped = True
+    hidden = model(input_ids, use_cache=False).logits
+    expected = F.linear(seen[0], head.weight)
     if logits.shape != expected.shape or not torch.equal(hidden, seen[1]):
         return False
     return bool((logits - expected).abs().max() <= SAME * expected.abs().max())
 
 
-def random_model(shape: AnyConfig) -> "PreTrainedModel":
-    """Builds the class with random weights, on the CPU, in evaluation mode. Torch's random state does not change."""
-    with torch.random.fork_rng(devices=()), torch.device("cpu"):
-        torch.manual_seed(0)
-        return shape.build_inner().eval()
+@torch.no_grad()
+def sees_later_tokens(shape: AnyConfig) -> bool:
+    """Whether the logits of a class depend on later tokens, as those of BERT do."""
+    model = random_model(shape.sample())
+    input_ids = torch.arange(16)[None]
+    first = model(input_ids, use_cache=False).logits[:, :-1]
+    input_ids[:, -1] += 1
+    second = model(input_ids, use_cache=False).logits[:, :-1]
+    return bool((first - second).abs().max() > CROSSES * first.std())
 
 
 class Head(nn.Linear):
@@ -349,19 +314,6 @@ class AnyModel(LanguageModel):
         from transformers import DynamicCache
 
         return DynamicCache(config=self.inner.config) if "past_key_values" in self.accepts else None
-
-
-@cache
-def sees_later_tokens(values: str) -> bool:
-    """Whether the logits of a class depend on later tokens, as those of BERT do."""
-    shape = AnyConfig(json.loads(values)).sample()
-    model = random_model(shape)
-    input_ids = torch.arange(16)[None]
-    changed = input_ids.clone()
-    changed[:, -1] += 1
-    with torch.no_grad():
-        first, second = (model(ids, use_cache=False).logits[:, :-1] for ids in (input_ids, changed))
-    return bool((first - second).abs().max() > CROSSES * first.std())
 
 
 def documents_cross(
