@@ -3,6 +3,7 @@
 A callback is any object with some of the methods of `Callback`. All ranks call them, in the order of the list.
 """
 
+import math
 import shutil
 import threading
 import time
@@ -81,6 +82,17 @@ class Figures:
     def on_step_end(self, run: Run, skipped: bool) -> None:
         if not skipped and (run.step == 1 or run.due(run.config.log_every)):
             run.log.training(run.figures)
+        if run.step == 1 and not skipped and run.config.init_from is None:
+            run.log.print_line(first_loss(run.figures["loss"], run.empty.config.vocab_size))
+
+
+def first_loss(loss: float, vocab_size: int) -> str:
+    """Returns a line that compares the first loss with that of equal probabilities."""
+    uniform = math.log(vocab_size)
+    line = f"first loss {loss:.2f}; equal probabilities give ln V = {uniform:.2f}"
+    if loss < uniform + 1:
+        return line
+    return f"{line}: the new weights give large logits, lower initializer_range in the config.json"
 
 
 class Evaluations:

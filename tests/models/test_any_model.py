@@ -1,16 +1,24 @@
 """Models of `transformers` that the package has no module for: opened, trained, saved as their own class would."""
 
+import json
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import losses, run
-from families import FAMILIES, save_family
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from conftest import as_flags, losses, metrics, refused, run
+from families import FAMILIES, SIZES, family_model, save_family
+from launching import launch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from gpt2_accel import from_pretrained
 from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.hf.convert import read_config
+from gpt2_accel.models.any_model import AnyConfig, AnyModel
+from gpt2_accel.optim import hidden_matrices
+from gpt2_accel.optim.muon import Muon
 
 UPDATES, PEAK = 20, 3e-3
 
@@ -73,3 +81,159 @@ def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp
     assert saved.keys() == again.keys()
     ids = torch.arange(32)[None]
     torch.testing.assert_close(final(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "phi3", "mixtral"])  # dense, fused matrices, experts
+def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
+    start = save_family(kind, tmp_path / "start")
+    settings = {
+        "init_from": str(start),
+        "optimizer": "muon",
+        "learning_rate": 1e-3,
+        "save_every": 4,
+    }
+    alone = run(tiny("alone", **settings))
+    resumed = run(tiny("resumed", **settings, resume_from=str(tmp_path / "alone/checkpoint-4")))
+    assert losses(resumed) == losses(alone)[4:]
+    paths = [tmp_path / name / "model.safetensors" for name in ("alone", "resumed")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+    def several(name, config, script, **changes):
+        flags = ("--mixed_precision", "no", "--dynamo_backend", "no", script)
+        config_of_run = tiny(name, **settings, **changes)
+        launch(*flags, *as_flags(config_of_run), processes=2, config=config)
+        return losses(metrics(tmp_path / name))
+
+    ddp = several("ddp", "8xa100", "tests/train_script.py")
+    fsdp = several("fsdp", "8xa100_fsdp2", "tests/fsdp_script.py")
+    assert ddp == pytest.approx(losses(alone), abs=1e-4)
+    assert fsdp == pytest.approx(ddp, abs=1e-4)
+    from_sharded = str(tmp_path / "fsdp/checkpoint-4")
+    back = several("back", "8xa100", "tests/train_script.py", resume_from=from_sharded)
+    assert back == pytest.approx(ddp[4:], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2},
+            "BertLMHeadModel sees",
+        ),
+        ({"model_type": "gemma3"}, "Gemma3ForConditionalGeneration is a multimodal model"),
+        ({"model_type": "t5"}, "t5 is not a causal language model"),
+        (
+            {"model_type": "olmo2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantized",
+        ),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}},
+            "'mine' without remote code",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(values, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with refused(message):
+        read_config(tmp_path)
+    with refused(message):
+        from_pretrained(tmp_path)
+
+
+def test_a_directory_without_a_tensor_is_refused(tmp_path):
+    start = save_family("olmo2", tmp_path / "start")
+    tensors = load_file(start / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    with refused("model.norm.weight is missing"):
+        from_pretrained(start)
+
+
+def test_the_own_module_is_taken_where_it_computes_the_same(tmp_path):
+    for name, changes, own in (
+        ("llama", {}, True),
+        ("llama", {"attention_bias": True}, False),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            False,
+        ),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, False),
+        ("gpt2", {"n_inner": 48}, False),
+    ):
+        folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
+        model = family_model(name, **changes)
+        model.save_pretrained(folder)
+        found = from_pretrained(folder)
+        assert isinstance(found, AnyModel) != own, (name, changes)
+        ids = torch.arange(32)[None]
+        torch.testing.assert_close(found.eval()(ids), model.eval()(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_a_new_model_of_a_config_is_initialised_as_its_class(tiny, tmp_path):
+    """Phi3's own padding token, 32,000, lies beyond the vocabulary of the data."""
+    folder = tmp_path / "shape"
+    CONFIG_MAPPING["phi3"](**SIZES | {"vocab_size": 400, "pad_token_id": 399}).save_pretrained(
+        folder
+    )
+    config = tiny("run", architecture=str(folder), max_steps=1, learning_rate=0.0)
+    run(config)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    torch.manual_seed(config.seed)
+    shape = CONFIG_MAPPING["phi3"](**SIZES | {"pad_token_id": None})
+    expected = AutoModelForCausalLM.from_config(shape)
+    assert saved.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], tensor), name
+    assert saved.config.eos_token_id == 256
+    assert saved.config.pad_token_id is None
+    model = from_pretrained(tmp_path / "run")
+    ids = torch.arange(32)[None]
+    model(ids, ids).backward()
+    gradient = model.inner.get_input_embeddings().weight.grad
+    assert (gradient[:32].abs().sum(dim=1) > 0).all()
+
+
+MUON = {  # below a layer
+    "olmo2": "mlp.{down,gate,up}_proj.weight self_attn.{k,o,q,v}_proj.weight",
+    "gpt_neox": "attention.{dense,query_key_value}.weight mlp.dense_{4h_to_h,h_to_4h}.weight",
+    "mixtral": "mlp.experts.{down,gate_up}_proj self_attn.{k,o,q,v}_proj.weight",
+    "phi3": "mlp.{down,gate_up}_proj.weight self_attn.{o,qkv}_proj.weight",
+    "opt": "fc{1,2}.weight self_attn.{k_proj,out_proj,q_proj,v_proj}.weight",
+    "mamba": "mixer.{dt,in,out,x}_proj.weight",
+    "gpt2": "attn.c_{attn,proj}.weight mlp.c_{fc,proj}.weight",
+}
+
+
+@pytest.mark.parametrize("kind", MUON)
+def test_muon_updates_the_matrices_of_the_blocks(kind):
+    model = AnyConfig(family_model(kind).config.to_dict()).build()
+    found = {re.split(r"\.\d+\.", name)[1] for name, _ in hidden_matrices(model)}
+    expected = set()
+    for words in MUON[kind].split():
+        before, middle, after = re.match(r"([^{]*)\{([^}]*)\}(.*)", words).groups()
+        expected |= {f"{before}{word}{after}" for word in middle.split(",")}
+    assert found == expected
+    blocks = model.config.n_layer * len(expected)
+    assert len(hidden_matrices(model)) == blocks
+
+
+def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
+    """An update equals that of a matrix of its own, in the form of `nn.Linear`."""
+    experts, conv1d = torch.randn(3, 8, 4), torch.randn(6, 10)
+    for weight, matrices in ((experts, list(experts)), (conv1d, [conv1d.T])):
+        gradient = torch.randn_like(weight)
+        gradients = list(gradient) if weight.ndim == 3 else [gradient.T]
+        results = []
+        for values, grads in (([weight], [gradient]), (matrices, gradients)):
+            parameters = [torch.nn.Parameter(value.clone()) for value in values]
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+            named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+            Muon([{"params": named, "muon": True}], lr=0.1, betas=(0.9, 0.95)).step()
+            results.append([parameter.detach() for parameter in parameters])
+        [whole], single = results
+        single = torch.stack(single) if weight.ndim == 3 else single[0].T
+        torch.testing.assert_close(whole, single, atol=1e-3, rtol=0)  # the iteration is in bf16
+        assert (whole - weight).abs().max() > 1e-2
