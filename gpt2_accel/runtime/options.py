@@ -109,12 +109,13 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
         return ": options begin with --"
     name = option.lstrip("-").split(".")[-1].replace("-", "_").lower()
     meant = name if name in names else OTHER_NAMES.get(name)
+    # Training and evaluation are launched.
+    if name in LAUNCH and meant != name and "eval_tokens" in names:
+        return (
+            ": the launch config sets hardware and precision, as in accelerate launch --config_file "
+            "accelerate_configs/8xa100.yaml --num_processes 4 --mixed_precision bf16 RECIPE"
+        )
     if meant not in names:
-        if name in LAUNCH and "eval_tokens" in names:  # training and evaluation are launched
-            return (
-                ": the launch config sets hardware and precision, as in accelerate launch --config_file "
-                "accelerate_configs/8xa100.yaml --num_processes 4 --mixed_precision bf16 RECIPE"
-            )
         if name in REMOVED:
             return ": it was taken back, CHANGELOG.md says what to do instead"
         begun = [known for known in names if known.startswith(name)]

@@ -254,12 +254,6 @@ def test_a_truncated_weights_file_is_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_unknown_options_are_refused(tmp_path):
-    hf_model(scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
-    with refused("scale_attn_by_inverse_layer_idx"):
-        from_pretrained(tmp_path)
-
-
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_written(tmp_path):
     model = GPT(GPTConfig(**{**SHAPE, "vocab_size": 256}))
     with refused("257 tokens"):
