@@ -127,7 +127,7 @@ def test_a_prompt_that_is_read_in_pieces_gives_the_same_logits(each_model, slots
         for piece in (row[cut : cut + 1], row[cut + 1 :]):
             if piece:
                 logits = cache.read(torch.tensor([piece]))
-        assert (logits - expected).abs().max() < 1e-4
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
     each_model.train()
 
 

@@ -12,8 +12,7 @@ from conftest import losses, reset_accelerate, run, tiny_config
 from gpt2_accel import GPT, from_pretrained, save_pretrained
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.hf import comparison
-from gpt2_accel.hf.convert import CUSTOM
-from gpt2_accel.models import configured_shape
+from gpt2_accel.hf.convert import CUSTOM, configured_shape
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 

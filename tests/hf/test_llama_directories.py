@@ -216,7 +216,8 @@ PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 def test_what_the_own_module_is_not_takes_the_class_of_transformers(
     published, changes, reason, tmp_path
 ):
-    small = {"hidden_size": 64, "num_hidden_layers": 28, "intermediate_size": 64, "vocab_size": 100}
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100}
+    small |= {"num_hidden_layers": 28, "num_attention_heads": 4, "num_key_value_heads": 4}
     shape = read_config(write(tmp_path, published, **small, **changes))
     assert shape.note.endswith(reason)
 
