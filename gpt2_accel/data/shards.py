@@ -41,6 +41,7 @@ A folder of other trainers' token files (`third_party.py`) has no manifest: it i
 `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -171,11 +172,8 @@ def read_manifest(data_dir: str | Path) -> dict:
     """
     path = folder_of(data_dir) / MANIFEST
     if path.is_file():
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            manifest = parse_json(path.read_bytes())
-            if is_valid(manifest):
-                return manifest
-        raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
+        state = path.stat()
+        return parsed_manifest(path, state.st_ino, state.st_mtime_ns, state.st_size)
     if manifest := third_party_manifest(path.parent):
         return manifest
     text, target = "FILE_OR_FOLDER", data_dir
@@ -185,6 +183,16 @@ def read_manifest(data_dir: str | Path) -> dict:
         f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by "
         f"{recipe_command('prepare_data', 'text', text, '--data_dir', target)}"
     )
+
+
+@functools.lru_cache(maxsize=32)  # a run asks for it at a dozen places, which do not change it
+def parsed_manifest(path: Path, *state: int) -> dict:
+    """Returns the content of a `manifest.json`, which has this `state`. Raises `ValueError` if it is damaged."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        manifest = parse_json(path.read_bytes())
+        if is_valid(manifest):
+            return manifest
+    raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
 
 
 def is_valid(manifest: dict) -> bool:

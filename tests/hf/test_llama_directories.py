@@ -210,7 +210,6 @@ PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
         (SMOLLM2, {"pretraining_tp": 2}, "its pretraining_tp is 2"),
         (SMOLLM2, {"model_type": "mistral"}, "models/ has no mistral"),
         (QWEN3, {"use_sliding_window": True}, "its use_sliding_window is True"),
-        (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "it has layers with a sliding window"),
     ],
 )
 def test_what_the_own_module_is_not_takes_the_class_of_transformers(

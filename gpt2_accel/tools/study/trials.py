@@ -1,5 +1,6 @@
 """The runs of a study: a trial is a recipe with its settings, a result what its run's folder recorded; `runs.csv` lists them."""
 
+import ast
 import csv
 import functools
 import hashlib
@@ -156,12 +157,24 @@ def recipe_source(recipe: Path) -> bytes:
 @functools.cache  # of what this process has imported: files may change later
 def code_fingerprint(recipe: Path) -> str:
     """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of the parts of this package on which a run's numbers
-    depend."""
-    code = hashlib.sha256(recipe_source(recipe))
+    depend, without comments and docstrings."""
+    code = hashlib.sha256(syntax(recipe_source(recipe)))
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in NOT_TRAINED:
-            code.update(path.read_bytes())
+            code.update(syntax(path.read_bytes()))
     return code.hexdigest()[:12]
+
+
+def syntax(source: bytes) -> bytes:
+    """Returns the syntax tree of a Python file as text, without docstrings."""
+    return ast.dump(WithoutConstants().visit(ast.parse(source))).encode()
+
+
+class WithoutConstants(ast.NodeTransformer):
+    """Removes the statements that are a constant, as docstrings are."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
 
 
 def recorded_code(folder: Path) -> str:

@@ -206,19 +206,20 @@ TrainConfig.learning_rate_at = lambda self, *_: {}
 
 
 if __name__ == "__main__":
+    {}
     cli.run(main)
 """
 
 
 def test_a_half_trained_run_whose_code_has_changed_starts_anew(data_dir, tmp_path, monkeypatch):
-    """With the same code it goes on. At a rate of 0 the loss of a run that starts anew is always that of its first weights."""
+    """With comments only it goes on. At a rate of 0 the loss of a run that starts anew is always that of its first weights."""
     out = tmp_path / "out"
 
-    def go_on(name, rate):
+    def go_on(name, rate, comment):
         folder = tmp_path / name
         folder.mkdir()
         script = folder / "recipe.py"
-        script.write_text(FIXED.format(str(ROOT / "tests"), rate))
+        script.write_text(FIXED.format(str(ROOT / "tests"), rate, comment))
         settings = {"eval_every": 4, "save_every": 8, "keep_best": False}
         parts = {"recipe": str(script), "variants": {"one": {}}, "settings": settings, "seeds": 1}
         done = compare(study_file(folder, data_dir, **parts), out, "--keep_models", "true")
@@ -234,14 +235,14 @@ def test_a_half_trained_run_whose_code_has_changed_starts_anew(data_dir, tmp_pat
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
         return run
 
-    go_on("first", 0.01)
+    go_on("first", 0.01, "pass")
     [first], table = rows(out), (out / "runs.csv").read_bytes()
     run = kill_half_way()
-    assert go_on("same", 0.01) == ""
+    assert go_on("comments", 0.01, "'A docstring.'  # and a comment\n    pass") == ""
     assert "resumed from" in (run / LOG).read_text()
     assert (out / "runs.csv").read_bytes() == table
     kill_half_way()
-    assert "has changed: it starts anew, the old run is in one-seed1-" in go_on("new", 0.0)
+    assert "has changed: it starts anew, the old run is in one-seed1-" in go_on("new", 0.0, "pass")
     [old] = out.glob("runs/*.old-*")
     assert (old / "checkpoint-8").is_dir() and not (run / "checkpoint-8").is_symlink()
     [second], lines = rows(out), read_json_lines(run / "metrics.jsonl")
