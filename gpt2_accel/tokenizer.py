@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -41,6 +41,12 @@ PROBE = (
     "<unk> [CLS] \0 \ufeff\u200b\u200d\u00ad\u00a0\u3000 caf\u00e9 cafe\u0301 \u1e9b\u0323 \ufb01 \u2460 \uff21 x\u00b2 "
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
     "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
+)
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PIECES = (
+    "{% for piece in messages %}{% if piece.role == 'assistant' %}"
+    "{% generation %}{{ piece.content }}{% endgeneration %}{% else %}{{ piece.content }}"
+    "{% endif %}{% endfor %}"
 )
 
 
@@ -290,13 +296,70 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a conversation in the tokenizer's chat template, (n,) int64, and which of them the template
-    marks as the assistant's, (n,) bool.
+    """Returns the token ids of a conversation in the `training_template`, (n,) int64, and which of
+    them are the assistant's, (n,) bool: those that the template marks. Without such a template they
+    are found by prefixes, see `answer_pieces`.
 
-    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the template's errors.
+    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the
+    template's errors, and that of `answer_pieces`.
     """
-    found = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    template = training_template(tokenizer)
+    if template is None:
+        template = PIECES
+        messages = answer_pieces(tokenizer, messages)
+    options = {"chat_template": template, "return_assistant_tokens_mask": True}
+    found = _render(tokenizer, messages, **options)
     return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
+
+
+def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Returns the chat template that marks the assistant's tokens by `{% generation %}`: the
+    tokenizer's own if it does, else TRL's training template for it, None if TRL has none or is not
+    installed."""
+    template = tokenizer.get_chat_template()
+    return template if GENERATION.search(template) else _trl_template(tokenizer, template)
+
+
+@functools.lru_cache(maxsize=1)
+def _trl_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
+    """Returns TRL's training template for a tokenizer with the chat template `template`."""
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+
+        return get_training_chat_template(tokenizer)
+    except Exception:  # TRL is not installed, does not know the template, or cannot render it
+        return None
+
+
+def answer_pieces(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+) -> list[dict[str, str]]:
+    """Returns the text of a conversation in the tokenizer's chat template, in pieces, as messages
+    for `PIECES`.
+
+    An answer is what the template adds to the prompt before it, up to where the turn ends. Raises
+    `ValueError` if the prompt or the turn is not a prefix of the conversation.
+    """
+
+    def text(count: int, prompt: bool = False) -> str:
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(list(messages[:count]), **options)
+
+    whole = text(len(messages))
+    end = 0
+    pieces = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = text(number, prompt=True)
+        after = text(number + 1)
+        if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
+            raise ValueError("it renders a turn in another way if another one follows")
+        pieces.append({"role": "prompt", "content": whole[end : len(before)]})
+        end = len(after)
+        pieces.append({"role": "assistant", "content": whole[len(before) : end]})
+    pieces.append({"role": "prompt", "content": whole[end:]})
+    return pieces
 
 
 def prompt_tokens(
@@ -338,7 +401,7 @@ def prompt_tokens(
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: bool
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
 ) -> Mapping[str, list[int]]:
     """Returns what the chat template and the tokenizer make of a conversation."""
     return tokenizer.apply_chat_template(

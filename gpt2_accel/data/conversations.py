@@ -33,7 +33,7 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import find_files, state_of, unchanged
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import conversation_tokens, special_tokens
+from gpt2_accel.tokenizer import conversation_tokens, special_tokens, training_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 # Why a conversation is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
+UNMARKED = (
+    "an answer is not marked: transformers loses one that begins with a space if the tokenizer's "
+    "offsets leave it out"
+)
 SPECIAL = (
     "with a special token of the tokenizer in a message, which would end a turn, or half a surrogate pair, which is not a "
     "character"
@@ -74,11 +78,12 @@ def prepare_conversations(
 ) -> dict:
     """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
 
-    `tokenizer` has a chat template that marks the assistant's tokens, and a `pad_token`, as `hf/chat_template.py` makes it.
-    A conversation that is longer than a window is left out; with `cut` its beginning is kept. With `shorten` the windows
-    are as long as the longest conversation, in multiples of `SHORTEST`, and at most `sequence_length`. `source`, `model` (a
-    directory relative to `data_dir`) and `about` are recorded. Raises `ValueError` for fewer than two different
-    conversations, and the errors of `encode_files` and `make_data`.
+    `tokenizer` has a chat template to train with, and a `pad_token`, as `hf/chat_template.py` makes
+    it. A conversation that is longer than a window is left out; with `cut` its beginning is kept.
+    With `shorten` the windows are as long as the longest conversation, in multiples of `SHORTEST`,
+    and at most `sequence_length`. `source`, `model` (a directory relative to `data_dir`) and
+    `about` are recorded. Raises `ValueError` for fewer than two different conversations, and the
+    errors of `encode_files` and `make_data`.
     """
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
@@ -111,7 +116,11 @@ def prepare_conversations(
     template = template_digest(tokenizer)
     states = {file: state_of(file) for file in files}
     listed = [(file, *state) for file, state in states.items()]
-    plan = plan_of(listed, tokenizer, template, sequence_length, cut, model, shorten)
+    options = [sequence_length, cut, model, shorten]
+    training = training_template(tokenizer)
+    if training != tokenizer.chat_template:  # of a release of TRL
+        options.append(training)
+    plan = plan_of(listed, tokenizer, template, *options)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
 
@@ -171,6 +180,9 @@ def encode_row(
         ids, counts = conversation_tokens(tokenizer, messages)
     except Exception as error:  # of the template's author, or of the tokenizer
         raise Problem(f"{REFUSED} ({first_line(error)})") from error
+    groups = [role for role, _ in itertools.groupby(message["role"] for message in messages)]
+    if len(marked_runs(counts)) < groups.count("assistant"):
+        raise Problem(f"{REFUSED} ({UNMARKED})")
     if not all(answers):
         mask_answers(counts, answers)
     counts[0] = False  # nothing comes before it
@@ -182,12 +194,17 @@ def encode_row(
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
     """Sets `counts`, (n,) bool, to False where an answer that does not count is marked; the k-th run of True is the
     k-th answer. Raises `Problem` if a template marks an answer in several runs, or several answers in one."""
-    runs = np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
+    runs = marked_runs(counts)
     if len(runs) != len(answers):
         raise Problem(f"{REFUSED} (the template does not mark each answer by itself)")
     for (start, end), answer in zip(runs.tolist(), answers, strict=True):
         if not answer:
             counts[start:end] = False
+
+
+def marked_runs(counts: np.ndarray) -> np.ndarray:
+    """Returns the first token of each run of True, and the one after its last, (runs, 2)."""
+    return np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
 
 
 # From tokens to windows

@@ -1,7 +1,9 @@
 """Makes a tokenizer and a model ready for chat: the chat template, its special tokens, and their rows.
 
-The template is ChatML, with which OpenAI's chat models began and which SmolLM2 and Qwen3 have. Its `{% generation %}`
-marks what the assistant writes, so that `transformers` and TRL know which tokens count in the loss.
+A model without a template gets ChatML, with which OpenAI's chat models began and which SmolLM2 and
+Qwen3 have. Its `{% generation %}` marks what the assistant writes, so that `transformers` and TRL
+know which tokens count in the loss. For a template without it see `tokenizer.conversation_tokens`;
+the model is saved with its original template.
 """
 
 from dataclasses import replace
@@ -79,8 +81,10 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
     except Exception as error:  # of the template's author
         problem = f" ({error})"
     raise ValueError(
-        f"the chat template of {name} cannot be trained with{problem}: it has to mark each answer, with the token that "
-        "ends it, by {% generation %}, and to render a turn alike if another follows; --chatml replaces it by ChatML"
+        f"the chat template of {name} cannot be trained with{problem}: each answer has to end with a "
+        "special token, which {% generation %} marks with it, and to render alike if another turn "
+        "follows; pip install 'trl>=1.16' for the templates that TRL has corrected, or replace it by "
+        "ChatML with --chatml"
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import chat_rows, make_text, refused, write_lines
+from tokenizers import processors
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -301,6 +302,26 @@ def random_row(rng):
         row = {"prompt": messages[:-1], "completion": messages[-1:]}
         return row, messages, [False] * (len(messages) - 1) + [True]
     return {"messages": messages}, messages, [weight != 0 for weight in weights]
+
+
+def test_an_answer_that_is_not_marked_is_left_out(chat_base, tmp_path):
+    """Some byte-level tokenizers have offsets without spaces, with which `transformers` loses marks."""
+    tokenizer = chat_tokenizer(chat_base)
+    tokenizer.chat_template = tokenizer.chat_template.replace("| trim ", "")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    rows = chat_rows(20)
+    rows[3]["messages"][1]["content"] = " So."
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    manifest = prepare_conversations(
+        [str(file)],
+        tokenizer,
+        tmp_path / "chat",
+        sequence_length=64,
+        source="made up",
+        model="u/n",
+    )
+    [(reason, (number, place))] = manifest["left_out"].items()
+    assert "an answer is not marked" in reason and number == 1 and "line 4" in place
 
 
 @pytest.mark.parametrize("template", [None, TWO_BLOCKS])

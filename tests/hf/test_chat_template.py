@@ -1,16 +1,18 @@
 """The chat template, its tokens and their rows, and what reads a directory with them."""
 
 import shutil
+import sys
 
+import numpy as np
 import pytest
 import torch
-from conftest import read_json, refused
+from conftest import read_json, refused, reset_accelerate
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
-from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.tokenizer import conversation_tokens, load_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, conversation_tokens, load_tokenizer, train_bpe
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
@@ -29,6 +31,91 @@ def test_chatml_marks_the_answers_and_the_token_that_ends_them(chat_base):
         "So.\n\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
     )
     assert tokenizer.decode(ids[counts]) == "So.\n\nYes.<|im_end|>No.<|im_end|>"
+
+
+TEMPLATES = {
+    "llama3": (
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "So.\n\nYes.<|eot_id|>No.<|eot_id|>",
+    ),
+    "qwen3": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "<think>\n\n</think>\n\nSo.\n\nYes. <|im_end|>\n<think>\n\n</think>\n\nNo.<|im_end|>\n",
+    ),
+    "gemma3": (
+        ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+        "So.\n\nYes.<end_of_turn>\nNo.<end_of_turn>\n",
+    ),
+}
+
+
+def instruct_model(family, folder):
+    """Saves an untrained model with the original chat template of a family; returns the template and the counted text."""
+    templates = pytest.importorskip("trl.chat_template_utils")
+    tokens, counted = TEMPLATES[family]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.bos_token = tokens[0]
+    tokenizer.chat_template = getattr(templates, f"{family}_chat_template")
+    shape = GPTConfig(len(tokenizer), n_positions=128, n_layer=1, n_head=1, n_embd=8)
+    save_pretrained(GPT(shape), folder, tokenizer)
+    return tokenizer.chat_template, counted
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_original_templates_of_instruct_models(family, tmp_path):
+    template, counted = instruct_model(family, tmp_path / "base")
+    tokenizer = chat_tokenizer(tmp_path / "base")
+    ids, counts = conversation_tokens(tokenizer, MESSAGES)
+    assert tokenizer.decode(ids[counts]) == counted
+    end = TEMPLATES[family][0][-1]
+    assert tokenizer.eos_token == end and tokenizer.chat_template == template
+    model = from_pretrained(tmp_path / "base")
+    save_pretrained(model, tmp_path / "tuned", tokenizer)
+    assert (tmp_path / "tuned/chat_template.jinja").read_text() == template
+    ends = GenerationConfig.from_pretrained(tmp_path / "tuned").eos_token_id
+    assert tokenizer.convert_tokens_to_ids(end) in (ends if isinstance(ends, list) else [ends])
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_labels_are_those_of_sft_trainer(family, tmp_path, monkeypatch):
+    instruct_model(family, tmp_path / "base")
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    reset_accelerate()
+    trainer = trl.SFTTrainer(
+        str(tmp_path / "base"),
+        trl.SFTConfig(
+            str(tmp_path / "out"),
+            assistant_only_loss=True,
+            max_length=None,
+            bf16=False,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"messages": MESSAGES}]),
+        processing_class=load_tokenizer(tmp_path / "base"),
+    )
+    [row] = trainer.train_dataset
+    ids, counts = conversation_tokens(chat_tokenizer(tmp_path / "base"), MESSAGES)
+    assert row["input_ids"] == ids.tolist()
+    assert row["labels"] == np.where(counts, ids, -100).tolist()
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_without_trl_the_labels_are_the_same_or_the_template_is_refused(
+    family, tmp_path, monkeypatch
+):
+    _, counted = instruct_model(family, tmp_path / "base")
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", None)
+    if family == "qwen3":  # its last turn has a thinking block, the others do not
+        with refused("cannot be trained with.*another one follows.*pip install 'trl"):
+            chat_tokenizer(tmp_path / "base")
+        return
+    tokenizer = chat_tokenizer(tmp_path / "base")
+    ids, counts = conversation_tokens(tokenizer, MESSAGES)
+    assert tokenizer.decode(ids[counts]) == counted
 
 
 def test_the_three_checks_of_trl_say_yes(chat_base, tmp_path):
@@ -64,16 +151,27 @@ def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
     assert tokenizer.pad_token == "<|endoftext|>" and len(tokenizer) == 260
 
 
+def test_a_template_without_marks_counts_what_follows_the_prompt(chat_base, tmp_path):
+    own = OWN.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    own = own.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}A: ")
+    tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", own))
+    assert tokenizer.chat_template == own and tokenizer.eos_token == "<|stop|>"
+    ids, counts = conversation_tokens(tokenizer, MESSAGES)
+    text = "Q: Be kind.\nQ:  Why?\n\nA: So.\n\nYes. <|stop|>Q: And?\nA: No.<|stop|>"
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids[counts]) == "So.\n\nYes. <|stop|>No.<|stop|>"
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        OWN.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+        "{% for m in messages %}{{ m.content }}{% endfor %}<|stop|>",
         OWN.replace("Q: ", "Q of {{ messages | length }}: "),
         OWN.replace("<|stop|>{% endgeneration %}", "{% endgeneration %}<|stop|>"),
         "{{ raise_exception('no users') }}",
         "{% for %}",
     ],
-    ids=["no marks", "another turn", "end not marked", "refuses", "no template"],
+    ids=["end of all turns", "another turn", "end not marked", "refuses", "no template"],
 )
 def test_a_template_that_cannot_be_trained_with(chat_base, template, tmp_path):
     folder = with_template(chat_base, tmp_path / "own", template)
