@@ -243,6 +243,12 @@ class TrainConfig:
             decay_share=self.decay_share,
         )
 
+    def fit_positions(self, n_positions: int) -> None:
+        """Sets `sequence_length` to the positions of a model that has fewer than the default, unless it is given."""
+        given = self.sequence_length is not None or "n_positions" in self.given
+        if n_positions < self.n_positions and not given:
+            self.sequence_length = n_positions
+
     def set_length(self, tokens: int) -> None:
         """Sets `max_steps` to `epochs` passes over data of `tokens` tokens, if `epochs` is given. Raises `ValueError` if that is
         not below 2^63."""

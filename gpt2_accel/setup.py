@@ -104,12 +104,17 @@ def setup(
         for prompt in prompts if config.sample_every else []:
             encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
         plain = build_model(config, tokenizer, checkpoint, model)
-        adapt(plain, config, accelerator, packed=conversations)
+        adapt(plain, config)
         if config.document_mask and not conversations:
             plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
             # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
+    if isinstance(plain, AnyModel):
+        accelerator.print(plain.config.note)
+        packed = [m for _, m, _ in read_parts(config.data_dir) if m.get("packed", conversations)]
+        if config.document_mask or packed:
+            check_documents(plain, config, accelerator)
     empty = skeleton(plain)
     prepared, own_optimizer = prepare(accelerator, plain, (optimizer or configured)(plain, config))
     if accelerator.num_processes > 1:
@@ -138,31 +143,27 @@ def setup(
     )
 
 
-def adapt(
-    model: LanguageModel, config: TrainConfig, accelerator: Accelerator, packed: bool
-) -> None:
-    """Makes a model compute as the settings say. `packed` says that batches have `documents`.
-
-    Raises `ValueError` if documents have to stay apart and the class does not keep them apart."""
+def adapt(model: LanguageModel, config: TrainConfig) -> None:
+    """Makes a model compute as the settings say."""
     model.to(getattr(torch, config.dtype))
     model.checkpoint_activations = config.checkpoint_activations
-    if not isinstance(model, AnyModel):
-        return
-    accelerator.print(model.config.note)
-    if config.router_aux_loss is not None:
+    if isinstance(model, AnyModel) and config.router_aux_loss is not None:
         model.aux_coefficient = config.router_aux_loss
-    if config.document_mask or packed:
-        plugin = accelerator.state.dynamo_plugin
-        backend = None if plugin.backend == DynamoBackend.NO else plugin.backend.value.lower()
-        crosses = on_main_process(
-            lambda: documents_cross(model.config, config.checkpoint_activations, backend)
+
+
+def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises `ValueError` if a class of `transformers` does not keep the documents of a row apart, with the run's attention,
+    compilation and activation checkpointing. The main process tries it."""
+    plugin = accelerator.state.dynamo_plugin
+    compiled = plugin.backend != DynamoBackend.NO
+    backend = plugin.backend.value.lower() if compiled else None
+    if on_main_process(
+        lambda: documents_cross(model.config, config.checkpoint_activations, backend)
+    ):
+        raise ValueError(
+            f"{type(model.inner).__name__} does not keep documents apart: leave out --document_mask, or prepare the "
+            "conversations again, for this model"
         )
-        if crosses:
-            name = type(model.inner).__name__
-            raise ValueError(
-                f"{name} does not keep documents apart: leave out --document_mask, or prepare conversations with "
-                "--packing false"
-            )
 
 
 def is_dry_run(config: TrainConfig) -> bool:
@@ -261,9 +262,9 @@ def build_model(
         # `find_checkpoint` has checked a checkpoint to resume.
         directory = verified_directory(source, checkpoint is None, "use another checkpoint")
         model = load_model(config, tokenizer, Path(local_directory(directory)), given)
-    length, n_positions = config.tokens_per_sequence, model.config.n_positions
-    if config.sequence_length is None and "n_positions" not in config.given:
-        config.sequence_length = length = min(length, n_positions)
+    n_positions = model.config.n_positions
+    config.fit_positions(n_positions)
+    length = config.tokens_per_sequence
     if length > n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(

@@ -79,6 +79,7 @@ def prepare_file(config: ChatSFT) -> None:
     from gpt2_accel.data.conversations import prepare_conversations, summary
     from gpt2_accel.hf.chat_template import chat_tokenizer
     from gpt2_accel.hf.convert import local_directory, read_config
+    from gpt2_accel.models.any_model import keeps_documents_apart
     from gpt2_accel.tokenizer import fingerprint
 
     file, model, run_dir = Path(config.data), config.init_from, Path(config.output_dir)
@@ -90,8 +91,8 @@ def prepare_file(config: ChatSFT) -> None:
             f"{recipe_command('prepare_data')} chat"
         )
     directory = local_directory(verified_directory(model, hint="use another model"))
-    tokenizer, positions = chat_tokenizer(directory), read_config(directory).n_positions
-    length = config.sequence_length or min(LONGEST_WINDOW, positions)
+    tokenizer, shape = chat_tokenizer(directory), read_config(directory)
+    length = config.sequence_length or min(LONGEST_WINDOW, shape.n_positions)
     content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, config.sequence_length
     folder = run_dir / f"data-{sha256(repr(content).encode()).hexdigest()[:8]}"
     config.data_dir = str(folder)
@@ -108,6 +109,7 @@ def prepare_file(config: ChatSFT) -> None:
         folder,
         sequence_length=length,
         shorten=config.sequence_length is None,
+        packed=keeps_documents_apart(shape),
         source=str(file),
         model=model,
     )

@@ -281,10 +281,12 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.chat_template import chat_tokenizer
     from gpt2_accel.hf.convert import local_directory, read_config
+    from gpt2_accel.models.any_model import keeps_documents_apart
 
     directory = verified_directory(options.model, hint="use another model")
     tokenizer, length = chat_tokenizer(directory, options.chatml), options.sequence_length
-    if length > (positions := read_config(local_directory(directory)).n_positions):
+    shape = read_config(local_directory(directory))
+    if length > (positions := shape.n_positions):
         raise ValueError(
             f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
         )
@@ -301,6 +303,7 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         source=options.source,
         model=options.model,
         cut=options.cut,
+        packed=keeps_documents_apart(shape),
         revision=revision,
         command=command,
     )

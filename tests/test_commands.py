@@ -125,6 +125,13 @@ NOT_RUN = {
     "python recipes/evaluate.py --model runs/quickstart --tasks text --data my_text.txt --stride 64": (
         "tests/recipes/test_evaluate.py does"
     ),
+    "python recipes/prepare_data.py text my_texts/ --tokenizer google/gemma-3-270m --data_dir data/gemma": (
+        "tests/models/test_any_model.py does, with a small model"
+    ),
+    "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/finetune_shakespeare.py --init_from "
+    "google/gemma-3-270m --data_dir data/gemma --output_dir runs/gemma": (
+        "tests/models/test_any_model.py does, with a small model"
+    ),
     "make quickstart": "installs, and trains for two minutes",
     "make chat": "trains for five minutes; tests/recipes/test_talking.py runs its parts",
     "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",

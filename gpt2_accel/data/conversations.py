@@ -74,6 +74,7 @@ def prepare_conversations(
     model: str,
     cut: bool = False,
     shorten: bool = False,
+    packed: bool = True,
     **about: str | None,
 ) -> dict:
     """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
@@ -81,7 +82,8 @@ def prepare_conversations(
     `tokenizer` has a chat template to train with, and a `pad_token`, as `hf/chat_template.py` makes
     it. A conversation that is longer than a window is left out; with `cut` its beginning is kept.
     With `shorten` the windows are as long as the longest conversation, in multiples of `SHORTEST`,
-    and at most `sequence_length`. `source`, `model` (a directory relative to `data_dir`) and
+    and at most `sequence_length`. Without `packed` a window holds one
+    conversation. `source`, `model` (a directory relative to `data_dir`) and
     `about` are recorded. Raises `ValueError` for fewer than two different conversations, and the
     errors of `encode_files` and `make_data`.
     """
@@ -102,8 +104,8 @@ def prepare_conversations(
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(conversations, mine))
-            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id)
-        return {
+            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id, packed)
+        found = {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,
             "sequence_length": size,
@@ -112,6 +114,9 @@ def prepare_conversations(
             "left_out": problems,
             "splits": entries,
         }
+        if not packed:
+            found["packed"] = False
+        return found
 
     template = template_digest(tokenizer)
     states = {file: state_of(file) for file in files}
@@ -120,6 +125,8 @@ def prepare_conversations(
     training = training_template(tokenizer)
     if training != tokenizer.chat_template:  # of a release of TRL
         options.append(training)
+    if not packed:  # else the plan is that of former releases
+        options.append(packed)
     plan = plan_of(listed, tokenizer, template, *options)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
@@ -224,11 +231,18 @@ def held_out(keys: np.ndarray) -> np.ndarray:
 
 
 def pack(
-    folder: Path, split: str, conversations: Sequence[np.ndarray], size: int, padding: int
+    folder: Path,
+    split: str,
+    conversations: Sequence[np.ndarray],
+    size: int,
+    padding: int,
+    packed: bool,
 ) -> dict:
     """Writes the shard of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
-    the manifest. `padding` is a token id."""
-    windows = best_fit(np.array([*map(len, conversations)]), size)
+    the manifest. `padding` is a token id. Without `packed` a window has one conversation."""
+    windows = [[number] for number in range(len(conversations))]
+    if packed:
+        windows = best_fit(np.array([*map(len, conversations)]), size)
     writer, targets = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
     for window in progress(windows, f"packing {split}", len(windows)):
         tokens = np.concatenate([conversations[i] for i in window])
@@ -282,6 +296,8 @@ def summary(manifest: Mapping) -> list[str]:
             f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
+    if not manifest.get("packed", True):
+        lines.append("each window has one conversation: the model does not keep several apart")
     return lines + left_out(manifest["left_out"])
 
 

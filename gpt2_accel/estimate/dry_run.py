@@ -43,7 +43,9 @@ def dry_run(config: TrainConfig) -> str:
         raise ValueError(
             f"--epochs needs the size of the data, and {config.data_dir} is not prepared yet: give --max_steps"
         )
-    shape, length = model_shape(config, vocab_size), config.tokens_per_sequence
+    shape = model_shape(config, vocab_size)
+    config.fit_positions(shape.n_positions)
+    length = config.tokens_per_sequence
     devices, precision = launch.num_processes, launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     tokens = config.max_steps * config.total_batch_size
@@ -58,8 +60,9 @@ def dry_run(config: TrainConfig) -> str:
     memory = memory_by_part(config, shape, launch, size, logits)
     parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
     needed = sum(memory.values())
+    used = f", of which a token uses {shape.matmul_parameters:,}" if shape.sparse else ""
     lines = [
-        f"model         {shape.parameter_count:,} parameters",
+        f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",
         f"training      {config.max_steps:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.is_fsdp2 else ''}",

@@ -24,6 +24,7 @@ from gpt2_accel.runtime.device import (
     reports_out_of_memory,
     total_memory,
 )
+from gpt2_accel.runtime.files import readable_size
 
 FREE = 0.9  # share of the free memory that an estimate may fill
 MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
@@ -46,8 +47,8 @@ def memory_by_part(
     size: int,
     logits: int | None,
 ) -> dict[str, int]:
-    """Returns the bytes per device at the peak with micro-batches of `size` sequences, by part: weights and gradients in fp32,
-    optimizer state, activations.
+    """Returns the bytes per device at the peak with micro-batches of `size` sequences, by part: weights and gradients in the run's
+    `dtype`, optimizer state, activations.
 
     AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
     `logits` is the device's `kernels.choices.logits_at_once`.
@@ -55,8 +56,9 @@ def memory_by_part(
     shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
     with torch.device("meta"):
         model = shape.build()
-    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-    matrices = 4 * sum(parameter.numel() for _, parameter in hidden_matrices(model))
+    width = 2 if config.dtype == "bfloat16" else 4
+    weights = width * sum(parameter.numel() for parameter in model.parameters())
+    matrices = width * sum(parameter.numel() for _, parameter in hidden_matrices(model))
     saved = matrices if config.optimizer == "muon" else 0
     return {
         "weights": weights // shards,
@@ -79,7 +81,7 @@ def activation_bytes(
     saved = saved_bytes(shape.with_depth(layers), precision, size, config.tokens_per_sequence)
     saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
     logits = tokens * shape.padded_vocab_size
-    if logits <= LOGITS_AT_ONCE:
+    if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
         return saved + logits * (4 if width == 4 else 4 + 2)
     weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
     return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
@@ -152,10 +154,13 @@ def fitting_batch_size(
         )
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
-        raise ValueError(
+        parts = memory_by_part(config, shape, accelerator, 1, kernels.choices.logits_at_once)
+        state = readable_size(sum(parts.values()) - parts["activations"])
+        problem = (
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
             "the model (launch config 8xa100_fsdp2.yaml)"
         )
+        raise ValueError(f"{problem}; weights, gradients and optimizer state take {state}")
     accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best
 

@@ -62,7 +62,7 @@ class ModelFiles:
         if self.compared or model.device.type == "meta":
             return
         self.compared = True
-        if not self.custom and (found := difference(model, directory)) > LIMIT:
+        if not self.custom and not (found := difference(model, directory)) <= LIMIT:
             self.custom = f"its logits differ by {found:.2g} of their standard deviation"
             write()
         if self.custom:

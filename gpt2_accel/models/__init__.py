@@ -53,6 +53,8 @@ class ModelConfig:
 
     parameter_count: int
     matmul_parameters: int
+    sparse: bool = False  # a mixture of experts
+    has_plain_head: ClassVar[bool] = True  # so the loss is computed in chunks
 
     def build(self) -> "LanguageModel":
         """Builds a model of this shape with newly initialised weights."""

@@ -80,6 +80,7 @@ class AnyConfig(ModelConfig):
         self.n_layer = self.hf.num_hidden_layers
         self.n_head = getattr(self.hf, "num_attention_heads", 0)
         self.n_embd = self.hf.hidden_size
+        self.sparse = bool(getattr(self.hf, "num_experts_per_tok", None))
         own = getattr(self.hf, "head_dim", None)
         self.head_dim = own or self.n_embd // max(self.n_head, 1)
 
@@ -234,6 +235,7 @@ class AnyModel(LanguageModel):
         self._no_split_modules = sorted(inner._no_split_modules or ())  # Accelerate shards these
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.aux_coefficient = float(getattr(inner.config, "router_aux_loss_coef", None) or 0)
+        self._checkpoints = False
         self.chunked = config.has_plain_head
         if self.chunked:
             inner.get_output_embeddings().__class__ = Head
@@ -241,12 +243,15 @@ class AnyModel(LanguageModel):
     @property
     def checkpoint_activations(self) -> bool:
         """Whether the class stores only the input of each block."""
-        return self.inner.is_gradient_checkpointing
+        return self._checkpoints
 
     @checkpoint_activations.setter
     def checkpoint_activations(self, enabled: bool) -> None:
+        self._checkpoints = enabled
         if enabled:
-            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+            old = self.inner.gradient_checkpointing_enable  # its name before transformers 5.20
+            enable = getattr(self.inner, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": False})
 
     def tie_weights(self) -> None:
         """Ties the head to the token embedding, if the class does."""
@@ -341,3 +346,8 @@ def documents_cross(
     )
     error, planted = ((logits - alone).abs().max().item() for logits in (together, crossing))
     return not (planted > ROUNDING * alone.std() and error <= CROSSES * planted)
+
+
+def keeps_documents_apart(shape: ModelConfig) -> bool:
+    """Whether a model of this shape keeps several documents in a row apart, as the modules in `models/` do."""
+    return not (isinstance(shape, AnyConfig) and documents_cross(shape))

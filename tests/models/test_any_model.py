@@ -7,18 +7,34 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import as_flags, losses, metrics, refused, run
+from conftest import (
+    as_flags,
+    chat_rows,
+    losses,
+    metrics,
+    read_json,
+    refused,
+    reset_accelerate,
+    run,
+    run_recipe,
+    tiny_config,
+    write_lines,
+)
 from families import FAMILIES, SIZES, family_model, save_family
 from launching import launch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from gpt2_accel import from_pretrained
+from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.shards import load_data_tokenizer
 from gpt2_accel.hf.convert import read_config
-from gpt2_accel.models.any_model import AnyConfig, AnyModel
+from gpt2_accel.models import any_model
+from gpt2_accel.models.any_model import AnyConfig, AnyModel, documents_cross
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.optim.muon import Muon
+from gpt2_accel.train import train
 
 UPDATES, PEAK = 20, 3e-3
 
@@ -237,3 +253,41 @@ def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
         single = torch.stack(single) if weight.ndim == 3 else single[0].T
         torch.testing.assert_close(whole, single, atol=1e-3, rtol=0)  # the iteration is in bf16
         assert (whole - weight).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "mixtral", "opt"])
+def test_documents_stay_apart_or_the_class_is_refused(kind, backend, monkeypatch):
+    shape = AnyConfig(family_model(kind).config.to_dict())
+    assert documents_cross(shape, backend is not None, backend) == (kind == "opt")
+    # Planted: positions that run on.
+    run_on = lambda documents, _: torch.arange(documents.shape[1]).expand_as(documents)  # noqa: E731
+    monkeypatch.setattr(any_model, "document_positions", run_on)
+    assert documents_cross(shape)
+
+
+def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_path, capsys):
+    """OPT learns each conversation as if it were alone: the first loss is that of the rows one by one."""
+    data = write_lines(tmp_path / "chat.jsonl", chat_rows(40))
+    base = save_family("opt", tmp_path / "base", max_position_embeddings=128)
+    flags = (
+        f"--data {data} --model {base} --max_steps 2 --micro_batch_size 2 --total_batch_size 256"
+    )
+    run_recipe("chat_sft", *flags.split(), "--output_dir", tmp_path / "run")
+    assert "each window has one conversation" in capsys.readouterr().out
+    [folder] = (tmp_path / "run").glob("data-*")
+    manifest = read_json(folder / "manifest.json")
+    entry = manifest["splits"]["train"]
+    assert entry["tokens"] == entry["documents"] * manifest["sequence_length"]
+    reset_accelerate()
+    packed = folder.parent / "packed"
+    prepare_conversations(
+        [str(data)],
+        load_data_tokenizer(folder),
+        packed,
+        sequence_length=128,
+        source="",
+        model=str(base),
+    )
+    with refused("OPTForCausalLM does not keep documents apart"):
+        train(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
