@@ -3,9 +3,18 @@
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.tokenizer import byte_symbols, byte_tokenizer
 
 SIZES = {
     "vocab_size": 257,
@@ -51,3 +60,30 @@ def save_family(kind: str, folder: Path, **changes: object) -> Path:
     family_model(kind, **changes).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def own_tokenizer(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer of the kind that a family's models have: of SentencePiece's kind with U+2581 for Gemma, else of
+    bytes; with a BOS that the tokenizer adds, an EOS and a padding token, or with an EOS only, as Qwen's and SmolLM3's."""
+    begins = kind not in ("qwen3_moe", "smollm3", "gpt_neox")
+    special = ["<bos>", "<eos>", "<pad>"] if begins else ["<eos>"]
+    roles = {f"{name.strip('<>')}_token": name for name in special}
+    if kind == "gemma3_text":
+        bpe = Tokenizer(models.BPE(byte_fallback=True))
+        bpe.normalizer = normalizers.Replace(" ", "\u2581")
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        bpe.decoder = decoders.Sequence(parts)
+        first = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=first)
+    else:
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = list(byte_symbols())
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=alphabet
+        )
+    bpe.train_from_iterator(texts, trainer)
+    if begins:
+        bpe.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **roles)

@@ -376,7 +376,7 @@ def read_config(directory: Path, dropout: float = 0.0, attention: str | None = N
                 return found
             note = found
         if dropout:
-            raise ValueError("--dropout is a setting of GPT-2: leave it out")
+            raise ValueError("the rates of dropout are those of config.json: give --dropout 0")
         return any_config(values, note, attention)
     except Exception as error:  # HF's classes raise several types
         raise ValueError(f"{path}: {sentence(error)}") from error

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import (
     as_flags,
     chat_rows,
     losses,
+    make_text,
     metrics,
     read_json,
     refused,
@@ -20,15 +22,15 @@ from conftest import (
     tiny_config,
     write_lines,
 )
-from families import FAMILIES, SIZES, family_model, save_family
+from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
 from launching import launch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader, open_split
-from gpt2_accel.data.shards import load_data_tokenizer
+from gpt2_accel.data.shards import TokenStream, load_data_tokenizer
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import any_model
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, documents_cross
@@ -37,6 +39,7 @@ from gpt2_accel.optim.muon import Muon
 from gpt2_accel.train import train
 
 UPDATES, PEAK = 20, 3e-3
+MODELS = os.environ.get("MODELS")  # `make test-models` tries more of them
 
 
 def plain_losses(directory, data_dir, updates):
@@ -99,7 +102,8 @@ def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp
     torch.testing.assert_close(final(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "phi3", "mixtral"])  # dense, fused matrices, experts
+# Dense, fused matrices, experts.
+@pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["olmo2", "phi3", "mixtral"])
 def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     start = save_family(kind, tmp_path / "start")
     settings = {
@@ -291,3 +295,60 @@ def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_p
     )
     with refused("OPTForCausalLM does not keep documents apart"):
         train(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
+
+
+@pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text", "phi3"])
+def test_text_chat_and_samples_with_a_tokenizer_of_the_familys_kind(kind, tmp_path, capsys):
+    text = "".join(make_text(40, seed) for seed in range(90))
+    tokenizer, base, chat = own_tokenizer(kind, [text]), tmp_path / "base", tmp_path / "chat.jsonl"
+    family_model(kind, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    (tmp_path / "text.txt").write_text(text)
+    run_recipe(
+        "prepare_data",
+        "text",
+        tmp_path / "text.txt",
+        "--tokenizer",
+        base,
+        "--data_dir",
+        tmp_path / "data",
+    )
+    stream = TokenStream(tmp_path / "data", "train")
+    ids = stream.read(0, stream.tokens).tolist()
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True) in text
+    )  # a single text gives its last part to validation
+    settings = "--max_steps 4 --micro_batch_size 2 --sequence_length 64 --total_batch_size 256 --eval_tokens 256"
+    tuned = [
+        "--init_from",
+        base,
+        "--data_dir",
+        tmp_path / "data",
+        "--dropout",
+        0,
+        *settings.split(),
+    ]
+    run_recipe(
+        "finetune_shakespeare", *tuned, "--output_dir", tmp_path / "tuned", "--keep_best", "false"
+    )
+    write_lines(chat, chat_rows(30))
+    flags = ["--data", chat, "--model", tmp_path / "tuned", *settings.split()]
+    run_recipe("chat_sft", *flags, "--output_dir", tmp_path / "chat")
+    capsys.readouterr()
+    run_recipe(
+        "sample",
+        "--model",
+        tmp_path / "chat",
+        "--prompt",
+        "the cat",
+        "--max_new_tokens",
+        8,
+        "--temperature",
+        0,
+    )
+    said = capsys.readouterr().out
+    saved = pipeline("text-generation", model=str(tmp_path / "chat"), device="cpu")
+    ids = saved.tokenizer("the cat", return_tensors="pt")["input_ids"]
+    expected = saved.model.generate(ids, max_new_tokens=8, do_sample=False)[0]
+    continued = saved.tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True)
+    assert continued.strip() in said
