@@ -144,10 +144,14 @@ def setup(
 
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:
-    """Makes a model compute as the settings say."""
+    """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
     model.to(getattr(torch, config.dtype))
     model.checkpoint_activations = config.checkpoint_activations
-    if isinstance(model, AnyModel) and config.router_aux_loss is not None:
+    if config.router_aux_loss is not None:
+        if not getattr(model, "aux_coefficient", 0):
+            raise ValueError(
+                "the model has no load balancing loss of experts: leave out --router_aux_loss"
+            )
         model.aux_coefficient = config.router_aux_loss
 
 

@@ -61,7 +61,10 @@ class KVCache:
 
 
 class ClassCache(KVCache):
-    """A `KVCache` of an `AnyModel`, with the cache of its class. A class that has none reads its rows again for each token."""
+    """A `KVCache` of an `AnyModel`, with the cache of its class.
+
+    A class without a cache reads its rows again for each token, and so does a class that counts positions itself, if rows have
+    padding."""
 
     model: AnyModel
 
@@ -69,9 +72,15 @@ class ClassCache(KVCache):
         self.input_ids: torch.Tensor | None = None
         return self.model.new_cache()
 
+    @property
+    def reads_again(self) -> bool:
+        """Whether each token needs all tokens before it."""
+        counts = "position_ids" not in self.model.accepts
+        return self.layers is None or (counts and bool(self.padding.any()))
+
     def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         self.end += input_ids.shape[1]
-        if self.layers is None:
+        if self.reads_again:
             old = [] if self.input_ids is None else [self.input_ids]
             self.input_ids = torch.cat([*old, input_ids], dim=1)
             rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, sees_later_tokens
+from gpt2_accel.runtime.files import sentence
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -26,21 +27,24 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
         raise ValueError(
             f"transformers has no model of the type {model_type!r} without remote code: choose another, or a newer transformers"
         )
-    config = CONFIG_MAPPING[model_type].from_dict(dict(values))
+    kind = CONFIG_MAPPING[model_type]
+    config = kind.from_dict(kind._decode_special_floats(dict(values)))  # such as infinity
     kinds = AutoModelForCausalLM._model_mapping
     if type(config) not in kinds.keys() or config.is_encoder_decoder:
         raise ValueError(f"{model_type} is not a causal language model: choose a model of text")
+    name = kinds[type(config)].__name__
     if config.get_text_config() is not config:
-        name = kinds[type(config)].__name__
         raise ValueError(f"{name} is a multimodal model: choose a model of text only")
     if getattr(config, "quantization_config", None):
         raise ValueError("its weights are quantized: choose the model before it was quantized")
-    shape = AnyConfig(
-        config.to_dict(), attention, f"transformers' {kinds[type(config)].__name__}: {note}"
-    )
-    if sees_later_tokens(shape):
+    shape = AnyConfig(config.to_dict(), attention, f"transformers' {name}: {note}")
+    try:
+        later = sees_later_tokens(shape)
+    except Exception as error:  # of the class
+        raise ValueError(f"{name} fails on a text with this config: {sentence(error)}") from error
+    if later:
         raise ValueError(
-            f"{kinds[type(config)].__name__} sees later tokens, so it cannot learn to predict them: choose a causal language model"
+            f"{name} sees later tokens, so it cannot learn to predict them: choose a causal language model"
         )
     return shape
 

@@ -8,6 +8,7 @@ Shape letters: B batch, T sequence, C width, V vocabulary.
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -108,17 +109,30 @@ class AnyConfig(ModelConfig):
         with unset_fake_temporarily():  # it computes, also while memory is estimated
             return plain_head(self)
 
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the fields that give each layer's kind, such as `layer_types`."""
+        return [
+            name
+            for name, value in self.values.items()
+            if name.endswith(("layer_types", "layers_block_type")) and value
+        ]
+
     def changed(self, **values: Any) -> "AnyConfig":
         """Returns the shape with other values, such as another `vocab_size`."""
         return AnyConfig({**self.values, **values}, self.attention, self.note)
 
     def with_layers(self, layers: list[int]) -> "AnyConfig":
-        """Returns the shape with these layers, by number, of its own."""
+        """Returns the shape with these layers, by number, of its own; with all, if its config class refuses fewer, as GPT-Neo's
+        does."""
         changed = copy.deepcopy(self.hf)
-        if kinds := self.values.get("layer_types"):
-            changed.layer_types = [kinds[number] for number in layers]
+        for name in self.kinds:
+            setattr(changed, name, [self.values[name][number] for number in layers])
         changed.num_hidden_layers = len(layers)
-        return AnyConfig(changed.to_dict(), self.attention, self.note)
+        try:
+            return AnyConfig(changed.to_dict(), self.attention, self.note)
+        except Exception:  # the classes raise several types
+            return self
 
     def with_depth(self, n_layer: int) -> "AnyConfig":
         return self.with_layers(list(range(n_layer)))
@@ -126,11 +140,17 @@ class AnyConfig(ModelConfig):
     def sample(self) -> "AnyConfig":
         """Returns the shape with a small vocabulary and one layer of each kind, without dropout: what the class computes is tried
         on it."""
-        kinds = self.values.get("layer_types") or ["any"]
-        shape = self.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
+        if fields := [self.values[name] for name in self.kinds]:
+            kinds = list(zip(*fields, strict=True))
+            shape = self.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
+        else:  # which layers differ may follow from their number
+            kinds = layer_structures(self) or [""]
+            shape = self.with_depth(max(map(kinds.index, kinds)) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
-        return shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
+        sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
+        sample.hf.pad_token_id = 0  # RoBERTa needs one
+        return sample
 
     def build_inner(self) -> "PreTrainedModel":
         """Builds the class of `transformers` with newly initialised weights."""
@@ -159,6 +179,15 @@ def count_parameters(shape: AnyConfig) -> tuple[int, int]:
             experts = len(parameter) if is_expert(name, parameter) else chosen
             active += parameter.numel() * chosen // experts
     return total, active
+
+
+def layer_structures(shape: AnyConfig) -> list[str]:
+    """Describes the modules of each layer of a model. Takes no memory for weights."""
+    with torch.device("meta"):
+        inner = shape.build_inner()
+    stacks = (m for m in inner.modules() if isinstance(m, nn.ModuleList))
+    layers = next((stack for stack in stacks if len(stack) == shape.n_layer), [])
+    return [str([type(module) for module in layer.modules()]) for layer in layers]
 
 
 def is_expert(name: str, parameter: torch.Tensor) -> bool:
@@ -253,6 +282,20 @@ class AnyModel(LanguageModel):
             enable = getattr(self.inner, "activation_checkpointing_enable", old)
             enable({"use_reentrant": False})
 
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> "AnyModel":
+        """Does what `Module.to` asks for. Buffers, such as rotary frequencies, keep their dtype, as in
+        a model that the class opens in bf16."""
+        before = dict(self.named_buffers(remove_duplicate=False))
+        super()._apply(fn, recurse)
+        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
+            if buffer.dtype != before[name].dtype:
+                place, _, own = name.rpartition(".")
+                kept = before[name].to(buffer.device)
+                self.get_submodule(place)._buffers[own] = kept
+        return self
+
     def tie_weights(self) -> None:
         """Ties the head to the token embedding, if the class does."""
         self.inner.tie_weights()
@@ -309,7 +352,7 @@ class AnyModel(LanguageModel):
             loss = head_loss(out, head.weight, targets, vocab_size, reduction, z_loss)
         else:
             loss = logits_loss(out, targets, reduction, z_loss)
-        if not balanced:
+        if not balanced or getattr(found, "aux_loss", None) is None:  # no experts
             return loss
         loss, figure = loss if isinstance(loss, tuple) else (loss, found.aux_loss.detach())
         return loss + self.aux_coefficient * found.aux_loss, figure

@@ -1,0 +1,89 @@
+"""Families of `transformers` with something of their own: buffers, positions, kinds of layers."""
+
+import json
+
+import pytest
+import torch
+from conftest import refused, run
+from families import family_model, save_family
+from transformers import AutoModelForCausalLM
+
+from gpt2_accel import from_pretrained
+from gpt2_accel.generation.sampling import Sampling, tokens
+from gpt2_accel.hf.convert import read_config
+from gpt2_accel.models.any_model import AnyConfig, documents_cross
+
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
+JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma3_text"])
+def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
+    """The class keeps its rotary frequencies in fp32."""
+    start = save_family(kind, tmp_path / "start", max_position_embeddings=1024)
+    ids = torch.randint(257, (1, 1000))
+    expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
+    found = from_pretrained(start).to(torch.bfloat16)
+    assert torch.equal(found(ids), expected)
+    assert torch.equal(found.float().to(torch.bfloat16)(ids), expected)
+
+
+def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positions(tmp_path):
+    save_family("bart", tmp_path, is_decoder=True, is_encoder_decoder=False, **DECODER)
+    model = from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # else its samples repeat one token
+            weight.add_(torch.randn_like(weight) / 10)
+    prompts = [[5, 9, 33, 7, 200, 1, 2], [99, 4], [250]]
+    sampling = Sampling(max_new_tokens=12, temperature=0)
+    together = list(zip(*tokens(model, prompts, sampling), strict=True))
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = [ids[0] for ids in tokens(model, [prompt], sampling)]
+        assert list(row) == alone
+        expected = list(prompt)
+        for _ in alone:
+            expected.append(model(torch.tensor([expected]))[0, -1].argmax().item())
+        assert expected[len(prompt) :] == alone
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_documents_cross_in_any_layer(offset):
+    """Jamba's layers are attention or Mamba by their number; attention alone keeps documents apart."""
+    model = family_model("jamba", attn_layer_offset=offset, **JAMBA)
+    assert documents_cross(AnyConfig(model.config.to_dict()))
+
+
+def test_layers_of_each_kind_are_tried(tmp_path):
+    kinds = ["dense", "sparse", "sparse", "sparse"]
+    changes = {"num_hidden_layers": 4, "mlp_layer_types": kinds, "moe_intermediate_size": 32}
+    changes["layer_types"] = ["full_attention"] * 4
+    save_family("exaone_moe", tmp_path, num_experts=4, num_experts_per_tok=2, **changes)
+    shape = read_config(tmp_path)
+    assert shape.sample().values["mlp_layer_types"] == ["dense", "sparse"]
+    assert shape.with_depth(3).n_layer == 3
+    # GPT-Neo's kinds are in a form of their own: all its layers are tried.
+    neo = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4}
+    save_family("gpt_neo", tmp_path / "neo", **neo)
+    assert read_config(tmp_path / "neo").sample().n_layer == 2
+
+
+def test_a_config_with_infinity_is_read(tmp_path):
+    save_family("bamba", tmp_path, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert read_config(tmp_path).architecture == "bamba"
+
+
+def test_roberta_and_a_class_that_fails_are_refused_by_name(tmp_path):
+    values = {"model_type": "roberta", "hidden_size": 32, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with refused("RobertaForCausalLM sees later tokens"):
+        read_config(tmp_path)
+    save_family("deepseek_v3", tmp_path, num_key_value_heads=2)  # it needs as many as heads
+    with refused("DeepseekV3ForCausalLM fails on a text with this config"):
+        read_config(tmp_path)
+
+
+def test_a_router_loss_of_a_model_without_experts_is_refused(tiny, tmp_path):
+    start = save_family("olmo2", tmp_path / "start")
+    with refused("leave out --router_aux_loss"):
+        run(tiny("run", init_from=str(start), router_aux_loss=0.1))
