@@ -140,6 +140,8 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
             {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2},
             "BertLMHeadModel sees",
         ),
+        ({"model_type": "roberta"}, "RobertaForCausalLM sees later tokens"),
+        ({"model_type": "electra"}, "ElectraForCausalLM sees later tokens"),
         ({"model_type": "gemma3"}, "Gemma3ForConditionalGeneration is a multimodal model"),
         ({"model_type": "t5"}, "t5 is not a causal language model"),
         (
