@@ -218,13 +218,14 @@ class Run:
             "settings": self.config.settings(),
             **values,
         }
-        # As text: NaN equals NaN, and a tuple is not a list.
-        if repr(json.loads(json.dumps(state, default=repr))) != repr(state):
+        # A copy: the owners of lists and dicts go on changing them while the checkpoint is written.
+        saved = json.loads(json.dumps(state, default=repr))
+        if place := changed_place(state, saved):
             raise ValueError(
-                "a checkpoint cannot hold this state, whose tensors belong to the first level, and else numbers, texts, lists: "
-                f"{state['callbacks']} {state['optimizer_values']}"
+                f"a checkpoint cannot hold {place}: tensors belong to the first level of a state, and all else is numbers, "
+                "texts, lists and dicts with texts as keys"
             )
-        return tensors, state
+        return tensors, saved
 
     # What surrounds the loop
 
@@ -455,6 +456,15 @@ class Run:
 
 
 # The end of a run
+
+
+def changed_place(value: Any, saved: Any, place: str = "the state") -> str:
+    """Returns which entry of a state JSON changes, with its value; empty if it changes none."""
+    if type(value) is dict and type(saved) is dict and value.keys() == saved.keys():
+        found = [changed_place(value[key], saved[key], f"{place} > {key}") for key in value]
+        return next(filter(None, found), "")
+    # As text: NaN equals NaN, and a tuple is not a list.
+    return "" if repr(value) == repr(saved) else f"{place}, {value!r}"
 
 
 def finish(run: Run) -> bool:

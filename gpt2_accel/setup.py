@@ -23,7 +23,7 @@ from gpt2_accel.callbacks import (
     check_callback,
 )
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
-from gpt2_accel.config import AUTO, PATHS, TrainConfig
+from gpt2_accel.config import ARCHITECTURES, AUTO, PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
@@ -260,6 +260,11 @@ def build_model(
     source = checkpoint or config.init_from
     if given is not None and not isinstance(given, LanguageModel):
         given = given(config, tokenizer)
+    wanted = config.architecture
+    if given is not None and wanted in ARCHITECTURES and given.config.architecture != wanted:
+        raise ValueError(
+            f"--architecture {wanted} is not that of the given model, {given.config.architecture}: leave it out"
+        )
     if source is None:
         model = given or configured_shape(config, len(tokenizer)).build()
     else:

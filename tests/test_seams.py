@@ -15,6 +15,8 @@ from conftest import (
     chat_rows,
     losses,
     metrics,
+    read_json,
+    refused,
     reset_accelerate,
     status,
     tiny_config,
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import gpt2_accel.callbacks as callbacks_module
-from gpt2_accel import GPT, from_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.data.conversations import prepare_conversations
@@ -33,6 +35,7 @@ from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf import comparison
 from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.convert import configured_shape
 from gpt2_accel.models import gpt2
 from gpt2_accel.train import train
@@ -168,7 +171,7 @@ class Strange(torch.optim.SGD):
 
 
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"cannot hold this state.*\{1, 2\}"):
+    with pytest.raises(ValueError, match=r"cannot hold .*history.*\{1, 2\}"):
         go(tiny("a"), optimizer=lambda m, c: Strange(m.parameters(), lr=c.learning_rate))
     other = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(
@@ -518,7 +521,7 @@ def test_a_state_that_json_changes_later_is_refused(state, tiny):
         def on_step_end(self, run, skipped):
             self.found = state
 
-    with pytest.raises(ValueError, match="cannot hold this state"):
+    with pytest.raises(ValueError, match="cannot hold .*found"):
         go(tiny(max_steps=2), callbacks=[Later()])
 
 
@@ -643,3 +646,92 @@ def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
         False,
     )
     assert "the objective returns the figures ['one'], first ['zero']" in done.stderr
+
+
+class Growing:
+    """A callback whose state is a list that it goes on changing, as an optimizer's is with `Remembering`."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_step_end(self, run, skipped):
+        self.norms.append(run.figures["grad_norm"])
+
+    def state_dict(self):
+        return {"norms": self.norms}
+
+    def load_state_dict(self, state):
+        self.norms = state["norms"]
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a list in the state of each parameter and changes `betas`, a tuple, in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["betas"] = (0.9, group["betas"][1] + 1)
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(group["betas"][1])
+        return super().step(closure)
+
+
+def remembering(model, config):
+    return Remembering([{"params": list(model.parameters()), "betas": (0.9, 0)}], lr=0.01)
+
+
+def test_a_checkpoint_has_the_state_of_its_own_step(tiny, tmp_path, monkeypatch):
+    """Although it is written while training goes on, and changes the lists."""
+    save, release = ModelFiles.save, threading.Event()
+
+    def slow(*arguments, **options):
+        release.wait(10)
+        save(*arguments, **options)
+
+    class Waiter:
+        def on_step_end(self, run, skipped):
+            if run.step == 5:
+                monkeypatch.setattr(ModelFiles, "save", slow)
+            elif run.step == 8:
+                release.set()
+
+    config = tiny("run", max_steps=8, save_every=6, keep_last=9)
+    go(config, callbacks=[Growing(), Waiter()], optimizer=remembering)
+    state = read_json(tmp_path / "run/checkpoint-6/training_state/state.json")
+    assert len(state["callbacks"]["Growing"]["norms"]) == 6
+    values = state["optimizer_values"]
+    assert values["groups"] == [{"betas": [0.9, 6]}]
+    assert {tuple(own["history"]) for own in values["state"].values()} == {(1, 2, 3, 4, 5, 6)}
+    resumed = Growing()
+    changes = {"resume_from": str(tmp_path / "run/checkpoint-6"), "max_steps": 8}
+    go(tiny("resumed", **changes), callbacks=[resumed], optimizer=remembering)
+    assert len(resumed.norms) == 8
+
+
+def test_an_optimizer_with_other_groups_or_a_tensor_in_one_is_refused(tiny, tmp_path):
+    go(tiny("run", save_every=4), optimizer=remembering)
+    at = str(tmp_path / "run/checkpoint-4")
+
+    def halves(model, config):
+        parameters = list(model.parameters())
+        groups = [{"params": part, "betas": (0.9, 0)} for part in (parameters[:3], parameters[3:])]
+        return Remembering(groups, lr=0.01)
+
+    def with_tensor(model, config):
+        return torch.optim.SGD(
+            [{"params": model.parameters(), "updates": torch.zeros(())}], lr=0.01
+        )
+
+    with refused("trained with 1 parameter groups of Remembering, not 2"):
+        go(tiny("other", resume_from=at), optimizer=halves)
+    with refused("group of SGD has the tensor updates"):
+        go(tiny("tensor"), optimizer=with_tensor)
+
+
+def test_a_given_model_of_another_architecture_than_the_settings_is_refused(tiny):
+    with refused("--architecture llama is not that of the given model, gpt2"):
+        go(tiny("run", architecture="llama"), model=GPT(GPTConfig(257, 32, 2, 2, 32)))
+
+
+def test_a_class_for_a_model_of_transformers_is_not_needed(chat_base):
+    with refused("holds a model of transformers: leave out --model_class"):
+        from_pretrained(chat_base, model_class=f"{__file__}:Changed")

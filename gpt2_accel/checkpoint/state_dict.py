@@ -6,7 +6,7 @@ under the parameters' names.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class TrainingState:
     them. Of a parameter group only the values that have changed since are part of the state: the
     others are settings, and a resume may have new ones.
 
-    Raises `ValueError` if the optimizer has a parameter that the model does not have.
+    Raises `ValueError` if the optimizer has a parameter that the model does not have, or a tensor in a
+    parameter group.
     """
 
     # The loop sets the rate; the parameters are in the model.
@@ -151,7 +152,18 @@ class TrainingState:
                 self.callbacks[f"{kind}#{number}" if number > 1 else kind] = callback
 
     def _values(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: copy(value) for key, value in group.items() if key not in self.SETTINGS}
+        """Returns copies of the values of a parameter group that a checkpoint may hold; a tuple, such as `betas`, as a list."""
+        values = {}
+        for key, value in group.items():
+            if key in self.SETTINGS:
+                continue
+            if isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"a parameter group of {self.name} has the tensor {key}, which a checkpoint cannot hold: keep it in the "
+                    "state of a parameter, or as a number"
+                )
+            values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
+        return values
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns the tensors of each file in `training_state/`, on their devices, sharded as they
@@ -193,8 +205,15 @@ class TrainingState:
                     value = shard_like(value, parameter)
                 self.optimizer.state[parameter][key] = value
         changed = values.get("groups", [])
-        for group, own in zip(self.optimizer.param_groups, changed, strict=False):
-            group.update(own)
+        groups = self.optimizer.param_groups
+        if changed and len(changed) != len(groups):
+            raise ValueError(
+                f"{checkpoint} was trained with {len(changed)} parameter groups of {self.name}, not {len(groups)}: resume with "
+                "the optimizer of the first run"
+            )
+        for group, own in zip(groups, changed, strict=False):
+            for key, value in own.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         if self.accelerator.scaler and saved["scaler"]:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 

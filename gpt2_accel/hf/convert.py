@@ -340,7 +340,9 @@ def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
     """Returns the fields of the config of a model that `transformers` does not have. Raises `ValueError` if the directory
     holds one of another class than `kind`. What the file names is not imported."""
     values = parse_json((directory / "config.json").read_text("utf-8"))
-    saved = values.get("class", f"a {values.get('model_type')} of transformers")
+    if values.get("model_type") != CUSTOM:
+        raise ValueError(f"{directory} holds a model of transformers: leave out --model_class")
+    saved = values["class"]
     if saved.rpartition(":")[2] != kind.__qualname__:
         raise ValueError(f"{directory} holds {saved}, not {class_name(kind)}: give its class")
     return values["config"]
