@@ -82,7 +82,7 @@ class AnyConfig(ModelConfig):
         self.n_head = getattr(self.hf, "num_attention_heads", 0)
         self.n_embd = self.hf.hidden_size
         self.sparse = bool(getattr(self.hf, "num_experts_per_tok", None))
-        own = getattr(self.hf, "head_dim", None)
+        own = self.values.get("head_dim")  # of Gemma 4 the attribute is ambiguous
         self.head_dim = own or self.n_embd // max(self.n_head, 1)
 
     @property
