@@ -52,12 +52,22 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
 def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     """Loads the weights of a directory in fp32 on the CPU, in training mode.
 
-    Raises `ValueError` for a missing or misshapen tensor, which `transformers` would initialise at random."""
+    Tensors that the class does not have are named in the shape's `note`. Raises `ValueError` for a missing or misshapen tensor,
+    which `transformers` would initialise at random, and for what `transformers` cannot open."""
     options = {} if shape.attention is None else {"attn_implementation": shape.attention}
-    inner, found = open_class(directory, output_loading_info=True, **options)
-    if wrong := sorted(found["missing_keys"]) + sorted(found["mismatched_keys"]):
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        inner, found = open_class(directory, **options)
+    except Exception as error:  # the library raises several types
+        raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
+    misshapen = {key for key, *_ in found["mismatched_keys"]}
+    if wrong := sorted(found["missing_keys"] | misshapen):
         raise ValueError(
             f"{directory} does not fit its config.json: {wrong[0]} is missing or has another shape"
+        )
+    if unknown := sorted(found["unexpected_keys"]):
+        shape.note += (
+            f"; it does not have {unknown[0]}, one of {len(unknown)} such tensors of {directory}"
         )
     return AnyModel(shape, inner.train())
 

@@ -333,7 +333,10 @@ def load_class(name: str) -> type[LanguageModel]:
 def is_custom(directory: Path) -> bool:
     """Whether a directory holds a model that `transformers` does not have."""
     path = directory / "config.json"
-    return path.is_file() and parse_json(path.read_text("utf-8")).get("model_type") == CUSTOM
+    try:
+        return path.is_file() and parse_json(path.read_text("utf-8")).get("model_type") == CUSTOM
+    except ValueError:  # `read_config` names the damage
+        return False
 
 
 def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:

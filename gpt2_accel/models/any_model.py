@@ -149,7 +149,7 @@ class AnyConfig(ModelConfig):
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
         sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
-        sample.hf.pad_token_id = 0  # RoBERTa needs one
+        sample.hf.pad_token_id = 0  # RoBERTa's kind needs one
         return sample
 
     def build_inner(self) -> "PreTrainedModel":

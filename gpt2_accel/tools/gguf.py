@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt2_accel.hf.convert import check_finite, conversion, special_ids, to_hf
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.parts import rotary_frequencies
 from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode, text_start
 
@@ -33,9 +34,9 @@ def write_gguf(
 ) -> None:
     """Writes the model in fp32 with its tokenizer. `name` is the model's name in the file.
 
-    Raises `ValueError` if the package gguf is missing, llama.cpp lacks some part of the model (the exact GELU, a Qwen3's
-    scaled rotary positions), a weight is NaN or infinite, or llama.cpp would encode some text differently than the
-    tokenizer.
+    Raises `ValueError` if the package gguf is missing, the model is a class of `transformers`,
+    llama.cpp lacks some part of the model (the exact GELU, a Qwen3's scaled rotary positions), a
+    weight is NaN or infinite, or llama.cpp would encode some text differently than the tokenizer.
     """
     try:
         import gguf
@@ -43,6 +44,11 @@ def write_gguf(
         raise ValueError("GGUF files need gguf: pip install 'gguf>=0.17'") from error
 
     config = model.config
+    if isinstance(model, AnyModel):
+        raise ValueError(
+            f"GGUF files are written of the modules in models/, not of a {config.architecture} with "
+            "transformers' class: use convert_hf_to_gguf.py of llama.cpp"
+        )
     check_finite(model)
     check_vocabulary(tokenizer, config.vocab_size, name or "the model")
     writer = gguf.GGUFWriter(path, config.architecture)

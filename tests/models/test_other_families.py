@@ -6,12 +6,15 @@ import pytest
 import torch
 from conftest import refused, run
 from families import family_model, save_family
+from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf.convert import read_config
+from gpt2_accel.hf.convert import is_custom, read_config
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
+from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.tools.gguf import write_gguf
 
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
@@ -81,6 +84,35 @@ def test_roberta_and_a_class_that_fails_are_refused_by_name(tmp_path):
     save_family("deepseek_v3", tmp_path, num_key_value_heads=2)  # it needs as many as heads
     with refused("DeepseekV3ForCausalLM fails on a text with this config"):
         read_config(tmp_path)
+
+
+def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
+    start = save_family("stablelm", tmp_path)
+    file, config = start / "model.safetensors", start / "config.json"
+    tensors, values = load(file.read_bytes()), json.loads(config.read_text())
+    file.write_bytes(file.read_bytes()[:5000])
+    with refused(f"transformers cannot open {start}: "):
+        from_pretrained(start)
+    save_file(tensors | {"lm_head.weight": torch.zeros(100, 32)}, file, {"format": "pt"})
+    with refused("lm_head.weight is missing or has another shape"):
+        from_pretrained(start)
+    save_file(tensors, file, {"format": "pt"})
+    config.write_text(json.dumps(values | {"pad_token_id": 32000}))
+    with refused("Padding_idx must be within num_embeddings"):
+        from_pretrained(start)
+    config.write_text(json.dumps(values | {"num_hidden_layers": 1}))
+    assert "it does not have model.layers.1." in from_pretrained(start).config.note
+    config.write_text("{")
+    assert not is_custom(start)
+
+
+def test_gguf_of_a_class_is_refused(tmp_path):
+    """A Llama with biases is not the Llama that the export knows."""
+    for kind, changes in (("gemma3_text", {}), ("llama", {"attention_bias": True})):
+        model = AnyConfig(family_model(kind, **changes).config.to_dict()).build()
+        with refused("use convert_hf_to_gguf.py of llama.cpp"):
+            write_gguf(model, byte_tokenizer(), tmp_path / "a.gguf")
+        assert not (tmp_path / "a.gguf").exists()
 
 
 def test_a_router_loss_of_a_model_without_experts_is_refused(tiny, tmp_path):
