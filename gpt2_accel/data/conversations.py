@@ -1,7 +1,8 @@
 """Conversations: messages become tokens in the chat template, and windows of whole conversations.
 
 The tokens that the template marks as the assistant's count in the loss. Windows are packed by best fit over ordered
-lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided. A
+lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided. A pair of
+answers has a window of its own: its first half is the chosen conversation, its second the rejected, both padded. A
 preparation holds all tokens in memory, 4 bytes each, and writes a shard per split.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
 from gpt2_accel.data.messages import Problem, read_messages
+from gpt2_accel.data.pairs import EQUAL, PAIR_TOO_LONG, read_pair
 from gpt2_accel.data.prepare import make_data, plan_of
 from gpt2_accel.data.rows import ROW_SUFFIXES, read_rows, row_suffix
 from gpt2_accel.data.shards import (
@@ -54,6 +56,8 @@ CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 SURROGATE = "[\ud800-\udfff]"
 DTYPE = DTYPES["uint32"]
+Row = tuple[list[np.ndarray], int]
+"""The tokens of a row, of a conversation or of both of a pair, each (n,) uint32 with its bits, and the row's key."""
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""
 
@@ -75,6 +79,7 @@ def prepare_conversations(
     cut: bool = False,
     shorten: bool = False,
     packed: bool = True,
+    pairs: bool = False,
     **about: str | None,
 ) -> dict:
     """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
@@ -84,31 +89,37 @@ def prepare_conversations(
     With `shorten` the windows are as long as the longest conversation, in multiples of `SHORTEST`,
     and at most `sequence_length`. Without `packed` a window holds one
     conversation. `source`, `model` (a directory relative to `data_dir`) and
-    `about` are recorded. Raises `ValueError` for fewer than two different conversations, and the
-    errors of `encode_files` and `make_data`.
+    `about` are recorded. With `pairs` the files hold pairs of answers (`pairs.py`), and a window of
+    twice `sequence_length` tokens holds one pair. Raises `ValueError` for fewer than two different
+    conversations, or prompts of pairs, for `cut` of pairs, and the errors of `encode_files` and
+    `make_data`.
     """
+    if pairs and cut:
+        raise ValueError("a pair that is cut may lose what its answers differ in: leave out --cut")
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
 
     def write(folder: Path, _: dict) -> dict:
-        conversations, keys, problems = encode_files(states, tokenizer, sequence_length, cut)
+        rows, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
         if (different := len(np.unique(keys))) < 2:
-            lines = "".join(f"; {line}" for line in left_out(problems))
+            lines = "".join(f"; {line}" for line in left_out(problems, pairs))
+            kind = "prompt" if pairs else "conversation"
             raise ValueError(
-                f"{source} holds {plural(different, 'different conversation')} to train on, and training and validation need "
-                f"one each{lines}: add different conversations, or correct those that are left out"
+                f"{source} holds {plural(different, f'different {kind}')} to train on, and training and validation need "
+                f"one each{lines}: add different ones, or correct those that are left out"
             )
         size, entries, chosen = sequence_length, {}, held_out(keys)
         if shorten:
-            longest = max(map(len, conversations))
+            longest = max(len(tokens) for row in rows for tokens in row)
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
-            own = list(itertools.compress(conversations, mine))
-            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id, packed)
+            own = list(itertools.compress(rows, mine))
+            padding = tokenizer.pad_token_id
+            entries[split] = pack(folder, split, own, size, padding, packed, pairs)
         found = {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,
-            "sequence_length": size,
+            "sequence_length": 2 * size if pairs else size,
             "template": template,
             "model": model,
             "left_out": problems,
@@ -116,6 +127,8 @@ def prepare_conversations(
         }
         if not packed:
             found["packed"] = False
+        if pairs:
+            found["pairs"] = True
         return found
 
     template = template_digest(tokenizer)
@@ -127,6 +140,8 @@ def prepare_conversations(
         options.append(training)
     if not packed:  # else the plan is that of former releases
         options.append(packed)
+    if pairs:
+        options.append("pairs")
     plan = plan_of(listed, tokenizer, template, *options)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
@@ -135,39 +150,70 @@ def prepare_conversations(
 
 
 def encode_files(
-    files: Mapping[str, tuple], tokenizer: "PreTrainedTokenizerBase", longest: int, cut: bool
-) -> tuple[list[np.ndarray], np.ndarray, Problems]:
-    """Returns the tokens of all conversations, each (n,) uint32 with its bits, their keys, (conversations,) uint64, and why
-    others are left out, or changed.
+    files: Mapping[str, tuple],
+    tokenizer: "PreTrainedTokenizerBase",
+    longest: int,
+    cut: bool,
+    pairs: bool,
+) -> tuple[list[list[np.ndarray]], np.ndarray, Problems]:
+    """Returns the tokens of all rows, as in `Row`, their keys, (rows,) uint64, and why others are left out, or changed.
 
     `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
-    that of the first conversation with the same token ids: a template trims spaces. Conversations
-    of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
-    `read_messages` and `unchanged`, and `ValueError` for a line that is not JSON in UTF-8.
+    that of the first conversation with the same token ids: a template trims spaces. The key of a pair is the hash of its prompt.
+    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
+    `read_messages`, `read_pair` and `unchanged`, and `ValueError` for a line that is not JSON in UTF-8.
     """
+    encode = encode_pair if pairs else encode_conversation
+    too_long = PAIR_TOO_LONG if pairs else TOO_LONG
     special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
-    conversations, keys, problems = [], [], {}
+    rows, keys, problems = [], [], {}
     first_keys: dict[bytes, int] = {}
     for path in progress(files, "tokenizing", len(files)):
         for row, place in unchanged(read_rows(path, strict=True), path, files[path]):
             reason = None
             try:
-                tokens, key = encode_row(tokenizer, special, row, place)
-                if len(tokens) > longest:
+                found, key = encode(tokenizer, special, row, place)
+                if max(map(len, found)) > longest:
                     if not cut:
-                        raise Problem(TOO_LONG)
+                        raise Problem(too_long)
                     reason = CUT
-                    tokens = tokens[:longest]
-                if not (tokens & COUNTS).any():
+                    found = [tokens[:longest] for tokens in found]
+                if not all((tokens & COUNTS).any() for tokens in found):
                     raise Problem(NO_ANSWER)
-                conversations.append(tokens)
-                ids = sha256(tokens & TOKEN_ID).digest()
+                rows.append(found)
+                ids = sha256(np.concatenate(found) & TOKEN_ID).digest()
                 keys.append(first_keys.setdefault(ids, key))
             except Problem as problem:
                 reason = str(problem)
             if reason:
                 problems.setdefault(reason, [0, place])[0] += 1
-    return conversations, np.array(keys, np.uint64), problems
+    return rows, np.array(keys, np.uint64), problems
+
+
+def encode_conversation(*row: Any) -> Row:
+    """Returns the tokens and the key of a conversation. The arguments and errors are those of `encode_row`."""
+    tokens, key = encode_row(*row)
+    return [tokens], key
+
+
+def encode_pair(
+    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
+) -> Row:
+    """Returns the tokens of the chosen and of the rejected conversation, and the hash of their prompt. Only the last answers
+    count. The arguments and errors are those of `encode_row`, with those of `read_pair`."""
+    found, pair = [], read_pair(row, place)
+    for *asked, answer in pair:
+        weighted = [{**message, "weight": 0} for message in asked]
+        tokens, _ = encode_row(tokenizer, special, {"messages": [*weighted, answer]}, place)
+        found.append(tokens)
+    if np.array_equal(*found):  # a template trims spaces
+        raise Problem(EQUAL)
+    return found, message_key(pair[0][:-1])
+
+
+def message_key(messages: list[dict[str, str]]) -> int:
+    """Returns the hash of messages, below 2^64."""
+    return int(text_digest(json.dumps(messages, sort_keys=True))[:16], 16)
 
 
 def encode_row(
@@ -195,7 +241,7 @@ def encode_row(
     counts[0] = False  # nothing comes before it
     tokens = ids.astype(DTYPE) | COUNTS * counts
     tokens[0] |= STARTS
-    return tokens, int(text_digest(json.dumps(messages, sort_keys=True))[:16], 16)
+    return tokens, message_key(messages)
 
 
 def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
@@ -233,31 +279,40 @@ def held_out(keys: np.ndarray) -> np.ndarray:
 def pack(
     folder: Path,
     split: str,
-    conversations: Sequence[np.ndarray],
+    rows: Sequence[list[np.ndarray]],
     size: int,
     padding: int,
     packed: bool,
+    pairs: bool,
 ) -> dict:
-    """Writes the shard of a split, in windows of `size` tokens, and the counted targets of these; returns its entry in
-    the manifest. `padding` is a token id. Without `packed` a window has one conversation."""
-    windows = [[number] for number in range(len(conversations))]
-    if packed:
-        windows = best_fit(np.array([*map(len, conversations)]), size)
-    writer, targets = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
+    """Writes the shard of a split, and what each window counts for in an update; returns its entry in the manifest.
+
+    A window has `size` tokens, with `packed` of several conversations, and counts by its targets. A pair is a window of two rows
+    of `size` tokens, and counts once. `padding` is a token id.
+    """
+    lengths = np.array([len(tokens) for row in rows for tokens in row])
+    windows = [[number] for number in range(len(rows))]
+    if packed and not pairs:
+        windows = best_fit(lengths, size)
+    writer, weights = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
+    counted = 0
     for window in progress(windows, f"packing {split}", len(windows)):
-        tokens = np.concatenate([conversations[i] for i in window])
-        writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
-        targets.append(np.count_nonzero(tokens & COUNTS))
-    writer.documents = len(conversations)
-    counted = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-    counted.append(np.array(targets))
+        parts = [tokens for i in window for tokens in rows[i]]
+        for tokens in parts if pairs else [np.concatenate(parts)]:
+            writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
+        targets = sum(np.count_nonzero(tokens & COUNTS) for tokens in parts)
+        weights.append(1 if pairs else targets)
+        counted += targets
+    writer.documents = len(rows)
+    targets_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+    targets_writer.append(np.array(weights))
     return {
         "tokens": writer.tokens,
-        "documents": len(conversations),
+        "documents": len(rows),
         "bytes": None,
-        "counted": int(sum(targets)),
-        "padding": writer.tokens - sum(map(len, conversations)),
-        "targets": counted.close(),
+        "counted": int(counted),
+        "padding": writer.tokens - int(lengths.sum()),
+        "targets": targets_writer.close(),
         "shards": [writer.close()],
     }
 
@@ -288,25 +343,31 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 def summary(manifest: Mapping) -> list[str]:
     """Returns lines with the counts of a manifest of conversations: of each split, and what was left out."""
-    lines, length = [], manifest["sequence_length"]
+    lines, length, pairs = [], manifest["sequence_length"], manifest.get("pairs", False)
     for split, entry in manifest["splits"].items():
         tokens = entry["tokens"] - entry["padding"]
+        windows = plural(entry["tokens"] // length, "window")
         lines.append(
-            f"{split}: {plural(entry['documents'], 'conversation')}, {tokens:,} tokens, of which "
-            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
+            f"{split}: {plural(entry['documents'], noun(pairs))}, {tokens:,} tokens, of which "
+            f"{entry['counted'] / tokens:.0%} count in the loss, in {windows} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
     if not manifest.get("packed", True):
         lines.append("each window has one conversation: the model does not keep several apart")
-    return lines + left_out(manifest["left_out"])
+    return lines + left_out(manifest["left_out"], pairs)
 
 
-def left_out(problems: Problems) -> list[str]:
-    """Returns a line for each reason why conversations are left out or changed: how many, and the first."""
+def left_out(problems: Problems, pairs: bool = False) -> list[str]:
+    """Returns a line for each reason why rows are left out or changed: how many, and the first."""
     return [
-        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'conversation')} {reason}, the first: {first}"
+        f"{'kept' if reason == CUT else 'left out'}: {plural(count, noun(pairs))} {reason}, the first: {first}"
         for reason, (count, first) in problems.items()
     ]
+
+
+def noun(pairs: bool) -> str:
+    """Returns what a row holds."""
+    return "pair" if pairs else "conversation"
 
 
 def plural(count: int, noun: str) -> str:
