@@ -226,10 +226,17 @@ class TrainConfig:
                     known = ", ".join(filter(None, choices))
                     raise ValueError(f"{name} must be one of {known}, got {word!r}")
 
+    rows = 1  # of the model in a sequence: two in a pair of answers; not a setting
+
     @property
     def tokens_per_sequence(self) -> int:
         """The length of a training sequence."""
         return self.n_positions if self.sequence_length is None else self.sequence_length
+
+    @property
+    def tokens_per_row(self) -> int:
+        """The length of what the model sees at once: a sequence, or one answer of a pair with its prompt."""
+        return self.tokens_per_sequence // self.rows
 
     def learning_rate_at(self, update: float) -> float:
         """Returns the learning rate after `update` updates of `total_batch_size` tokens."""

@@ -25,7 +25,7 @@ from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData, data_fingerprint
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.evals.validation import Measure, validation_loss
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.convert import check_finite
 from gpt2_accel.hf.hub import MODEL_MANIFEST
@@ -93,8 +93,8 @@ class RunState:
 class Run:
     """A training run, whose folder is locked.
 
-    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective`; the
-    data's tokenizer; `empty`, the model without memory (`models.skeleton`); the loaders of this
+    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective` and
+    how the validation loss is measured; the data's tokenizer; `empty`, the model without memory (`models.skeleton`); the loaders of this
     rank's share of the data, `val_loader` None if nothing is evaluated; the callbacks, in the order
     of their calls; and the checkpoint to resume, None for a new run.
 
@@ -112,6 +112,7 @@ class Run:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     objective: Objective
+    measure: Measure
     tokenizer: "PreTrainedTokenizerBase"
     empty: LanguageModel
     train_loader: TrainLoader
@@ -386,9 +387,8 @@ class Run:
         early stopping. Raises `ValueError` if the run evaluates nothing."""
         if self.val_loader is None:
             raise ValueError("the run has no validation data: give --eval_every")
-        return self.evaluate(
-            partial(validation_loss, loader=self.val_loader, prefix=prefix.rstrip("/"))
-        )
+        own = {"loader": self.val_loader, "measure": self.measure}
+        return self.evaluate(partial(validation_loss, prefix=prefix.rstrip("/"), **own))
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Adds metrics, by their whole names such as `ema/distance`, to this step's line of `metrics.jsonl`."""

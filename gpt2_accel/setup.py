@@ -27,6 +27,7 @@ from gpt2_accel.config import ARCHITECTURES, AUTO, PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
+    check_pairs,
     check_tokenizer,
     data_fingerprint,
     load_data_tokenizer,
@@ -39,7 +40,7 @@ from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import hub_items, read_items
-from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.evals.validation import Measure, token_losses, validation_loss
 from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
@@ -92,6 +93,9 @@ def setup(
     with all_or_none():
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         remote = open_hub(config.data_dir, accelerator.local_process_index, ranks)
+        pairs = getattr(objective, "pairs", False)
+        check_pairs(config.data_dir, wanted=pairs)
+        config.rows = 2 if pairs else 1
         config.set_length(read_manifest(config.data_dir)["splits"]["train"]["tokens"])
     check_agreement(config, accelerator, checkpoint)
     torch.manual_seed(config.seed)
@@ -113,10 +117,11 @@ def setup(
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)
         packed = [m for _, m, _ in read_parts(config.data_dir) if m.get("packed", conversations)]
-        if config.document_mask or packed:
+        if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
     prepared, own_optimizer = prepare(accelerator, plain, (optimizer or configured)(plain, config))
+    measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)
     size = config.micro_batch_size
@@ -127,13 +132,16 @@ def setup(
         accelerator.print(note)
     with all_or_none():
         loader, val_loader = build_loaders(config, accelerator, size, remote)
-    evaluations = build_evaluations(config, accelerator, plain.config, tokenizer, val_loader)
+    evaluations = build_evaluations(
+        config, accelerator, plain.config, tokenizer, val_loader, measure
+    )
     return Run(
         config,
         accelerator,
         prepared,
         own_optimizer,
         objective,
+        measure,
         tokenizer,
         empty,
         loader,
@@ -273,7 +281,7 @@ def build_model(
         model = load_model(config, tokenizer, Path(local_directory(directory)), given)
     n_positions = model.config.n_positions
     config.fit_positions(n_positions)
-    length = config.tokens_per_sequence
+    length = config.tokens_per_row
     if length > n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(
@@ -386,11 +394,13 @@ def build_evaluations(
     shape: ModelConfig,
     tokenizer: "PreTrainedTokenizerBase",
     val_loader: EvalLoader | None,
+    measure: Measure,
 ) -> list[tuple[int, Evaluation]]:
     """Returns the evaluations during training, each with its interval in updates. Raises `ValueError` for bad items."""
     evaluations: list[tuple[int, Evaluation]] = []
     if val_loader is not None:
-        evaluations.append((config.eval_every, partial(validation_loss, loader=val_loader)))
+        validation = partial(validation_loss, loader=val_loader, measure=measure)
+        evaluations.append((config.eval_every, validation))
     if config.hellaswag_every:
         file = config.hellaswag_data
         with main_process_first():

@@ -1,110 +1,120 @@
-"""Teach a chat model which of two answers is better: direct preference optimization (DPO), by TRL's `DPOTrainer`.
+"""Teach a chat model which of two answers is better: direct preference optimization (DPO).
 
-    accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir runs/chat_dpo
+    python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl
+    accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir data/pairs
 
-Data: a JSONL file, or a data set on the Hub, with `prompt`, `chosen` and `rejected`, or the last two as lists of messages.
-The reference is the model that the run starts from. Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737).
-The loop and its checkpoints, in `trl/`, are TRL's: the same command continues. Expected: `rewards/margins` grows above 0.
+Data: a file of pairs, with `prompt`, `chosen` and `rejected`, texts or lists of messages, or a folder that `prepare_data.py
+chat --pairs` wrote. Only the last answer counts. A sequence is a pair, and an update has `--batch_size` of them.
+The reference is the model that the run starts from; its log-probabilities are computed once and stored beside the pairs.
+Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737), docs/chat.md has them.
+Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2_accel import cli, from_pretrained, save_pretrained
-from gpt2_accel.checkpoint.find import verified_directory
+from chat_sft import WARMUP_SHARE, ChatSFT, find_model, prepare_file
+
+from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.data.rows import reading
-from gpt2_accel.evals.items import Item, read_items
-from gpt2_accel.generation.sampling import user_turn
-from gpt2_accel.hf.convert import local_directory, read_config
-from gpt2_accel.hf.model_card import Training
-from gpt2_accel.runtime.device import best_device
-from gpt2_accel.runtime.files import JsonLines
-from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens, special_tokens
+from gpt2_accel.data.shards import check_pairs, read_manifest
+
+EPOCHS = 2
+INTERVALS = 5  # evaluations in an epoch
 
 
 @dataclass
-class ChatDPO:
-    model: str = setting("runs/chat_sft", "chat model: run's folder, HF model directory or Hub id")
-    data: str = setting("pairs.jsonl", "JSONL file, or id of a data set on the Hub")
-    output_dir: str = setting("runs/chat_dpo", "folder of the run")
-    epochs: float = setting(2.0, "passes over the data")
-    learning_rate: float = setting(1e-6, "peak learning rate; cosine after a tenth of warmup")
+class ChatDPO(ChatSFT):
+    data: str | None = setting(None, "file of pairs: .jsonl, .json or .parquet")
+    model: str | None = setting(None, "chat model to start from, also the reference")
     beta: float = setting(0.5, "how much a deviation from the reference costs")
-    batch_size: int = setting(32, "pairs per update and device")
-    micro_batch_size: int = setting(4, "pairs per backward pass")
-    seed: int = setting(1337, "of the order of the data")
+    loss_type: str = setting("sigmoid", "sigmoid, or sigmoid_norm: per token of an answer")
+    batch_size: int | None = setting(None, "pairs per update, over all devices; default 32")
+    max_length: int | None = setting(
+        None, "tokens of an answer with its prompt, above which its pair is left out"
+    )
+
+    data_dir: str = "data/pairs"
+    output_dir: str = "runs/chat_dpo"
+    sequence_length: int | None = setting(None, "tokens of a pair; that of the data")
+    micro_batch_size: int | None = setting(None, "pairs per device and backward pass; default 4")
+    max_steps: int | None = setting(None, "updates; default 2 epochs")
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    eval_every: int | None = setting(
+        None, "updates between evaluations; default a fifth of an epoch"
+    )
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="batch_size micro_batch_size", above_zero="epochs beta")
+        super().__post_init__()
+        check_ranges(self, positive="batch_size max_length", above_zero="beta")
 
 
-def as_messages(row: dict, place: str, special: list[str]) -> dict[str, list]:
-    """Returns a pair as two conversations. Raises `ValueError` for another row, or one with a special token."""
-    pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected")}
-    if found := [token for token in special if token in str(row)]:
-        raise ValueError(f"{place} holds the special token {found[0]}: remove it")
-    if all(isinstance(text, str) for text in (*pair.values(), row.get("prompt"))):
-        asked = user_turn(row["prompt"])
-        return {n: [*asked, {"role": "assistant", "content": text}] for n, text in pair.items()}
-    if all(isinstance(messages, list) and messages for messages in pair.values()):
-        return pair
-    raise ValueError(f"{place} has {', '.join(row)}, no pair: write prompt, chosen, rejected")
+def fit_to_pairs(config: ChatDPO, processes: int) -> str:
+    """Sets what follows from the pairs and the number of processes, where it is not given; returns a line that says what
+    was chosen. Raises `ValueError` if the batch is given twice."""
+    from gpt2_accel.data.conversations import plural
+
+    manifest = read_manifest(config.data_dir)
+    length = config.sequence_length = config.sequence_length or manifest["sequence_length"]
+    pairs = manifest["splits"]["train"]["tokens"] // length
+    given = config.batch_size
+    if given and config.total_batch_size not in (None, given * length):
+        raise ValueError(
+            f"batch_size {given} is {given * length} tokens per update, total_batch_size {config.total_batch_size}: leave "
+            "one out"
+        )
+
+    def default(name: str, value: float) -> float:
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+        return getattr(config, name)
+
+    batch = given or -(-min(32, pairs) // processes) * processes
+    batch = default("total_batch_size", batch * length) // length
+    default("micro_batch_size", max(1, min(4, batch // processes)))
+    epoch = pairs / max(1, batch)
+    if config.max_steps is None:
+        config.max_steps = max(1, round((config.epochs or EPOCHS) * epoch))
+        config.epochs = None
+    steps = config.max_steps
+    default("warmup_steps", round(WARMUP_SHARE * steps))
+    every = default("eval_every", math.ceil(epoch / INTERVALS))
+    default("sample_every", steps)
+    default("save_every", every)
+    return (
+        f"{steps:,} updates of {plural(batch, 'pair')}, {steps / epoch:.3g} epochs of {plural(pairs, 'pair')} of 2 x "
+        f"{length // 2:,} tokens, learning rate {config.learning_rate:g}, beta {config.beta:g}, evaluation every {every:,}"
+    )
 
 
 def main() -> None:
     config = parse_config(ChatDPO)
-    try:
-        from datasets import Dataset, load_dataset
-        from transformers import AutoModelForCausalLM
-        from trl import DPOConfig, DPOTrainer
-    except ImportError as error:
-        raise ValueError(f"DPO needs TRL ({error}): pip install 'trl>=1.16'") from error
-    directory, folder = local_directory(verified_directory(config.model)), Path(config.output_dir)
-    tokenizer, shape = load_tokenizer(directory), read_config(directory)
-    prompt_tokens(tokenizer, user_turn("Hi"))  # raises without a chat template
-    if config.data.endswith(".jsonl"):
-        items = read_items(config.data)
-    else:
-        with reading(config.data):
-            rows = load_dataset(config.data, split="train")
-        items = [Item(f"row {number} of {config.data}", row) for number, row in enumerate(rows)]
-    special, device = special_tokens(tokenizer), best_device().type
-    pairs = [as_messages(item.fields, item.place, special) for item in items]
-    settings = DPOConfig(
-        str(folder / "trl"),
-        num_train_epochs=config.epochs,
-        beta=config.beta,
-        seed=config.seed,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,  # a share
-        max_length=shape.n_positions,
-        per_device_train_batch_size=config.micro_batch_size,
-        gradient_accumulation_steps=max(1, config.batch_size // config.micro_batch_size),
-        gradient_checkpointing=False,
-        bf16=device == "cuda",
-        logging_steps=1,
-        report_to=[],
-    )
-    trainer = DPOTrainer(
-        # The reference is given: TRL would load it again by the name in the config.
-        *(AutoModelForCausalLM.from_pretrained(directory, dtype="float32") for _ in range(2)),
-        settings,
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer,
-    )
-    found = trainer.train(any((folder / "trl").glob("checkpoint-*"))).metrics
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        state, log = trainer.state, JsonLines(folder / "metrics.jsonl", 0)
-        for line in state.log_history:
-            log.write({n if n == "step" else f"train/{n}": value for n, value in line.items()})
-        figures = int(state.num_input_tokens_seen), found["train_runtime"] / 3600, state.total_flos
-        figures += device, {"train/loss": found["train_loss"]}
-        training = Training(asdict(config), config.data, *figures)
-        save_pretrained(from_pretrained(folder / "trl"), folder, tokenizer, training=training)
-        print(f"The model is in {folder}.")
+    # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.generation.sampling import user_turn
+    from gpt2_accel.hf.convert import local_directory
+    from gpt2_accel.preferences import Preferences
+    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens
+    from gpt2_accel.train import train
+
+    with main_process_first():
+        if config.data:
+            directory = local_directory(verified_directory(config.init_from))
+            prompt_tokens(load_tokenizer(directory), user_turn("Hi"))  # raises without a template
+            prepare_file(config, config.max_length, pairs=True)
+            config.data = None  # config.yaml names the prepared folder
+        find_model(config)
+        check_pairs(config.data_dir, wanted=True)
+        start = local_directory(verified_directory(config.init_from))
+    objective = Preferences(start, beta=config.beta, loss_type=config.loss_type)
+    processes().print(fit_to_pairs(config, processes().num_processes))
+    if train(config, objective=objective, callbacks=[objective]):
+        best = Path(config.output_dir, "best").exists()
+        note = f", the one of the lowest validation loss in {config.output_dir}/best" * best
+        processes().print(f"\nThe model is in {config.output_dir}{note}.")
 
 
 if __name__ == "__main__":

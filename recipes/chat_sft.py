@@ -69,9 +69,10 @@ class ChatSFT(TrainConfig):
             raise ValueError("--data needs the model to fine-tune: give it by --model")
 
 
-def prepare_file(config: ChatSFT) -> None:
+def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> None:
     """Packs the conversations of `--data` into windows in a folder of the run, unless they are there; sets `data_dir`.
 
+    `longest` are the tokens of the longest conversation, None for a default; with `pairs` the file holds pairs of answers.
     The folder's name is a hash of all that it depends on. Raises `ValueError` if that has changed since the run began, and
     the errors of `prepare_conversations`.
     """
@@ -88,28 +89,32 @@ def prepare_file(config: ChatSFT) -> None:
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is no file: give a file of conversations, or prepare a folder or a data set of the Hub by "
-            f"{recipe_command('prepare_data')} chat"
+            f"{recipe_command('prepare_data')} chat{' --pairs' if pairs else ''}"
         )
     directory = local_directory(verified_directory(model, hint="use another model"))
     tokenizer, shape = chat_tokenizer(directory), read_config(directory)
-    length = config.sequence_length or min(LONGEST_WINDOW, shape.n_positions)
-    content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, config.sequence_length
+    if longest and longest > shape.n_positions:
+        raise ValueError(
+            f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give fewer"
+        )
+    content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, longest
     folder = run_dir / f"data-{sha256(repr(content).encode()).hexdigest()[:8]}"
     config.data_dir = str(folder)
     if (folder / MANIFEST).is_file():
         return
     if list_checkpoints(run_dir) and not config.ignore_changes:
         raise ValueError(
-            f"{file}, the model or --sequence_length has changed since the run in {run_dir} began: choose another "
+            f"{file}, the model or the length of a window has changed since the run in {run_dir} began: choose another "
             "--output_dir for a new run, or continue it with --ignore_changes"
         )
     manifest = prepare_conversations(
         [str(file)],
         tokenizer,
         folder,
-        sequence_length=length,
-        shorten=config.sequence_length is None,
-        packed=keeps_documents_apart(shape),
+        sequence_length=longest or min(LONGEST_WINDOW, shape.n_positions),
+        shorten=longest is None,
+        packed=pairs or keeps_documents_apart(shape),
+        pairs=pairs,
         source=str(file),
         model=model,
     )
@@ -193,7 +198,7 @@ def main() -> None:
 
     with main_process_first():
         if config.data:
-            prepare_file(config)
+            prepare_file(config, config.sequence_length)
             config.data = None  # config.yaml names the prepared folder
         find_model(config)
         width = read_config(local_directory(verified_directory(config.init_from))).n_embd

@@ -159,6 +159,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "cut conversations that are longer than a window; else they are left out",
     },
+    "pairs": {
+        "action": "store_true",
+        "help": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected, of which each answer with its "
+        "prompt has at most --sequence_length tokens",
+    },
 }
 ALWAYS = ("data_dir", "verify")
 CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
@@ -174,7 +179,7 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "chat": (
         "FILE_OR_HUB_ID",
         None,
-        (*HUB_PART, "model", "sequence_length", "chatml", "cut"),
+        (*HUB_PART, "model", "sequence_length", "chatml", "cut", "pairs"),
     ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
     "push": ("USER/NAME", None, ("public",)),
@@ -303,7 +308,8 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         source=options.source,
         model=options.model,
         cut=options.cut,
-        packed=keeps_documents_apart(shape),
+        packed=options.pairs or keeps_documents_apart(shape),
+        pairs=options.pairs,
         revision=revision,
         command=command,
     )

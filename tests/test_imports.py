@@ -20,7 +20,7 @@ ROOMS = """
     evals
     estimate
     runtime
-    run
+    run preferences
     callbacks
     setup
     train

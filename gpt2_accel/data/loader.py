@@ -33,13 +33,15 @@ class Batch(NamedTuple):
 
     input_ids, targets: (B, T) int64; targets are -100 where they do not count. documents: (B, T) int64, the number of each
     token's conversation in its row, None for text. divisor: what a rank divides the mean loss of a micro-batch by, so that
-    the ranks' losses add up to the mean over all counted targets of the update.
+    the ranks' losses add up to the mean over all counted targets of the update, or over its pairs. numbers: (B,) int64, the
+    windows' numbers in their data set.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None = None
     divisor: float = 1
+    numbers: torch.Tensor | None = None
 
 
 BLOCK = 64  # consecutive windows that stay close to each other in the order
@@ -229,7 +231,8 @@ class Loader:
                 found[:, row] = read_window(self.streams[i], window, self.sequence_length)
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
-        return Batch(*map(torch.from_numpy, found[: 2 + self.packed]))
+        batch = Batch(*map(torch.from_numpy, found[: 2 + self.packed]))
+        return batch._replace(numbers=torch.from_numpy(samples[:, 1]))
 
     def fetch_ahead(self, samples: np.ndarray) -> None:
         """Begins to fetch the samples, (n, 2), whose shards are remote."""
@@ -279,7 +282,7 @@ class TrainLoader(Loader):
             self.fetch_ahead(self.order(begin, end - begin))
             self._fetched = end
         samples = self.order(first, sequences)
-        counted = np.full(sequences, self.sequence_length)  # targets of each window
+        counted = np.full(sequences, self.sequence_length)  # what each window counts for
         for i, stream in enumerate(self.streams):
             if stream.targets is not None:
                 own = samples[:, 0] == i

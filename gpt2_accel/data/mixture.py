@@ -6,7 +6,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt2_accel.data.shards import MANIFEST, MANIFEST_FORMAT, check_same, read_manifest
+from gpt2_accel.data.shards import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    check_pairs,
+    check_same,
+    read_manifest,
+)
 from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
@@ -14,8 +20,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
 
     Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself, and the errors of
-    `check_same`; `FileExistsError` if `data_dir` exists.
+    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself or holds pairs, and
+    the errors of `check_same`; `FileExistsError` if `data_dir` exists.
     """
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")
@@ -23,6 +29,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     for folder, manifest in manifests.items():
         if "mixture" in manifest:
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
+        check_pairs(folder)
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])

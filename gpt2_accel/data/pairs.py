@@ -24,7 +24,9 @@ ANSWERS = ("chosen", "rejected")
 NO_LAST_ANSWER = "without a message of the assistant at the end of each answer"
 OTHER_PROMPTS = "whose answers have different prompts"
 EQUAL = "whose answers are equal"
-PAIR_TOO_LONG = "with an answer that has, with its prompt, more tokens than the longest conversation allowed"
+PAIR_TOO_LONG = (
+    "with an answer that has, with its prompt, more tokens than the longest conversation allowed"
+)
 
 
 def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -76,4 +78,3 @@ def begins_with_prompt(messages: list) -> bool:
         return role_of(messages[0]) != "assistant"
     except (AttributeError, KeyError, TypeError):  # `read_messages` says what is wrong
         return False
-

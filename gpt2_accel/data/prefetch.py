@@ -25,8 +25,7 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]
         for batch in found:
             if batch is None:
                 return
-            moved = [part if part is None else to_device(part, device) for part in batch[:3]]
-            yield Batch(*moved, batch.divisor)
+            yield Batch(*(to_device(p, device) if torch.is_tensor(p) else p for p in batch))
 
 
 class PrefetchLoader(AbstractContextManager):

@@ -35,7 +35,9 @@ plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a co
      "sequence_length": tokens of a window, "template": SHA-256 of the tokenizer's chat template, "model": its name,
      "splits": {"train": {…, "bytes": null, "targets": {"file": …, "tokens": windows, "sha256": …}}}
 
-where `targets` is a version 1 shard with the number of counted tokens of each window. Padding has no bits.
+where `targets` is a version 1 shard with what each window counts for in an update: the number of its counted tokens. Padding
+has no bits. With `"pairs": true` the first half of a window is a prompt with its chosen answer, the second with the rejected
+one, and each window counts for 1.
 
 A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the files. A mixture's holds
 `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
@@ -221,7 +223,7 @@ class TokenStream:
 
     `data_dir` holds the manifest, and the shards if no `remote` reads them; then all are checked now.
     `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
-    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, their counted tokens;
+    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, what they count for;
     both are None for text.
 
     Raises `ValueError` if the split does not exist, and the errors of `read_shard`.
@@ -314,6 +316,20 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
             "tokenizer, or prepare the data again"
         )
     return tokenizer
+
+
+def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
+    """Raises `ValueError` if data holds pairs of answers and these are not `wanted`, or the other way round."""
+    found = bool(read_manifest(data_dir).get("pairs"))
+    if found and not wanted:
+        raise ValueError(
+            f"{data_dir} holds pairs of a better and a worse answer: train on them by {recipe_command('chat_dpo')}, and take "
+            "other data for this"
+        )
+    if wanted and not found:
+        raise ValueError(
+            f"{data_dir} holds no pairs of answers: prepare some by {recipe_command('prepare_data', 'chat')} FILE --pairs"
+        )
 
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

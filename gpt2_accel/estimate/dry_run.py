@@ -37,6 +37,7 @@ def dry_run(config: TrainConfig) -> str:
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
         train_tokens = manifest["splits"]["train"]["tokens"]
+        config.rows = 2 if manifest.get("pairs") else 1
         config.set_length(train_tokens)
         data = f"{train_tokens:,} tokens"
     elif config.epochs is not None:
@@ -49,7 +50,7 @@ def dry_run(config: TrainConfig) -> str:
     devices, precision = launch.num_processes, launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     tokens = config.max_steps * config.total_batch_size
-    flops = tokens * flops_per_token(shape, length)
+    flops = tokens * flops_per_token(shape, config.tokens_per_row)
     gpus = [gpu] if gpu else DEVICES
     times = ", ".join(
         f"{duration(flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices))} on {devices} x {name}"

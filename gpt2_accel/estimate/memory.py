@@ -78,7 +78,9 @@ def activation_bytes(
     """
     width, tokens = (2 if precision in DTYPES else 4), size * config.tokens_per_sequence
     layers = 1 if config.checkpoint_activations else shape.n_layer
-    saved = saved_bytes(shape.with_depth(layers), precision, size, config.tokens_per_sequence)
+    saved = saved_bytes(
+        shape.with_depth(layers), precision, size * config.rows, config.tokens_per_row
+    )
     saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
     logits = tokens * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:

@@ -35,7 +35,7 @@ def describe_run(run: "Run") -> dict:
         "run_id": run.state.run_id,
         "parameters": shape.parameter_count,
         "tokenizer": manifest["tokenizer"]["fingerprint"],
-        "flops_per_token": flops_per_token(shape, length),
+        "flops_per_token": flops_per_token(shape, config.tokens_per_row),
         "updates": run.updates,
         "tokens": tokens,
         "batch": f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "

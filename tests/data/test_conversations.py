@@ -507,7 +507,7 @@ def test_the_loss_is_the_mean_over_all_counted_targets(chat_base, mixed, tmp_pat
         load_data_tokenizer(folder)
         assert (folder / "tokenizer/chat_template.jinja").exists()
     model = GPT(GPTConfig(259, n_positions=64, n_layer=2, n_head=2, n_embd=32))
-    input_ids, targets, documents, _ = next(loader(folder, micro_batch_size=12).update(5, 12))
+    input_ids, targets, documents, *_ = next(loader(folder, micro_batch_size=12).update(5, 12))
     counted = (targets != -100).sum(dim=1)
     assert len(counted.unique()) > 3 and (counted == 64).any() == mixed
     nats = F.cross_entropy(

@@ -149,7 +149,7 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat
     loader = EvalLoader(val, sequence_length=64, batch_size=2, max_tokens=10**6)
     found = validation_loss(Accelerator(cpu=True), model, loader=loader)
     nats = tokens = 0
-    for input_ids, targets, documents, _ in loader:
+    for input_ids, targets, documents, *_ in loader:
         logits = model(input_ids, documents=documents).flatten(0, 1)
         nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
         tokens += (targets != -100).sum().item()
