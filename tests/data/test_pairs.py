@@ -1,0 +1,203 @@
+"""Pairs of answers: forms of rows, what is left out, windows."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import chat_rows, make_text, read_json, refused, run_recipe, write_lines
+
+from gpt2_accel.data.conversations import left_out, prepare_conversations, summary
+from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.messages import EMPTY, NOT_SUPPORTED, Problem
+from gpt2_accel.data.mixture import write_mixture
+from gpt2_accel.data.pairs import EQUAL, NO_LAST_ANSWER, OTHER_PROMPTS, PAIR_TOO_LONG, read_pair
+from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
+from gpt2_accel.hf.chat_template import chat_tokenizer
+
+ASKED = {"role": "user", "content": "Why?"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("So.", "No."))
+PARTS = [{"type": "text", "text": "S"}, {"type": "text", "text": "o."}]
+EARLIER = [ASKED, {"role": "assistant", "content": "How?"}]
+
+
+def pair(prompt="Why?", chosen="So.", rejected="No.", **others):
+    """Returns a row."""
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **others}
+
+
+FORMS = {
+    "texts": (pair(), [ASKED]),
+    "prompt of messages": (pair([SYSTEM, ASKED], [GOOD], [BAD]), [SYSTEM, ASKED]),
+    "a text after messages": (pair([*EARLIER, ASKED]), [*EARLIER, ASKED]),
+    "system beside texts": (pair(system="Be kind."), [SYSTEM, ASKED]),
+    "system_prompt beside messages": (pair([ASKED], [GOOD], [BAD], system_prompt="Be kind."), [SYSTEM, ASKED]),
+    "system beside whole conversations": (
+        {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "system": "Be kind."},
+        [SYSTEM, ASKED],
+    ),
+    "whole conversations": ({"chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, [SYSTEM, ASKED]),
+    "of UltraFeedback": (
+        pair("Why?", [ASKED, GOOD], [ASKED, BAD], messages=[ASKED, GOOD], score_chosen=8.0),
+        [ASKED],
+    ),
+    "content as parts": (pair([{**ASKED, "content": [{"type": "text", "text": "Why?"}]}], [{**GOOD, "content": PARTS}]), [ASKED]),
+    "columns of Parquet": (pair(None, [ASKED, GOOD], [ASKED, BAD], system=None), [ASKED]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "asked"), FORMS.values(), ids=FORMS)
+def test_forms_of_a_pair(row, asked):
+    assert read_pair(row, "here") == ([*asked, GOOD], [*asked, BAD])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (pair(rejected="So."), EQUAL),
+        ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Who?"}, BAD]}, OTHER_PROMPTS),
+        ({"chosen": [ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, OTHER_PROMPTS),
+        (pair("Who?", [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
+        (pair([SYSTEM, ASKED], [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
+        ({"chosen": [ASKED], "rejected": [ASKED]}, NO_LAST_ANSWER),
+        ({"chosen": [ASKED, GOOD, ASKED], "rejected": [ASKED, BAD, ASKED]}, NO_LAST_ANSWER),
+        (pair(chosen=None), EMPTY),
+        (pair(rejected=""), EMPTY),
+        (pair(rejected=" "), EMPTY),
+        (pair(chosen=[{**GOOD, "content": [{"type": "image", "image": "x"}]}]), NOT_SUPPORTED),
+        (pair(chosen=PARTS), NOT_SUPPORTED),
+        (pair(chosen={"text": "So."}), NOT_SUPPORTED),
+        (pair(chosen=5), NOT_SUPPORTED),
+        (pair(["Why?"]), NOT_SUPPORTED),
+        (pair(tools=[{"name": "f"}]), NOT_SUPPORTED),
+    ],
+)
+def test_pairs_that_are_left_out(row, reason):
+    with pytest.raises(Problem) as problem:
+        read_pair(row, "here")
+    assert str(problem.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "x"}, "here, has text, no pair of answers: write prompt, chosen and rejected"),
+        ({"prompt": "Why?", "chosen": "So."}, "here, has prompt, chosen, no pair of answers"),
+        (["So.", "No."], "here, has list, no pair of answers"),
+        (None, "here, has NoneType, no pair of answers"),
+        ({"chosen": "So.", "rejected": "No."}, "here, has no prompt: write it in prompt, or as"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(row, words):
+    with refused(words):
+        read_pair(row, "here")
+
+
+def prepared(chat_base, folder, rows, **options):
+    """Writes the shards of pairs; returns the manifest."""
+    file = write_lines(folder / "pairs.jsonl", rows)
+    options = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
+    return prepare_conversations(
+        [str(file)], chat_tokenizer(chat_base), folder / "pairs", pairs=True, **options
+    )
+
+
+def short_pairs(number):
+    """Returns rows whose answers have different lengths."""
+    rows = []
+    for i, (asked, answer) in enumerate(row["messages"] for row in chat_rows(number)):
+        worse = make_text(1 + i % 3, i).strip()
+        rows.append(pair(asked["content"], answer["content"], worse))
+    return rows
+
+
+def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
+    rows = short_pairs(30)
+    rows += [pair("Who?", "a" * 60), pair("Who?", "b", "c" * 60), pair("Who?", " x", "x "), pair("Who?", "y", "y")]  # fmt: skip
+    rows += [pair("Who?", "<|im_end|>", "z"), pair("Who?", "z", "<|im_end|>")]
+    manifest = prepared(chat_base, tmp_path, rows)
+    tokenizer, seen = chat_tokenizer(chat_base), []
+    reasons = {reason: count for reason, (count, _) in manifest["left_out"].items()}
+    assert reasons.pop(PAIR_TOO_LONG) == 2 and reasons.pop(EQUAL) == 2
+    ((special, count),) = reasons.items()
+    assert special.startswith("with a special token") and count == 2
+    assert "left out: 2 pairs whose answers are equal, the first: " in " ".join(
+        left_out(manifest["left_out"], pairs=True)
+    )
+    lines = summary(manifest)
+    assert lines[0].startswith("train: 2") and " pairs, " in lines[0] and "of 128 (" in lines[0]
+    for split in ("train", "val"):
+        stream = TokenStream(tmp_path / "pairs", split)
+        assert stream.sequence_length == 128 and set(stream.targets) == {1}
+        for tokens in stream.read(0, stream.tokens).reshape(-1, 2, 64):
+            texts = []
+            for half in tokens:
+                ids = half & int(TOKEN_ID)
+                counted = half & int(COUNTS) != 0
+                texts.append(tokenizer.decode(ids).split("<|im_start|>")[1:])
+                assert (
+                    tokenizer.decode(ids[counted])
+                    == texts[-1][1].removeprefix("assistant\n").split("\n")[0]
+                )
+            assert texts[0][0] == texts[1][0]
+            answers = [text[1].removeprefix("assistant\n").split("<|im_end|>")[0] for text in texts]
+            asked = texts[0][0].removeprefix("user\n").split("<|im_end|>")[0]
+            seen.append((asked, *answers))
+    assert sorted(seen) == sorted(tuple(row.values()) for row in rows[:30])
+
+
+def test_pairs_of_one_prompt_share_a_split(chat_base, tmp_path):
+    rows = [pair(f"Who {i}?", "a", f"b{k}") for i in range(40) for k in range(3)]
+    manifest = prepared(chat_base, tmp_path, rows)
+    counts = [entry["documents"] for entry in manifest["splits"].values()]
+    assert sum(counts) == 120 and counts[1] > 0 and counts[1] % 3 == 0
+    with refused("holds 1 different prompt to train on"):
+        prepare_conversations(
+            [str(write_lines(tmp_path / "one.jsonl", rows[:3]))],
+            chat_tokenizer(chat_base), tmp_path / "one", pairs=True, sequence_length=64,
+            source="made up", model=str(chat_base),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_micro_batches_are_weighted_by_pairs(chat_base, world_size, size, tmp_path):
+    prepared(chat_base, tmp_path, short_pairs(60))
+    found, numbers = [], []
+    for rank in range(world_size):
+        loader = TrainLoader(
+            open_split(tmp_path / "pairs", "train"), micro_batch_size=size, seed=0,
+            sequence_length=128, rank=rank, world_size=world_size,
+        )  # fmt: skip
+        for batch in loader.update(8, 4):
+            found.append(batch.divisor)
+            numbers += batch.numbers.tolist()
+            whole = loader.streams[0].read(batch.numbers[0] * 128, 128) & int(TOKEN_ID)
+            assert np.array_equal(batch.input_ids[0], whole)
+    assert found == [4 / (world_size * size)] * (4 // size)
+    assert sorted(numbers) == sorted(loader.samples(8, 4))
+
+
+def test_the_command_prepares_pairs(chat_base, tmp_path, capsys):
+    file = write_lines(tmp_path / "pairs.jsonl", short_pairs(30))
+    flags = ["chat", file, "--model", chat_base, "--sequence_length", 64, "--pairs"]
+    run_recipe("prepare_data", *flags, "--data_dir", tmp_path / "data")
+    assert "pairs, " in capsys.readouterr().out
+    assert read_json(tmp_path / "data/manifest.json")["pairs"] is True
+    run_recipe("prepare_data", *flags, "--data_dir", tmp_path / "data")  # the same plan
+    with refused("exists already, and not from the same files"):
+        run_recipe("prepare_data", *flags[:-1], "--data_dir", tmp_path / "data")
+    with refused("leave out --cut"):
+        run_recipe("prepare_data", *flags, "--cut", "--data_dir", tmp_path / "other")
+    with refused("holds pairs of a better and a worse answer"):
+        write_mixture(tmp_path / "mixed", {str(tmp_path / "data"): 1})
+
+
+def test_a_line_that_is_no_pair_is_named(chat_base, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(pair()) + "\n" + json.dumps({"text": "x"}) + "\n")
+    with refused("pairs.jsonl, line 2, has text, no pair of answers"):
+        prepare_conversations(
+            [str(file)], chat_tokenizer(chat_base), tmp_path / "pairs", pairs=True,
+            sequence_length=64, source="made up", model=str(chat_base),
+        )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl"]
