@@ -45,7 +45,8 @@ class Preferences:
         if not beta > 0:
             raise ValueError(f"beta must be above 0, got {beta}")
         self.beta, self.loss_type = beta, loss_type
-        self.start = on_main_process(lambda: weights_digest(Path(start)))
+        mark = on_main_process(lambda: weights_digest(Path(start)))
+        self.prefix = f"reference-{mark[:16]}-"  # of the file of its log-probabilities
         self.file = ""
         self.reference: dict[str, torch.Tensor] = {}  # of each split, (pairs, 2)
 
@@ -87,23 +88,21 @@ class Preferences:
         return {"reference": self.file}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raises `ValueError` if the run began from another model."""
         self.file = state["reference"]
+        if not self.file.startswith(self.prefix):
+            raise ValueError(
+                "the run began from a model with other weights: give that by --model, or choose another --output_dir"
+            )
 
     def on_train_begin(self, run: "Run") -> None:
         """Reads the reference's log-probabilities, or computes them before the first update.
 
-        Raises `ValueError` if the run began from another model, or if they are missing at a resume: then the model is no
-        longer the reference."""
+        Raises `ValueError` if they are missing at a resume: the model is no longer the reference."""
         accelerator, dtype = run.accelerator, run.config.dtype
-        prefix = f"reference-{self.start[:16]}-"
-        if run.step and self.file and not self.file.startswith(prefix):
-            raise ValueError(
-                f"the run in {run.run_dir} began from a model with other weights: give that by --model, or choose "
-                "another --output_dir"
-            )
         if not run.step:
-            self.file = f"{prefix}{accelerator.mixed_precision}-{dtype}.safetensors"
-        path = folder_of(run.config.data_dir) / (self.file or f"{prefix}*")
+            self.file = f"{self.prefix}{accelerator.mixed_precision}-{dtype}.safetensors"
+        path = folder_of(run.config.data_dir) / (self.file or f"{self.prefix}*")
         if not on_main_process(path.is_file):
             if run.step:
                 raise ValueError(
@@ -116,7 +115,9 @@ class Preferences:
             on_main_process(lambda: write_tensors(path, found))
         from safetensors.torch import load_file
 
-        self.reference = load_file(path, device=str(accelerator.device))
+        self.reference = {
+            split: table.to(accelerator.device) for split, table in load_file(path).items()
+        }
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
         """Returns the log-probabilities of all answers by the model as it is, (pairs, 2) for each split, without dropout; sets
