@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save
 
 from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.shards import folder_of
 from gpt2_accel.evals.validation import per_window
-from gpt2_accel.runtime.files import atomic_file, digest
+from gpt2_accel.runtime.files import digest, write_file
 from gpt2_accel.runtime.processes import on_main_process
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Preferences:
     Figures, means over pairs: `reward_accuracy`, the share in which the chosen answer's reward is higher, `margin`, the
     difference, and `reward_chosen` and `reward_rejected`, none of them divided by tokens.
 
-    Raises `ValueError` for another `loss_type`, and a `beta` that is not above 0.
+    Raises `ValueError` for another `loss_type`.
     """
 
     pairs = True
@@ -42,8 +43,6 @@ class Preferences:
     def __init__(self, start: str | Path, *, beta: float = 0.1, loss_type: str = "sigmoid"):
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
-        if not beta > 0:
-            raise ValueError(f"beta must be above 0, got {beta}")
         self.beta, self.loss_type = beta, loss_type
         mark = on_main_process(lambda: weights_digest(Path(start)))
         self.prefix = f"reference-{mark[:16]}-"  # of the file of its log-probabilities
@@ -112,12 +111,9 @@ class Preferences:
             found = self.compute(run)
             if run.stopping:
                 return
-            on_main_process(lambda: write_tensors(path, found))
-        from safetensors.torch import load_file
-
-        self.reference = {
-            split: table.to(accelerator.device) for split, table in load_file(path).items()
-        }
+            on_main_process(lambda: write_file(path, save(found)))
+        for split, table in load_file(path).items():
+            self.reference[split] = table.to(accelerator.device)
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
         """Returns the log-probabilities of all answers by the model as it is, (pairs, 2) for each split, without dropout; sets
@@ -171,11 +167,3 @@ def weights_digest(directory: Path) -> str:
     """Returns the SHA-256 (hex) of all weight files of a model directory."""
     digests = [digest(file) for file in sorted(directory.glob("*.safetensors"))]
     return sha256("".join(digests).encode()).hexdigest()
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a file of tensors, atomically."""
-    from safetensors.torch import save
-
-    with atomic_file(path) as file:
-        file.write(save(tensors))

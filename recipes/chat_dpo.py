@@ -10,18 +10,17 @@ Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737), docs/c
 Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from chat_sft import WARMUP_SHARE, ChatSFT, find_model, prepare_file
+from chat_sft import ChatSFT, find_model, fit_to_data, prepare_file
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.shards import check_pairs, read_manifest
 
 EPOCHS = 2
-INTERVALS = 5  # evaluations in an epoch
+BATCH, MICRO_BATCH = 32, 4  # pairs
 
 
 @dataclass
@@ -42,9 +41,6 @@ class ChatDPO(ChatSFT):
     max_steps: int | None = setting(None, "updates; default 2 epochs")
     learning_rate: float = 1e-6
     weight_decay: float = 0.0
-    eval_every: int | None = setting(
-        None, "updates between evaluations; default a fifth of an epoch"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,39 +50,20 @@ class ChatDPO(ChatSFT):
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     """Sets what follows from the pairs and the number of processes, where it is not given; returns a line that says what
     was chosen. Raises `ValueError` if the batch is given twice."""
-    from gpt2_accel.data.conversations import plural
-
-    manifest = read_manifest(config.data_dir)
-    length = config.sequence_length = config.sequence_length or manifest["sequence_length"]
-    pairs = manifest["splits"]["train"]["tokens"] // length
-    given = config.batch_size
-    if given and config.total_batch_size not in (None, given * length):
+    length = read_manifest(config.data_dir)["sequence_length"]
+    batch = config.batch_size or -(-BATCH // processes) * processes
+    total = config.total_batch_size or batch * length
+    if config.batch_size and total != batch * length:
         raise ValueError(
-            f"batch_size {given} is {given * length} tokens per update, total_batch_size {config.total_batch_size}: leave "
-            "one out"
+            f"batch_size {batch} is {batch * length} tokens per update, total_batch_size {total}: leave one out"
         )
-
-    def default(name: str, value: float) -> float:
-        if getattr(config, name) is None:
-            setattr(config, name, value)
-        return getattr(config, name)
-
-    batch = given or -(-min(32, pairs) // processes) * processes
-    batch = default("total_batch_size", batch * length) // length
-    default("micro_batch_size", max(1, min(4, batch // processes)))
-    epoch = pairs / max(1, batch)
-    if config.max_steps is None:
-        config.max_steps = max(1, round((config.epochs or EPOCHS) * epoch))
-        config.epochs = None
-    steps = config.max_steps
-    default("warmup_steps", round(WARMUP_SHARE * steps))
-    every = default("eval_every", math.ceil(epoch / INTERVALS))
-    default("sample_every", steps)
-    default("save_every", every)
-    return (
-        f"{steps:,} updates of {plural(batch, 'pair')}, {steps / epoch:.3g} epochs of {plural(pairs, 'pair')} of 2 x "
-        f"{length // 2:,} tokens, learning rate {config.learning_rate:g}, beta {config.beta:g}, evaluation every {every:,}"
+    config.total_batch_size = total
+    config.micro_batch_size = (
+        MICRO_BATCH if config.micro_batch_size is None else config.micro_batch_size
     )
+    if config.max_steps is None:
+        config.epochs = config.epochs or EPOCHS
+    return fit_to_data(config, 1, processes)
 
 
 def main() -> None:

@@ -56,8 +56,6 @@ CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 SURROGATE = "[\ud800-\udfff]"
 DTYPE = DTYPES["uint32"]
-Row = tuple[list[np.ndarray], int]
-"""The tokens of a row, of a conversation or of both of a pair, each (n,) uint32 with its bits, and the row's key."""
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""
 
@@ -100,20 +98,20 @@ def prepare_conversations(
         model = os.path.relpath(model, data_dir)
 
     def write(folder: Path, _: dict) -> dict:
-        rows, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
+        conversations, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
         if (different := len(np.unique(keys))) < 2:
-            lines = "".join(f"; {line}" for line in left_out(problems, pairs))
             kind = "prompt" if pairs else "conversation"
+            lines = "".join(f"; {line}" for line in left_out(problems))
             raise ValueError(
                 f"{source} holds {plural(different, f'different {kind}')} to train on, and training and validation need "
                 f"one each{lines}: add different ones, or correct those that are left out"
             )
         size, entries, chosen = sequence_length, {}, held_out(keys)
         if shorten:
-            longest = max(len(tokens) for row in rows for tokens in row)
+            longest = max(len(row) for tokens in conversations for row in apart(tokens))
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
         for split, mine in (("train", ~chosen), ("val", chosen)):
-            own = list(itertools.compress(rows, mine))
+            own = list(itertools.compress(conversations, mine))
             padding = tokenizer.pad_token_id
             entries[split] = pack(folder, split, own, size, padding, packed, pairs)
         found = {
@@ -155,51 +153,45 @@ def encode_files(
     longest: int,
     cut: bool,
     pairs: bool,
-) -> tuple[list[list[np.ndarray]], np.ndarray, Problems]:
-    """Returns the tokens of all rows, as in `Row`, their keys, (rows,) uint64, and why others are left out, or changed.
+) -> tuple[list[np.ndarray], np.ndarray, Problems]:
+    """Returns the tokens of all conversations, or of both of each pair, (n,) uint32 with their bits, their keys, (rows,)
+    uint64, and why others are left out, or changed.
 
     `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
     that of the first conversation with the same token ids: a template trims spaces. The key of a pair is the hash of its prompt.
     Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
     `read_messages`, `read_pair` and `unchanged`, and `ValueError` for a line that is not JSON in UTF-8.
     """
-    encode = encode_pair if pairs else encode_conversation
-    too_long = PAIR_TOO_LONG if pairs else TOO_LONG
+    encode = encode_pair if pairs else encode_row
     special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
-    rows, keys, problems = [], [], {}
+    conversations, keys, problems = [], [], {}
     first_keys: dict[bytes, int] = {}
     for path in progress(files, "tokenizing", len(files)):
         for row, place in unchanged(read_rows(path, strict=True), path, files[path]):
             reason = None
             try:
-                found, key = encode(tokenizer, special, row, place)
-                if max(map(len, found)) > longest:
+                tokens, key = encode(tokenizer, special, row, place)
+                if max(map(len, apart(tokens))) > longest:
                     if not cut:
-                        raise Problem(too_long)
+                        raise Problem(PAIR_TOO_LONG if pairs else TOO_LONG)
                     reason = CUT
-                    found = [tokens[:longest] for tokens in found]
-                if not all((tokens & COUNTS).any() for tokens in found):
+                    tokens = tokens[:longest]
+                if not (tokens & COUNTS).any():
                     raise Problem(NO_ANSWER)
-                rows.append(found)
-                ids = sha256(np.concatenate(found) & TOKEN_ID).digest()
+                conversations.append(tokens)
+                ids = sha256(tokens & TOKEN_ID).digest()
                 keys.append(first_keys.setdefault(ids, key))
             except Problem as problem:
                 reason = str(problem)
             if reason:
                 problems.setdefault(reason, [0, place])[0] += 1
-    return rows, np.array(keys, np.uint64), problems
-
-
-def encode_conversation(*row: Any) -> Row:
-    """Returns the tokens and the key of a conversation. The arguments and errors are those of `encode_row`."""
-    tokens, key = encode_row(*row)
-    return [tokens], key
+    return conversations, np.array(keys, np.uint64), problems
 
 
 def encode_pair(
     tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
-) -> Row:
-    """Returns the tokens of the chosen and of the rejected conversation, and the hash of their prompt. Only the last answers
+) -> tuple[np.ndarray, int]:
+    """Returns the tokens of the chosen and then of the rejected conversation, and the hash of their prompt. Only the last answers
     count. The arguments and errors are those of `encode_row`, with those of `read_pair`."""
     found, pair = [], read_pair(row, place)
     for *asked, answer in pair:
@@ -208,7 +200,7 @@ def encode_pair(
         found.append(tokens)
     if np.array_equal(*found):  # a template trims spaces
         raise Problem(EQUAL)
-    return found, message_key(pair[0][:-1])
+    return np.concatenate(found), message_key(pair[0][:-1])
 
 
 def message_key(messages: list[dict[str, str]]) -> int:
@@ -279,42 +271,44 @@ def held_out(keys: np.ndarray) -> np.ndarray:
 def pack(
     folder: Path,
     split: str,
-    rows: Sequence[list[np.ndarray]],
+    conversations: Sequence[np.ndarray],
     size: int,
     padding: int,
     packed: bool,
     pairs: bool,
 ) -> dict:
-    """Writes the shard of a split, and what each window counts for in an update; returns its entry in the manifest.
-
-    A window has `size` tokens, with `packed` of several conversations, and counts by its targets. A pair is a window of two rows
-    of `size` tokens, and counts once. `padding` is a token id.
-    """
-    lengths = np.array([len(tokens) for row in rows for tokens in row])
-    windows = [[number] for number in range(len(rows))]
+    """Writes the shard of a split, in windows of `size` tokens, and what each counts for in an update, its targets; returns
+    its entry in the manifest. `padding` is a token id. Without `packed` a window has one conversation. With `pairs` it is
+    two rows of `size` tokens, and counts once."""
+    windows = [[number] for number in range(len(conversations))]
     if packed and not pairs:
-        windows = best_fit(lengths, size)
+        windows = best_fit(np.array([*map(len, conversations)]), size)
     writer, weights = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
     counted = 0
     for window in progress(windows, f"packing {split}", len(windows)):
-        parts = [tokens for i in window for tokens in rows[i]]
-        for tokens in parts if pairs else [np.concatenate(parts)]:
-            writer.append(np.pad(tokens, (0, size - len(tokens)), constant_values=padding))
-        targets = sum(np.count_nonzero(tokens & COUNTS) for tokens in parts)
-        weights.append(1 if pairs else targets)
+        tokens = np.concatenate([conversations[i] for i in window])
+        for row in apart(tokens) if pairs else [tokens]:
+            writer.append(np.pad(row, (0, size - len(row)), constant_values=padding))
+        targets = np.count_nonzero(tokens & COUNTS)
         counted += targets
-    writer.documents = len(rows)
-    targets_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-    targets_writer.append(np.array(weights))
+        weights.append(1 if pairs else targets)
+    writer.documents = len(conversations)
+    weight_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+    weight_writer.append(np.array(weights))
     return {
         "tokens": writer.tokens,
-        "documents": len(rows),
+        "documents": len(conversations),
         "bytes": None,
         "counted": int(counted),
-        "padding": writer.tokens - int(lengths.sum()),
-        "targets": targets_writer.close(),
+        "padding": writer.tokens - sum(map(len, conversations)),
+        "targets": weight_writer.close(),
         "shards": [writer.close()],
     }
+
+
+def apart(tokens: np.ndarray) -> list[np.ndarray]:
+    """Divides tokens with their bits, (n,), where a conversation begins."""
+    return np.split(tokens, np.flatnonzero(tokens & STARTS)[1:])
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -343,31 +337,26 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 def summary(manifest: Mapping) -> list[str]:
     """Returns lines with the counts of a manifest of conversations: of each split, and what was left out."""
-    lines, length, pairs = [], manifest["sequence_length"], manifest.get("pairs", False)
+    lines, length = [], manifest["sequence_length"]
+    kind = "pair" if manifest.get("pairs") else "conversation"
     for split, entry in manifest["splits"].items():
         tokens = entry["tokens"] - entry["padding"]
-        windows = plural(entry["tokens"] // length, "window")
         lines.append(
-            f"{split}: {plural(entry['documents'], noun(pairs))}, {tokens:,} tokens, of which "
-            f"{entry['counted'] / tokens:.0%} count in the loss, in {windows} of "
+            f"{split}: {plural(entry['documents'], kind)}, {tokens:,} tokens, of which "
+            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
             f"{length:,} ({tokens / entry['tokens']:.1%} full)"
         )
     if not manifest.get("packed", True):
         lines.append("each window has one conversation: the model does not keep several apart")
-    return lines + left_out(manifest["left_out"], pairs)
+    return lines + left_out(manifest["left_out"], kind)
 
 
-def left_out(problems: Problems, pairs: bool = False) -> list[str]:
-    """Returns a line for each reason why rows are left out or changed: how many, and the first."""
+def left_out(problems: Problems, kind: str = "conversation") -> list[str]:
+    """Returns a line for each reason why rows, each a `kind`, are left out or changed: how many, and the first."""
     return [
-        f"{'kept' if reason == CUT else 'left out'}: {plural(count, noun(pairs))} {reason}, the first: {first}"
+        f"{'kept' if reason == CUT else 'left out'}: {plural(count, kind)} {reason}, the first: {first}"
         for reason, (count, first) in problems.items()
     ]
-
-
-def noun(pairs: bool) -> str:
-    """Returns what a row holds."""
-    return "pair" if pairs else "conversation"
 
 
 def plural(count: int, noun: str) -> str:

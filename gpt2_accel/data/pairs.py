@@ -10,14 +10,7 @@
 
 from typing import Any
 
-from gpt2_accel.data.messages import (
-    EMPTY,
-    FORMS,
-    Problem,
-    as_messages,
-    read_messages,
-    role_of,
-)
+from gpt2_accel.data.messages import FORMS, Problem, as_messages, read_messages
 
 ANSWERS = ("chosen", "rejected")
 # Why a pair is left out.
@@ -39,11 +32,7 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
         raise ValueError(
             f"{place}, has {found}, no pair of answers: write prompt, chosen and rejected, each a text or a list of messages"
         )
-    if not (row["chosen"] and row["rejected"]):
-        raise Problem(EMPTY)
     chosen, rejected = (read_answer(row, name, place) for name in ANSWERS)
-    if any(not messages or messages[-1]["role"] != "assistant" for messages in (chosen, rejected)):
-        raise Problem(NO_LAST_ANSWER)
     if chosen[:-1] != rejected[:-1]:
         raise Problem(OTHER_PROMPTS)
     if chosen == rejected:
@@ -52,29 +41,25 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
 
 
 def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
-    """Returns the messages of the conversation that ends with the answer `name`. Raises the errors of `read_messages`, and
-    `Problem` if it holds its prompt, and that is not the row's `prompt`."""
-    answer, prompt = row[name], row.get("prompt")
+    """Returns the messages of the conversation that ends with the answer `name`. Raises `ValueError` without a prompt, the
+    errors of `read_messages`, and `Problem` if the last message is not the assistant's, or a whole conversation lacks the
+    row's `prompt`."""
+    own, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
+    if not own or own[-1]["role"] != "assistant":
+        raise Problem(NO_LAST_ANSWER)
+    prompt = row.get("prompt")
     # Data sets of pairs may have the chosen conversation as messages, too.
-    rest = {field: value for field, value in row.items() if field not in (*FORMS, *ANSWERS)}
-    if isinstance(answer, list) and begins_with_prompt(answer):
-        messages, _ = read_messages({**rest, "messages": answer}, place)
-        asked = []
-        if prompt:
-            asked, _ = read_messages({"messages": as_messages(prompt, "user")}, place)
-        if not all(message in messages[:-1] for message in asked):
-            raise Problem(OTHER_PROMPTS)
-        return messages
-    if not prompt:
-        raise ValueError(
-            f"{place}, has no prompt: write it in prompt, or as the first messages of chosen and rejected"
-        )
-    return read_messages({**rest, "prompt": prompt, "completion": answer}, place)[0]
-
-
-def begins_with_prompt(messages: list) -> bool:
-    """Whether the first message is not the assistant's."""
-    try:
-        return role_of(messages[0]) != "assistant"
-    except (AttributeError, KeyError, TypeError):  # `read_messages` says what is wrong
-        return False
+    beside = {field: value for field, value in row.items() if field not in (*FORMS, *ANSWERS)}
+    asked, _ = read_messages({**beside, "messages": as_messages(prompt or [], "user")}, place)
+    first = own[0]["role"]
+    if first == "assistant":
+        if not prompt:
+            raise ValueError(
+                f"{place}, has no prompt: write it in prompt, or as the first messages of chosen and rejected"
+            )
+        return asked + own
+    if first != "system":
+        own = [message for message in asked if message["role"] == "system"] + own
+    if not all(message in own[:-1] for message in asked):
+        raise Problem(OTHER_PROMPTS)
+    return own

@@ -42,6 +42,7 @@ FORMS = {
         [ASKED],
     ),
     "content as parts": (pair([{**ASKED, "content": [{"type": "text", "text": "Why?"}]}], [{**GOOD, "content": PARTS}]), [ASKED]),
+    "system in the prompt": (pair([SYSTEM, ASKED], [ASKED, GOOD], [ASKED, BAD]), [SYSTEM, ASKED]),
     "columns of Parquet": (pair(None, [ASKED, GOOD], [ASKED, BAD], system=None), [ASKED]),
 }  # fmt: skip
 
@@ -58,7 +59,11 @@ def test_forms_of_a_pair(row, asked):
         ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Who?"}, BAD]}, OTHER_PROMPTS),
         ({"chosen": [ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, OTHER_PROMPTS),
         (pair("Who?", [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
-        (pair([SYSTEM, ASKED], [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
+        (
+            pair("Why?", [SYSTEM, ASKED, GOOD], [SYSTEM, ASKED, BAD], system="Be rude."),
+            OTHER_PROMPTS,
+        ),
+        (pair("Why?", [{**SYSTEM, "content": " "}], [BAD]), NO_LAST_ANSWER),
         ({"chosen": [ASKED], "rejected": [ASKED]}, NO_LAST_ANSWER),
         ({"chosen": [ASKED, GOOD, ASKED], "rejected": [ASKED, BAD, ASKED]}, NO_LAST_ANSWER),
         (pair(chosen=None), EMPTY),
@@ -122,7 +127,7 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     ((special, count),) = reasons.items()
     assert special.startswith("with a special token") and count == 2
     assert "left out: 2 pairs whose answers are equal, the first: " in " ".join(
-        left_out(manifest["left_out"], pairs=True)
+        left_out(manifest["left_out"], "pair")
     )
     lines = summary(manifest)
     assert lines[0].startswith("train: 2") and " pairs, " in lines[0] and "of 128 (" in lines[0]
