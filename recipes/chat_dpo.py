@@ -83,7 +83,7 @@ def main() -> None:
             prompt_tokens(load_tokenizer(directory), user_turn("Hi"))  # raises without a template
             prepare_file(config, config.max_length, pairs=True)
             config.data = None  # config.yaml names the prepared folder
-        find_model(config)
+        find_model(config, pairs=True)
         check_pairs(config.data_dir, wanted=True)
         start = local_directory(verified_directory(config.init_from))
     objective = Preferences(start, beta=config.beta, loss_type=config.loss_type)

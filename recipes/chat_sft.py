@@ -121,12 +121,13 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
     print(*summary(manifest), sep="\n")
 
 
-def find_model(config: ChatSFT) -> None:
-    """Sets the model to that of the prepared data, unless it is given.
+def find_model(config: ChatSFT, pairs: bool = False) -> None:
+    """Sets the model to that of the prepared data, unless it is given. `pairs` says that it should hold pairs of answers.
 
     Raises `FileNotFoundError` if the data or its model is not there, `ValueError` if it holds no conversations.
     """
     folder, command = Path(config.data_dir), recipe_command("prepare_data", "chat")
+    command += " --pairs" * pairs
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
             f"{folder} holds no prepared conversations: give a file by --data and its model by --model, or make them by "

@@ -88,6 +88,15 @@ LOCAL = {
     "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
     "data/chat_and_text --output_dir runs/chat_and_text": CHAT,
+    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl": (
+        "--batch_size 4 --max_steps 4 --sample_every 0"
+    ),
+    "python recipes/prepare_data.py chat HuggingFaceH4/ultrafeedback_binarized --split train_prefs --pairs "
+    "--model runs/smoltalk --sequence_length 1024 --data_dir data/ultrafeedback": "--model runs/chat_sft --sequence_length 64 --split train",
+    "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir "
+    "data/ultrafeedback --output_dir runs/ultrafeedback": (
+        "--batch_size 4 --max_steps 4 --sample_every 0"
+    ),
     "python recipes/evaluate.py --model runs/chat_sft --tasks chat --data my_questions.jsonl --data_dir "
     "data/chat": "--limit 2 --eval_tokens 256",
 }
@@ -140,8 +149,6 @@ NOT_RUN = {
     ),
     "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
-    "accelerate launch recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --output_dir "
-    "runs/chat_dpo": "tests/recipes/test_talking.py does",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--output_dir runs/changed": "trains for two minutes",
@@ -268,6 +275,14 @@ def prepare_folder(folder: Path) -> None:
     write_lines(folder / "my_questions.jsonl", [{"prompt": "Why?", "answer": "So."}] * 2)
     (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
     write_lines(folder / "HuggingFaceTB/smoltalk/train.jsonl", chat_rows(40))
+    folder_of_pairs = folder / "HuggingFaceH4/ultrafeedback_binarized"
+    folder_of_pairs.mkdir(parents=True)
+    pairs = []
+    for question, answer in (row["messages"] for row in chat_rows(40)):
+        texts = {"chosen": answer["content"], "rejected": "I don't know."}
+        pairs.append({"prompt": question["content"], **texts})
+    write_lines(folder / "pairs.jsonl", pairs)
+    write_lines(folder_of_pairs / "train.jsonl", pairs)
     configs = "---\nconfigs:\n- config_name: all\n  data_files: train.jsonl\n---\n"
     (folder / "HuggingFaceTB/smoltalk/README.md").write_text(configs)
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")

@@ -85,7 +85,7 @@ def test_settings_are_read_before_torch_is_imported():
     """For the recipes that train: `--help` and a wrong flag take less than a second."""
     code = "import runpy, sys; name = sys.argv[1]; sys.argv = [name, '--lr', '1']\ntry: runpy.run_path(name, run_name='__main__')\n"
     code += "except SystemExit as end: print(end, *{'torch', 'accelerate'} & {*sys.modules})"
-    for name in ("quickstart", "finetune_shakespeare", "chat_sft"):
+    for name in ("quickstart", "finetune_shakespeare", "chat_sft", "chat_dpo"):
         recipe = PACKAGE.parent / f"recipes/{name}.py"
         done = subprocess.run(
             [sys.executable, "-c", code, recipe],

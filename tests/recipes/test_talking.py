@@ -1,12 +1,10 @@
-"""Talking to a model in the terminal, the conversations about Python, and DPO."""
+"""Talking to a model in the terminal, and the conversations about Python."""
 
 import json
 from collections import Counter
 from io import BytesIO, TextIOWrapper
 
-import pytest
-from conftest import chat_rows, metrics, run_recipe, write_lines
-from launching import python
+from conftest import run_recipe
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.generation.sampling import Sampling, complete, user_turn
@@ -53,25 +51,3 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     assert groups["invented"] == 150 and groups["known"] > 0
     for item in held_out:
         assert (item["answer"] == "I don't know.") == (item["group"] == "invented")
-
-
-def test_dpo_prefers_the_chosen_answers_and_its_result_loads_here(chat_model, tmp_path):
-    pytest.importorskip("trl")
-    rows = [row["messages"] for row in chat_rows(8)]
-    pairs = [{"prompt": q["content"], "chosen": a["content"], "rejected": "zzz"} for q, a in rows]
-    file = tmp_path / "pairs.jsonl"
-    write_lines(file, pairs)
-    flags = ["--model", str(chat_model), "--data", str(file), "--output_dir", str(tmp_path / "run")]
-    flags += ["--batch_size", "4", "--epochs", "6", "--learning_rate", "1e-3"]
-    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true")
-    margins = [x["train/rewards/margins"] for x in metrics(tmp_path / "run") if "train/loss" in x]
-    assert len(margins) == 12 and abs(margins[0]) < 1e-6 and margins[-1] > 1
-    tokenizer = load_tokenizer(tmp_path / "run")
-    (answer,) = complete(
-        from_pretrained(tmp_path / "run"), tokenizer, [user_turn("Why?")], Sampling(4)
-    )
-    assert answer.ids and tokenizer.eos_token == "<|im_end|>"
-    assert "- chat\n" in (tmp_path / "run/README.md").read_text()
-    file.write_text('{"text": "x"}\n')
-    done = python("recipes/chat_dpo.py", *flags, ACCELERATE_USE_CPU="true", fails=True)
-    assert "pairs.jsonl, line 1 has text, no pair: write prompt, chosen, rejected" in done.stderr
