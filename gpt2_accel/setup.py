@@ -56,6 +56,7 @@ from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import (
     LanguageModel,
     ModelConfig,
+    Trainable,
     check_loaded,
     skeleton,
 )
@@ -69,14 +70,15 @@ from gpt2_accel.tokenizer import document_marks, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], LanguageModel]
+NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], Trainable]
+"""(settings, the tokenizer of the data) -> a model."""
 CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
 
 
 def setup(
     config: TrainConfig,
     accelerator: Accelerator,
-    model: "LanguageModel | NewModel | None",
+    model: "Trainable | NewModel | None",
     objective: Objective,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
     callbacks: Sequence[Any],
@@ -258,7 +260,7 @@ def build_model(
     config: TrainConfig,
     tokenizer: "PreTrainedTokenizerBase",
     checkpoint: Path | None,
-    given: "LanguageModel | NewModel | None",
+    given: "Trainable | NewModel | None",
 ) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
     their weights.
@@ -266,7 +268,7 @@ def build_model(
     `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
-    if given is not None and not isinstance(given, LanguageModel):
+    if given is not None and not isinstance(given, torch.nn.Module):
         given = given(config, tokenizer)
     wanted = config.architecture
     if given is not None and wanted in ARCHITECTURES and given.config.architecture != wanted:

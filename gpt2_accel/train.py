@@ -13,15 +13,15 @@ import torch
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import Trainable
 from gpt2_accel.optim import set_learning_rate, set_training
 from gpt2_accel.run import Objective, Run, finish, is_complete, lock_run_dir
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.signals import lasting_output
-from gpt2_accel.setup import is_dry_run, setup
+from gpt2_accel.setup import NewModel, is_dry_run, setup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 def next_token_loss(
@@ -36,9 +36,9 @@ def next_token_loss(
 def train(
     config: TrainConfig,
     *,
-    model: "LanguageModel | Callable[[TrainConfig, PreTrainedTokenizerBase], LanguageModel] | None" = None,
+    model: "Trainable | NewModel | None" = None,
     objective: Objective = next_token_loss,
-    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[torch.nn.Module, TrainConfig], torch.optim.Optimizer] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> bool:
     """Trains a model with the settings of `config`, on the hardware and in the precision of the Accelerate config.

@@ -735,3 +735,43 @@ def test_a_given_model_of_another_architecture_than_the_settings_is_refused(tiny
 def test_a_class_for_a_model_of_transformers_is_not_needed(chat_base):
     with refused("holds a model of transformers: leave out --model_class"):
         from_pretrained(chat_base, model_class=f"{__file__}:Changed")
+
+
+class Recurrent(torch.nn.Module):
+    """A model with what `Trainable` lists, and nothing else of the package."""
+
+    config_class = GPTConfig
+    separator = None
+    checkpoint_activations = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = torch.nn.Embedding(config.vocab_size, 16)
+        self.gru = torch.nn.GRU(16, 16, batch_first=True)
+        self.head = torch.nn.Linear(16, config.vocab_size)
+
+    device = property(lambda self: self.head.weight.device)
+    dtype = property(lambda self: self.head.weight.dtype)
+
+    def forward(self, input_ids, targets=None, *, reduction="mean", documents=None):
+        logits = self.head(self.gru(self.embed(input_ids))[0])
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def tie_weights(self):
+        pass
+
+
+def test_any_module_with_the_protocol_trains_resumes_and_is_saved(tiny, tmp_path):
+    def model(config, tokenizer):
+        return Recurrent(GPTConfig.from_settings(config, len(tokenizer)))
+
+    settings = {"eval_every": 4, "eval_tokens": 64, "save_every": 4}
+    whole = go(tiny("run", **settings), model=model)
+    assert losses(whole)[-1] < losses(whole)[0]
+    at = str(tmp_path / "run/checkpoint-4")
+    assert losses(go(tiny("on", **settings, resume_from=at), model=model)) == losses(whole)[4:]
+    assert read_json(tmp_path / "run/config.json")["model_type"] == "gpt2_accel_custom"

@@ -8,11 +8,11 @@ Shape letters: B batch, T sequence, C width.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,19 @@ def layers_heads_width(settings: object) -> tuple[int, int, int]:
     if settings.depth:
         return settings.depth, settings.depth, 64 * settings.depth
     return settings.n_layer, settings.n_head, settings.n_embd
+
+
+class Trainable(Protocol):
+    """What a run needs of a model, a `torch.nn.Module`. `LanguageModel` has it all."""
+
+    config: ModelConfig
+    config_class: type[ModelConfig]  # builds `config` again from its fields
+    device: torch.device
+    dtype: torch.dtype
+    separator: int | None  # the token that begins documents, if attention stays inside them
+    checkpoint_activations: bool
+    forward: Callable[..., Any]  # as `LanguageModel.forward`
+    tie_weights: Callable[[], None]
 
 
 class LanguageModel(nn.Module):
