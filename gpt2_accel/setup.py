@@ -329,19 +329,26 @@ def load_model(
     if config.init_from is not None:
         check_loaded(config, model.config)
     elif not config.ignore_changes:
-        shape = configured_shape(config, len(tokenizer))
-        differing = []
-        for name in ("architecture", *(field.name for field in fields(shape) if field.compare)):
-            wanted = getattr(shape, name)
-            found = getattr(model.config, name, wanted)
-            if found != wanted:
-                differing.append(f"{name} {found} instead of {wanted}")
+        wanted = shape_values(configured_shape(config, len(tokenizer)))
+        found = shape_values(model.config)
+        differing = [
+            f"{name} {found[name]} instead of {value}"
+            for name, value in wanted.items()
+            if name in found and found[name] != value
+        ]
         if differing:
             raise ValueError(
                 f"{source} has {', '.join(differing)}: resume with the original values, or choose "
                 "another --output_dir for a new model"
             )
     return model
+
+
+def shape_values(shape: ModelConfig) -> dict[str, Any]:
+    """Returns the values by which shapes are compared, by name; of a class of `transformers` those of its `config.json`."""
+    values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
+    own = values.pop("values", {})
+    return {"architecture": shape.architecture} | values | own
 
 
 def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:

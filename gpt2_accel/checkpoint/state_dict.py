@@ -165,6 +165,11 @@ class TrainingState:
             values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
         return values
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, as `--dtype` names it."""
+        return str(next(iter(self.parameters.values())).dtype).removeprefix("torch.")
+
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns the tensors of each file in `training_state/`, on their devices, sharded as they
         are, and the rest, for `state.json`."""
@@ -178,6 +183,7 @@ class TrainingState:
             groups.append({key: value for key, value in now.items() if value != start.get(key)})
         return {"optimizer": tensors, "callbacks": callbacks}, {
             "optimizer": self.name,
+            "dtype": self.dtype,
             "optimizer_values": {"state": others, "groups": groups},
             "callbacks": {name: {} for name in named} | values,
             "scaler": scaler.state_dict() if scaler else None,
@@ -188,11 +194,16 @@ class TrainingState:
         `saved`; names and shapes are those of the parameters: the model is the checkpoint's. All
         ranks call it.
 
-        Raises `ValueError` if the state belongs to another optimizer."""
+        Raises `ValueError` if the state belongs to another optimizer or to weights of another dtype."""
         if saved["optimizer"] != self.name:
             raise ValueError(
                 f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
                 "resume with the --optimizer of the first run"
+            )
+        dtype = saved.get("dtype", self.dtype)
+        if dtype != self.dtype:
+            raise ValueError(
+                f"{checkpoint} has weights in {dtype}, not {self.dtype}: resume with --dtype {dtype}"
             )
         values = saved.get("optimizer_values", {})
         defaults = self.optimizer.defaults

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import refused, run
+from conftest import losses, refused, run
 from families import family_model, save_family
 from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
@@ -119,3 +119,22 @@ def test_a_router_loss_of_a_model_without_experts_is_refused(tiny, tmp_path):
     start = save_family("olmo2", tmp_path / "start")
     with refused("leave out --router_aux_loss"):
         run(tiny("run", init_from=str(start), router_aux_loss=0.1))
+
+
+def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path):
+    start = save_family("stablelm", tmp_path / "start")
+    settings = {"init_from": str(start), "dtype": "bfloat16", "save_every": 4}
+    alone = run(tiny("alone", **settings))
+    settings["resume_from"] = str(tmp_path / "alone/checkpoint-4")
+    assert losses(run(tiny("resumed", **settings))) == losses(alone)[4:]
+    with refused("has weights in bfloat16, not float32: resume with --dtype bfloat16"):
+        run(tiny("other", **settings | {"dtype": "float32"}))
+
+
+def test_a_resume_with_another_shape_names_what_differs(tiny, tmp_path):
+    folder = tmp_path / "shape"
+    family_model("stablelm").config.save_pretrained(folder)
+    run(tiny("run", architecture=str(folder), max_steps=1))
+    family_model("stablelm", intermediate_size=48).config.save_pretrained(folder)
+    with refused("has intermediate_size 64 instead of 48: resume with the original values"):
+        run(tiny("run", architecture=str(folder), max_steps=2, resume_from="latest"))
